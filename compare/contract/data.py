@@ -1,0 +1,162 @@
+"""The data stream: `Corpus.batch(experiment, step)` is a pure function of the corpus, seed and step.
+
+Every engine draws the same global batch at the same step, whatever its layout; a device takes its rows
+from it. Tokens are validated once, when the corpus is opened: JAX's gather would clamp an id beyond the
+vocabulary without a word. Nothing is ever unpickled.
+
+Sources (`data.source`): `stdlib`, the bytes of the running Python's own standard-library sources, which
+is real text and on every machine; `synthetic`, a seeded walk; a folder with nanoGPT's `train.bin` and
+`val.bin`, or one `.bin` file (uint16, little endian); any other file, read as bytes. Text keeps its last
+tenth for validation, as nanoGPT does.
+"""
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from compare.contract.experiment import Experiment, ExperimentError
+
+STDLIB_BYTES = 4_000_000
+SYNTHETIC_TOKENS = 1_000_000
+VALIDATION_FRACTION = 0.1
+_NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+
+
+class Corpus:
+    """Tokens in memory or mapped from a file, validated against the vocabulary.
+
+    Attributes:
+        train: uint8 or uint16 tokens (n,) that training batches are cut from.
+        validation: the same, held out; may be empty.
+        sha256: hex digest of the training tokens' bytes.
+        origin: where they came from, for the record.
+    """
+
+    def __init__(self, train: np.ndarray, validation: np.ndarray, *, origin: str, sha256: str):
+        self.train = train
+        self.validation = validation
+        self.origin = origin
+        self.sha256 = sha256
+
+    def batch(self, experiment: Experiment, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The global batch of one optimizer step.
+
+        Args:
+            experiment: its seed keys the draw; train and model give the sizes.
+            step: optimizer steps already taken.
+
+        Returns:
+            Inputs and targets (the inputs shifted by one token), int32 of shape (A, B, T): A =
+            gradient_accumulation_steps, B = batch_size, T = block_size. Data-parallel rank r of R
+            takes the rows r B/R to (r+1) B/R of every A.
+        """
+        train, length = experiment.train, experiment.model.block_size
+        shape = (train.gradient_accumulation_steps, train.batch_size)
+        # Raw Philox words: NumPy promises their stream for ever, and not that of Generator.integers.
+        words = np.random.Philox(key=train.seed, counter=[0, 0, step, 0]).random_raw(shape)
+        starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(self.train) - length)).astype(np.int64)
+        window_ABT = starts_AB[:, :, None] + np.arange(length)
+        return self.train[window_ABT].astype(np.int32), self.train[window_ABT + 1].astype(np.int32)
+
+
+def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus:
+    """Open the experiment's data, and validate and hash it unless that was done before.
+
+    Args:
+        experiment: `data.source`, and the sizes that the tokens must fit.
+        validated_sha256: the digest from an earlier opening of the same data: a launcher reads all of
+            a 17 GB train.bin once, and every rank after that maps it at once.
+
+    Raises:
+        ExperimentError: a missing, empty or too short file, an odd number of bytes in a .bin file, or
+            a token id outside the vocabulary. The message names the file and what to do.
+    """
+    source = experiment.data.source
+    if source == "stdlib":
+        train, validation = _split(np.frombuffer(standard_library_text(), dtype=np.uint8))
+    elif source == "synthetic":
+        train, validation = _split(_synthetic(experiment))
+    else:
+        train, validation = _read(Path(source))
+    sha256 = validated_sha256
+    if not sha256:
+        _validate(train, validation, experiment)
+        sha256 = hashlib.sha256(train).hexdigest()
+    return Corpus(train, validation, origin=source, sha256=sha256)
+
+
+def standard_library_text(limit: int = STDLIB_BYTES) -> bytes:
+    """The first `limit` bytes of the running Python's own library sources, in order of their paths."""
+    text = bytearray()
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = sorted(set(subfolders) - _NOT_PROSE)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                text += Path(folder, name).read_bytes()
+        if len(text) >= limit:
+            break
+    return bytes(text[:limit])
+
+
+def _synthetic(experiment: Experiment) -> np.ndarray:
+    """A walk that mostly steps by one: learnable, so that a loss curve has a shape. uint16 (n,)."""
+    vocab = experiment.model.vocab_size
+    words = np.random.Philox(key=experiment.train.seed, counter=[0, 0, 0, 1]).random_raw(SYNTHETIC_TOKENS)
+    jumps = np.where(words % np.uint64(8) == 0, (words >> np.uint64(32)) % np.uint64(vocab), 1)
+    return (np.cumsum(jumps.astype(np.int64)) % vocab).astype(np.uint16)
+
+
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    if path.is_dir():
+        train = _read_bin(path / "train.bin")
+        has_validation = (path / "val.bin").is_file()
+        return train, _read_bin(path / "val.bin") if has_validation else train[:0]
+    if path.suffix == ".bin":
+        return _split(_read_bin(path))
+    _require_file(path)
+    return _split(np.memmap(path, dtype=np.uint8, mode="r"))
+
+
+def _read_bin(path: Path) -> np.ndarray:
+    _require_file(path)
+    if path.stat().st_size % 2:
+        raise ExperimentError(
+            f"data.source: {path} has an odd number of bytes ({path.stat().st_size}); a .bin file holds "
+            f"uint16 tokens: write it again, or rename it if it is text"
+        )
+    return np.memmap(path, dtype="<u2", mode="r")
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise ExperimentError(
+            f"data.source: {path} does not exist; give stdlib, synthetic, a text or .bin file, or a folder "
+            f"with train.bin"
+        )
+    if not path.stat().st_size:
+        raise ExperimentError(f"data.source: {path} is empty; give a file with text or tokens in it")
+
+
+def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    boundary = len(tokens) - int(len(tokens) * VALIDATION_FRACTION)
+    return tokens[:boundary], tokens[boundary:]
+
+
+def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment) -> None:
+    source = experiment.data.source
+    length, vocab = experiment.model.block_size, experiment.model.vocab_size
+    if len(train) <= length:
+        raise ExperimentError(
+            f"data.source: {source} has {len(train)} training tokens, too few for model.block_size = "
+            f"{length}: give more text or a smaller block_size"
+        )
+    for tokens in (train, validation):
+        largest = int(tokens.max()) if len(tokens) else 0
+        if largest >= vocab:
+            raise ExperimentError(
+                f"data.source: {source} holds token {largest}, beyond model.vocab_size = {vocab}: "
+                f"set --model.vocab_size {largest + 1} or more, or give other data"
+            )

@@ -1,0 +1,66 @@
+"""The four engines, and which choices of a layout each one honours."""
+
+from msgspec import Struct
+
+from compare.contract.experiment import ExperimentError, Layout
+
+
+class Engine(Struct, frozen=True, kw_only=True):
+    """One way of training an experiment."""
+
+    name: str
+    side: str
+    """The package that runs it: `python -m SIDE RUN_DIR`."""
+    gradient_sync: tuple[str, ...]
+    """The gradient synchronisations it offers; one entry where the choice is not ours."""
+    decides: str
+    """Who decides where data moves, in a few words."""
+
+    def gradient_sync_for(self, layout: Layout) -> str:
+        """The synchronisation that will run: the layout's choice where this engine offers one.
+
+        Raises:
+            ExperimentError: the engine offers a choice, but not this one.
+        """
+        if layout.dp_replicate == 1:
+            return "none"
+        if len(self.gradient_sync) == 1:
+            return self.gradient_sync[0]
+        if layout.gradient_sync not in self.gradient_sync:
+            raise ExperimentError(
+                f"layout.gradient_sync = {layout.gradient_sync}: {self.name} offers "
+                f"{', '.join(self.gradient_sync)} (under jit there is no backward hook to launch from; "
+                f"XLA schedules the launches)"
+            )
+        return layout.gradient_sync
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            name="jax-compiler",
+            side="jaxpar",
+            gradient_sync=("xla",),
+            decides="XLA: jit with Mesh and NamedSharding",
+        ),
+        Engine(
+            name="jax-manual",
+            side="jaxpar",
+            gradient_sync=("naive", "flat", "bucketed"),
+            decides="we do: shard_map and lax collectives",
+        ),
+        Engine(
+            name="torch-manual",
+            side="torchpar",
+            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
+            decides="we do: torch.distributed collectives",
+        ),
+        Engine(
+            name="torch-library",
+            side="torchpar",
+            gradient_sync=("ddp",),
+            decides="PyTorch: DistributedDataParallel",
+        ),
+    )
+}

@@ -1,0 +1,259 @@
+"""What passes between the harness and an engine: a request in, a record out, as files in RUN_DIR.
+
+    request.json              what to run (the harness writes it; `python -m SIDE RUN_DIR` reads it)
+    steps.jsonl               one `Step` a line
+    ledger.json               what one steady step communicated: a list of `Communication`
+    TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
+    manifest.json             how it was run and what it cost; written last, so that its presence means
+                              that the record is complete
+    error.json                instead of a manifest: which rank failed first, and its traceback
+
+Every file is written to a temporary name and renamed, except that steps are appended to
+`steps.jsonl.part` while the run goes on, which is what a progress bar reads.
+
+The one module of the contract that needs more than NumPy and msgspec: safetensors is its tensor format
+(self-describing, memory-mapped, and it cannot execute anything).
+"""
+
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+from safetensors.numpy import load_file, save
+
+from compare.contract.experiment import Experiment
+
+T = TypeVar("T")
+
+REQUEST, MANIFEST, ERROR = "request.json", "manifest.json", "error.json"
+STEPS, LEDGER = "steps.jsonl", "ledger.json"
+STEPS_PART = STEPS + ".part"
+
+
+class Rung(StrEnum):
+    """Tensors that a run leaves for the ladder, in the order in which they arise."""
+
+    BATCH = "batch"
+    """`inputs` and `targets` (A, B, T) of step 0 as the devices received them, gathered in order."""
+    INITIAL_WEIGHTS = "initial_weights"
+    GRADIENTS = "gradients"
+    """Of step 0: of the mean loss over the global batch, synchronised, before clipping."""
+    FIRST_WEIGHTS = "first_weights"
+    """After the first optimizer step."""
+    FIRST_M = "first_m"
+    """First moments (SGD: momentum buffer) after the first optimizer step."""
+    FIRST_V = "first_v"
+    """Second moments after the first optimizer step."""
+    LATER_WEIGHTS = "later_weights"
+    """After `Request.later_step` optimizer steps."""
+
+
+class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine's order: everything that `python -m SIDE RUN_DIR` needs to know."""
+
+    engine: str
+    experiment: Experiment
+    platform: Literal["cpu", "gpu"] = "cpu"
+    ladder: bool = False
+    """Leave the tensors of the ladder's rungs (`Rung`)."""
+    later_step: int = 20
+    """After how many optimizer steps `Rung.LATER_WEIGHTS` is taken; at most max_iters."""
+    corpus_sha256: str = ""
+    """Digest of data that the harness has validated already; empty makes the engine validate it."""
+    timeout_s: float = 600.0
+    """Seconds without any progress after which the run counts as hung."""
+    cache_dir: str = ""
+    """Where compiled programs are kept between runs; empty for none."""
+    fault: str = ""
+    """Name of a fault to plant, to show that the ladder catches it; empty for none."""
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """What one optimizer step computed and cost."""
+
+    step: int
+    """Counted from 0."""
+    loss: float
+    """Mean cross-entropy in nats over the global batch, before the update."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    step_time_ms: float
+    """Wall time from the batch on the host to the updated weights, blocked upon."""
+    instrumented: bool = False
+    """The step was watched by the ledger and the memory tracker: its time does not count."""
+
+
+class Communication(Struct, frozen=True, kw_only=True):
+    """One kind of collective along one mesh axis in one steady step, summed over its calls, per device."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, ..."""
+    axis: str
+    """The mesh axis it runs along, as in the layout: dp_replicate."""
+    calls: int
+    bytes: int
+    """Logical bytes: the size of the full (gathered) tensor, summed over the calls."""
+    wire_bytes: int
+    """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
+    purpose: str = ""
+    """What it is for: gradients, loss, ... where known."""
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """How a run was made, and what it cost beyond its steps."""
+
+    engine: str
+    experiment: Experiment
+    platform: str
+    devices: int
+    device_kind: str
+    """The device as the framework names it: a CPU model or a GPU model."""
+    gradient_sync: str
+    """What actually ran: see `Engine.gradient_sync_for`."""
+    remat: Literal["none", "dots", "full"]
+    """What `layout.remat = auto` came to."""
+    parameters: int
+    initial_weights_sha256: str
+    corpus_sha256: str
+    versions: dict[str, str]
+    """python, numpy, and the framework's packages."""
+    threads: str
+    """How many threads each device computes with, in words: CPU timings depend on it."""
+    started_utc: str
+    compile_s: float
+    """Tracing and compiling ahead of the first step; 0 where nothing is compiled."""
+    first_step_s: float
+    cpu_time_s: float
+    """User plus system CPU seconds of all of the engine's processes, start-up and compilation included."""
+    peak_memory_bytes: list[int]
+    """Peak of one step, per device."""
+    peak_memory_method: str
+    """How it was measured, in words."""
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """The first failure of a run."""
+
+    message: str
+    """One line: which rank, and what."""
+    traceback: str = ""
+    rank: int | None = None
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """A finished run, read back. Tensors stay on disk until asked for with `read_tensors`."""
+
+    folder: Path
+    manifest: Manifest
+    steps: list[Step]
+    ledger: list[Communication] = field(default_factory=list)
+
+
+def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
+    """Bytes that one of `group_size` devices sends on a ring for a collective over `full_bytes`.
+
+    `full_bytes` is the size of the gathered tensor. Rounded down to whole bytes. Source: Thakur et al.,
+    "Optimization of collective communication operations in MPICH", and nccl-tests' conventions.
+    """
+    n = group_size
+    if n == 1:
+        return 0
+    if kind == "all_reduce":
+        return 2 * (n - 1) * full_bytes // n
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (n - 1) * full_bytes // n
+    return full_bytes  # broadcast, send, permute
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path` through a temporary name, so that no reader ever sees half a file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a Struct, or a list or dict of them, as indented JSON, atomically."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def read_json(path: Path, type: type[T]) -> T:
+    """Read what `write_json` wrote. Raises msgspec.ValidationError for any other shape."""
+    return msgspec.json.decode(path.read_bytes(), type=type)
+
+
+def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write one rung's tensors to `folder/RUNG.safetensors`, atomically."""
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    write_atomically(folder / f"{rung}.safetensors", save(contiguous))
+
+
+def read_tensors(folder: Path, rung: Rung) -> dict[str, np.ndarray]:
+    """One rung's tensors by name; {} if the run did not leave them."""
+    path = folder / f"{rung}.safetensors"
+    return load_file(path) if path.is_file() else {}
+
+
+class Recorder:
+    """Writes a record while an engine runs: the one way in which an engine reports.
+
+    Attributes:
+        folder: the engine's RUN_DIR.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._steps = (folder / STEPS_PART).open("ab")
+
+    def tensors(self, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
+        """Leave the tensors of one rung, by canonical name."""
+        write_tensors(self.folder, rung, tensors)
+
+    def step(self, step: Step) -> None:
+        """Append one step; readable at once."""
+        self._steps.write(msgspec.json.encode(step) + b"\n")
+        self._steps.flush()
+
+    def finish(self, manifest: Manifest, ledger: list[Communication]) -> None:
+        """Complete the record. The manifest comes last."""
+        self._steps.close()
+        os.replace(self.folder / STEPS_PART, self.folder / STEPS)
+        write_json(self.folder / LEDGER, ledger)
+        write_json(self.folder / MANIFEST, manifest)
+
+
+def write_failure(folder: Path, failure: Failure) -> None:
+    """Leave error.json: the run failed, and this came first."""
+    write_json(folder / ERROR, failure)
+
+
+def read_failure(folder: Path) -> Failure | None:
+    """The failure that a run left, if it left one."""
+    path = folder / ERROR
+    return read_json(path, Failure) if path.is_file() else None
+
+
+def read_steps(path: Path) -> list[Step]:
+    """The complete lines of a steps file; a line still being written is left for the next read."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    return [msgspec.json.decode(line, type=Step) for line in lines]
+
+
+def read_record(folder: Path) -> Record:
+    """Read a finished run back.
+
+    Raises:
+        FileNotFoundError: the run is not complete (no manifest).
+    """
+    return Record(
+        folder=folder,
+        manifest=read_json(folder / MANIFEST, Manifest),
+        steps=read_steps(folder / STEPS),
+        ledger=read_json(folder / LEDGER, list[Communication]),
+    )
