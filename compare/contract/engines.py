@@ -16,6 +16,11 @@ class Engine(Struct, frozen=True, kw_only=True):
     decides: str
     """Who decides where data moves, in a few words."""
 
+    @property
+    def offers_choice(self) -> bool:
+        """Whether the layout's gradient_sync is ours to choose in this engine."""
+        return len(self.gradient_sync) > 1
+
     def gradient_sync_for(self, layout: Layout) -> str:
         """The synchronisation that will run: the layout's choice where this engine offers one.
 
@@ -24,7 +29,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         """
         if layout.dp_replicate == 1:
             return "none"
-        if len(self.gradient_sync) == 1:
+        if not self.offers_choice:
             return self.gradient_sync[0]
         if layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(

@@ -29,6 +29,7 @@ from safetensors.numpy import load_file, save
 from compare.contract.experiment import Experiment
 
 T = TypeVar("T")
+Platform = Literal["cpu", "gpu"]
 
 REQUEST, MANIFEST, ERROR = "request.json", "manifest.json", "error.json"
 STEPS, LEDGER = "steps.jsonl", "ledger.json"
@@ -58,7 +59,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     engine: str
     experiment: Experiment
-    platform: Literal["cpu", "gpu"] = "cpu"
+    platform: Platform = "cpu"
     ladder: bool = False
     """Leave the tensors of the ladder's rungs (`Rung`)."""
     later_step: int = 20
@@ -240,9 +241,8 @@ def read_failure(folder: Path) -> Failure | None:
 
 
 def read_steps(path: Path) -> list[Step]:
-    """The complete lines of a steps file; a line still being written is left for the next read."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    return [msgspec.json.decode(line, type=Step) for line in lines]
+    """Every step of a steps file."""
+    return [msgspec.json.decode(line, type=Step) for line in path.read_bytes().splitlines()]
 
 
 def read_record(folder: Path) -> Record:

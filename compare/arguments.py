@@ -1,0 +1,102 @@
+"""Arguments that several commands share: an experiment with overrides, and how to run it."""
+
+import sys
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import tyro
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import (
+    Data,
+    Experiment,
+    ExperimentError,
+    Layout,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
+    load,
+    revalidate,
+)
+from compare.contract.record import Platform
+from compare.launch import Pythons
+from compare.pairing import Settings, wants_ladder
+from compare.paths import default_cache
+
+EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
+
+
+class Spec(Struct, frozen=True, kw_only=True):
+    """An experiment: a name or a file, and any field of it overridden."""
+
+    experiment: Annotated[str, tyro.conf.Positional] = "demo"
+    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m) or a TOML file. Give it first."""
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    precision: Precision = Precision()
+    layout: Layout = Layout()
+
+    def resolved(self) -> Experiment:
+        """The experiment with the overrides in it, checked. Raises ExperimentError."""
+        return revalidate(
+            Experiment(
+                model=self.model,
+                data=self.data,
+                optimizer=self.optimizer,
+                train=self.train,
+                precision=self.precision,
+                layout=self.layout,
+            )
+        )
+
+
+class HowToRun(Struct, frozen=True, kw_only=True):
+    """Where the engines run."""
+
+    platform: Platform = "cpu"
+    """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
+    run_dir: str = ""
+    """Folder of the results; must not exist. Default: runs/NAME-TIME."""
+    timeout_s: float = 600.0
+    """An engine that makes no progress for this long is ended (compiling counts as no progress)."""
+    cache_dir: str = default_cache()
+    """Compiled programs are kept here between runs; '' turns that off."""
+    jax_python: str = sys.executable
+    """Python that runs jaxpar, if it lives in another environment."""
+    torch_python: str = sys.executable
+    """Python that runs torchpar, if it lives in another environment."""
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Print the outcome as one JSON object on stdout instead of tables."""
+
+    def settings(self, experiment: Experiment) -> Settings:
+        """As the pairing takes it. Raises ExperimentError for a time-out that is not positive."""
+        if not self.timeout_s > 0:
+            raise ExperimentError(f"--timeout_s {self.timeout_s} must be more than 0")
+        return Settings(
+            platform=self.platform,
+            timeout_s=self.timeout_s,
+            cache_dir=self.cache_dir,
+            ladder=wants_ladder(experiment),
+            pythons=Pythons(jaxpar=self.jax_python, torchpar=self.torch_python),
+        )
+
+
+AnySpec = TypeVar("AnySpec", bound=Spec)
+
+
+def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
+    """A command's arguments filled from a named experiment or file: the defaults of its command line."""
+    return msgspec.convert({"experiment": name, **msgspec.to_builtins(load(name))}, command)
+
+
+def chosen_engines(engines: tuple[str, ...]) -> list[str]:
+    """The engines asked for, all by default. Raises ExperimentError if one is named twice."""
+    if len(set(engines)) != len(engines):
+        raise ExperimentError(f"--engines {' '.join(engines)}: name each engine once")
+    return list(engines) or list(ENGINES)

@@ -1,0 +1,76 @@
+"""The command line: which command, which defaults, which exit code.
+
+Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage or a bad experiment;
+3 this machine lacks something; 130 Ctrl-C.
+"""
+
+import sys
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from compare.arguments import Spec, defaults_for
+from compare.commands.check import Check
+from compare.commands.doctor import Doctor
+from compare.commands.faults import Faults
+from compare.commands.report import Report
+from compare.commands.run import Run
+from compare.contract.experiment import ExperimentError, load
+from compare.launch import EngineError, EnvironmentMissing
+
+DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check"}
+LOG_LINES = 20
+
+DESCRIPTION = """Sharded training in JAX and in PyTorch, side by side: proven equal, measured, explained.
+
+Begin with `shardpair run` (a minute), then `shardpair run --help` for everything you can override."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    try:
+        return _dispatch(arguments)
+    except ExperimentError as error:
+        errors.print(f"shardpair: error: {error}", style="red")
+        return 2
+    except EnvironmentMissing as error:
+        errors.print(f"shardpair: error: {error}", style="red")
+        return 3
+    except EngineError as error:
+        if error.log and error.log.is_file():
+            tail = error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            errors.print("\n".join(tail))
+        errors.print(f"shardpair: error: {error}", style="red")
+        errors.print(f"its whole log: {error.log}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        errors.print("shardpair: interrupted; every process was ended", style="red")
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = _experiment_name(arguments)
+    commands = (
+        Annotated[Run, tyro.conf.subcommand("run", default=defaults_for(Run, name))]
+        | Annotated[Check, tyro.conf.subcommand("check", default=defaults_for(Check, name))]
+        | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    )
+    command = tyro.cli(
+        commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True
+    )
+    if isinstance(command, Spec) and command.experiment != name:
+        raise ExperimentError(f"give the experiment first: shardpair {arguments[0]} {command.experiment} ...")
+    return command(load(name))
+
+
+def _experiment_name(arguments: list[str]) -> str:
+    """The experiment that gives the defaults: known before the other arguments can be read."""
+    command, following = (arguments[0], arguments[1:2]) if arguments else ("", [])
+    if command in DEFAULT_EXPERIMENT and following and not following[0].startswith("-"):
+        return following[0]
+    return DEFAULT_EXPERIMENT.get(command, "demo")

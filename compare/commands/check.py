@@ -1,0 +1,42 @@
+"""`shardpair check`: every engine, on one device and on each rung of its ladder, against one reference."""
+
+from compare.arguments import EngineName, HowToRun, Spec, chosen_engines
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.outcome import print_check
+from compare.pairing import compare_cases, ladder_cases
+from compare.paths import new_run_dir
+from compare.progress import Reporter
+
+
+class Check(Spec, HowToRun, frozen=True, kw_only=True):
+    """Prove that every engine and gradient synchronisation computes what one unsharded device computes.
+
+    The experiment is a tiny one in float64 unless you name another; nothing is timed.
+
+    Examples:
+      shardpair check
+      shardpair check --devices 2 --engines jax-manual torch-manual
+      shardpair check check --precision.dtype float32
+    """
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines. Default: all four."""
+    devices: int = 4
+    """Devices of data parallelism; 1 checks the engines unsharded only."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Check. Returns the exit code: 0 if every rung of every case holds, else 1."""
+        experiment = self.resolved()
+        if self.devices < 1:
+            raise ExperimentError(f"--devices {self.devices} must be at least 1")
+        cases = ladder_cases(experiment, chosen_engines(self.engines), self.devices)
+        comparison = compare_cases(
+            self.experiment,
+            experiment,
+            cases,
+            folder=new_run_dir(f"check-{self.devices}", self.run_dir),
+            settings=self.settings(experiment),
+            reporter=Reporter(quiet=self.quiet),
+        )
+        print_check(comparison, as_json=self.json)
+        return 0 if comparison.passed else 1

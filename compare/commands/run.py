@@ -1,0 +1,51 @@
+"""`shardpair run`: train one experiment with several engines, compare, measure, report."""
+
+import msgspec
+
+from compare.arguments import EngineName, HowToRun, Spec, chosen_engines
+from compare.contract.experiment import Experiment
+from compare.outcome import print_outcome
+from compare.pairing import compare_cases, engine_cases
+from compare.paths import new_run_dir
+from compare.presets import apply_preset
+from compare.progress import Reporter
+from compare.report.render import write_report
+
+
+class Run(Spec, HowToRun, frozen=True, kw_only=True):
+    """Train one experiment with each engine, hold the results against each other, and write a report.
+
+    Examples:
+      shardpair run
+      shardpair run demo --engines jax-manual torch-manual
+      shardpair run cpu --data.source input.txt --model.n_layer 6
+      shardpair run demo --preset ddp --devices 4
+    """
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines, the first being what the others are held against. Default: all four."""
+    preset: str = ""
+    """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped."""
+    devices: int = 4
+    """How many devices --preset spreads over."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Run it. Returns the exit code: 0 if all engines agree, else 1."""
+        experiment = self.resolved()
+        if self.preset:
+            layout = apply_preset(
+                experiment.layout, preset=self.preset, devices=self.devices, default=default.layout
+            )
+            experiment = msgspec.structs.replace(experiment, layout=layout)
+        folder = new_run_dir(self.experiment, self.run_dir)
+        comparison = compare_cases(
+            self.experiment,
+            experiment,
+            engine_cases(experiment, chosen_engines(self.engines)),
+            folder=folder,
+            settings=self.settings(experiment),
+            reporter=Reporter(quiet=self.quiet),
+        )
+        page = write_report(folder)
+        print_outcome(comparison, page, as_json=self.json)
+        return 0 if comparison.passed else 1

@@ -1,0 +1,67 @@
+"""What a run cost, reduced to the figures of the table: time, memory, communication."""
+
+import statistics
+
+from msgspec import Struct
+
+from compare.contract.record import Record
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """One engine's row of the table. Times are of steady steps: not the first, nor an instrumented one."""
+
+    engine: str
+    devices: int
+    gradient_sync: str
+    remat: str
+    final_loss: float
+    mean_loss: float
+    """Over all steps, in nats."""
+    step_time_ms_median: float
+    step_time_ms_p95: float
+    tokens_per_s: float
+    """Over all devices, at the median step time."""
+    compile_s: float
+    first_step_s: float
+    cpu_time_s: float
+    """Of all the engine's processes, start-up and compilation included."""
+    peak_mem_bytes: int
+    """The largest of all devices."""
+    comm_calls: int
+    """Collectives that one device takes part in, per step."""
+    comm_bytes: int
+    """Logical bytes per step: the full tensors."""
+    comm_wire_bytes: int
+    """Bytes one device sends per step on a ring."""
+
+
+def steady_times_ms(record: Record) -> list[float]:
+    """Wall times of the steps that count; of all steps where a run is too short to have any."""
+    steady = [step.step_time_ms for step in record.steps[1:] if not step.instrumented]
+    return steady or [step.step_time_ms for step in record.steps]
+
+
+def cost_of(record: Record) -> Cost:
+    """Reduce a record to its row of the table."""
+    manifest, times_ms = record.manifest, steady_times_ms(record)
+    train = manifest.experiment.train
+    tokens = train.gradient_accumulation_steps * train.batch_size * manifest.experiment.model.block_size
+    median_ms = statistics.median(times_ms)
+    return Cost(
+        engine=manifest.engine,
+        devices=manifest.devices,
+        gradient_sync=manifest.gradient_sync,
+        remat=manifest.remat,
+        final_loss=record.steps[-1].loss,
+        mean_loss=statistics.fmean(step.loss for step in record.steps),
+        step_time_ms_median=median_ms,
+        step_time_ms_p95=sorted(times_ms)[int(0.95 * (len(times_ms) - 1))],
+        tokens_per_s=tokens / (median_ms / 1000),
+        compile_s=manifest.compile_s,
+        first_step_s=manifest.first_step_s,
+        cpu_time_s=manifest.cpu_time_s,
+        peak_mem_bytes=max(manifest.peak_memory_bytes),
+        comm_calls=sum(item.calls for item in record.ledger),
+        comm_bytes=sum(item.bytes for item in record.ledger),
+        comm_wire_bytes=sum(item.wire_bytes for item in record.ledger),
+    )

@@ -1,0 +1,145 @@
+"""The mistakes that people make, and the rung of the ladder that must catch each.
+
+Most are a wrong value somewhere in the spec, given to one engine only. The others live in a side's own
+`faults.py`, because no spec can express them: a collective that is missing, a sum that should be a mean.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.pairing import Case, Comparison, with_layout
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """One mistake."""
+
+    name: str
+    rung: str
+    """The first rung that it must turn red."""
+    story: str
+    """What went wrong, in a few words."""
+    edit: Mapping[str, Mapping[str, object]] | None = None
+    """Sections and fields with the wrong value; None if the side plants it in its code."""
+    impossible_in: tuple[str, ...] = ()
+    """Engines that cannot make this mistake."""
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="different_seed",
+            rung="batch",
+            story="one engine draws other rows",
+            edit={"train": {"seed": 1338}},
+        ),
+        Fault(name="moved_weight", rung="initial_weights", story="one weight starts 1e-3 away"),
+        Fault(
+            name="gelu_tanh",
+            rung="loss",
+            story="the tanh approximation, JAX's default GELU",
+            edit={"model": {"activation": "gelu_tanh"}},
+        ),
+        Fault(
+            name="norm_eps_1e-6",
+            rung="loss",
+            story="flax's default LayerNorm epsilon",
+            edit={"model": {"norm_eps": 1e-6}},
+        ),
+        Fault(
+            name="dropped_all_reduce",
+            rung="gradients",
+            story="each replica keeps its own gradients",
+            impossible_in=("jax-compiler",),
+        ),
+        Fault(
+            name="sum_for_mean",
+            rung="gradients",
+            story="gradients are summed over replicas, not averaged",
+            impossible_in=("jax-compiler",),
+        ),
+        Fault(
+            name="no_clip",
+            rung="first_weights",
+            story="gradients are not clipped",
+            edit={"optimizer": {"grad_clip": 0.0}},
+        ),
+        Fault(
+            name="decay_on_vectors",
+            rung="first_weights",
+            story="LayerNorm scales and biases decay too",
+            edit={"optimizer": {"decay": "all"}},
+        ),
+        Fault(
+            name="warmup_off_by_one",
+            rung="first_weights",
+            story="one warm-up step too few",
+            edit={"optimizer": {"warmup_iters": -1}},
+        ),
+        Fault(
+            name="wrong_beta2",
+            rung="first_moments",
+            story="PyTorch's default beta2 = 0.999",
+            edit={"optimizer": {"beta2": 0.999}},
+        ),
+    )
+}
+
+
+def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str], devices: int) -> list[Case]:
+    """The unsharded reference, then one case for each fault in each engine that can make it.
+
+    Two optimizer steps are enough: every rung up to the moments is climbed in the first.
+
+    Raises:
+        ExperimentError: an unknown fault, or a batch that the devices do not divide.
+    """
+    unknown = sorted(set(names) - set(FAULTS))
+    if unknown:
+        raise ExperimentError(f"--names {unknown[0]}: no such fault (there are {', '.join(FAULTS)})")
+    short = _edited(experiment, {"train": {"max_iters": 2}})
+    reference = Case(name="reference", engine="torch-manual", experiment=with_layout(short, dp_replicate=1))
+    sharded = with_layout(short, dp_replicate=devices)
+    cases = [reference]
+    for fault in (FAULTS[name] for name in names or FAULTS):
+        for engine in engines:
+            ENGINES[engine].gradient_sync_for(sharded.layout)
+            if engine not in fault.impossible_in:
+                cases.append(_plant(fault, engine, sharded))
+    return cases
+
+
+def _plant(fault: Fault, engine: str, experiment: Experiment) -> Case:
+    name = f"{fault.name}.{engine}"
+    if fault.edit is None:
+        return Case(name=name, engine=engine, experiment=experiment, fault=fault.name)
+    edit = fault.edit
+    if fault.name == "warmup_off_by_one":  # relative to the experiment's own
+        edit = {"optimizer": {"warmup_iters": experiment.optimizer.warmup_iters - 1}}
+    return Case(name=name, engine=engine, experiment=revalidate(_edited(experiment, edit)))
+
+
+def planted(case_name: str) -> tuple[Fault, str]:
+    """The fault and the engine of a case made by `fault_cases`."""
+    fault, _, engine = case_name.rpartition(".")
+    return FAULTS[fault], engine
+
+
+def caught_as_expected(comparison: Comparison) -> bool:
+    """Whether every planted fault failed first at the rung that it belongs to."""
+    return all(
+        verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
+        for verdict in comparison.verdicts
+    )
+
+
+def _edited(experiment: Experiment, edit: Mapping[str, Mapping[str, object]]) -> Experiment:
+    sections = {
+        section: msgspec.structs.replace(getattr(experiment, section), **fields)
+        for section, fields in edit.items()
+    }
+    return msgspec.structs.replace(experiment, **sections)

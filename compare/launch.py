@@ -1,0 +1,263 @@
+"""Start one engine as `python -m SIDE RUN_DIR`, watch it, end it if it hangs, and read its record.
+
+The harness never imports a framework: each engine is a fresh process of its own, which may belong to
+another environment. What an engine has to say it writes to its folder; nothing is read from its output
+except, when it died without a word, the last lines of its log.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract import record as files
+from compare.contract.data import open_corpus, standard_library_text
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
+from compare.contract.record import Record, Request, Step
+
+POLL_S = 0.05
+GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves
+LOG = "log.txt"
+
+# torchrun's and SLURM's variables: an engine that we start must not take itself for one of their ranks.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class EngineError(RuntimeError):
+    """An engine did not finish. The message is one line: the engine and its first failure."""
+
+    def __init__(self, message: str, *, exit_code: int, log: Path | None = None):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.log = log
+
+
+class EnvironmentMissing(RuntimeError):
+    """This machine lacks something that the experiment needs. The message is one line."""
+
+
+class Pythons(Struct, frozen=True, kw_only=True):
+    """The interpreter for each side: they may live in two environments."""
+
+    jaxpar: str = sys.executable
+    torchpar: str = sys.executable
+
+
+class Prepared(Struct, frozen=True, kw_only=True):
+    """An experiment whose data is validated and frozen, in a folder that we may write to."""
+
+    experiment: Experiment
+    folder: Path
+    corpus_sha256: str
+
+
+def prepare(experiment: Experiment, folder: Path) -> Prepared:
+    """Create the folder of a run, freeze the data, and validate it: everything that can fail early.
+
+    The standard library's text is copied into the folder, because the two sides may run on two versions
+    of Python; a relative path becomes an absolute one.
+
+    Raises:
+        ExperimentError: bad data, or the folder exists already or cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=False)
+    except FileExistsError:
+        raise ExperimentError(f"{folder} exists already: give another --run_dir, or remove it") from None
+    except OSError as error:
+        raise ExperimentError(
+            f"{folder} cannot be created ({error.strerror}): give a --run_dir that can be written"
+        ) from None
+    try:
+        frozen = freeze_data(experiment, folder)
+        corpus = open_corpus(frozen)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # ours, and empty but for the corpus
+        raise
+    return Prepared(experiment=frozen, folder=folder, corpus_sha256=corpus.sha256)
+
+
+def freeze_data(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with `data.source` such that any process in any place reads the same tokens."""
+    source = experiment.data.source
+    if source == "stdlib":
+        text = folder / "stdlib.txt"
+        files.write_atomically(text, standard_library_text())
+        source = str(text.absolute())
+    elif source != "synthetic":
+        source = str(Path(source).absolute())
+    return msgspec.structs.replace(experiment, data=msgspec.structs.replace(experiment.data, source=source))
+
+
+def require_devices(experiment: Experiment, platform: str) -> None:
+    """Refuse a layout for more devices than there are.
+
+    Raises:
+        ExperimentError: more CPU devices than make sense, or more GPUs than this machine shows.
+        EnvironmentMissing: platform gpu without an NVIDIA driver.
+    """
+    wanted = experiment.layout.devices
+    if platform == "cpu":
+        if wanted > MAX_CPU_DEVICES:
+            raise ExperimentError(
+                f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
+                f"sense: lower layout.dp_replicate = {experiment.layout.dp_replicate}"
+            )
+        return
+    gpus = visible_gpus()
+    if not gpus:
+        raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
+    if wanted > gpus:
+        raise ExperimentError(
+            f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower layout.dp_replicate = "
+            f"{experiment.layout.dp_replicate}, or use --platform cpu"
+        )
+
+
+def visible_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, asked without loading a framework."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([item for item in chosen.split(",") if item.strip() not in ("", "-1")])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def launch(
+    request: Request,
+    folder: Path,
+    *,
+    pythons: Pythons | None = None,
+    on_step: Callable[[Step], None] | None = None,
+) -> Record:
+    """Run one engine to its end and return its record.
+
+    Args:
+        request: what to run.
+        folder: the engine's own, new folder.
+        pythons: the interpreter of each side.
+        on_step: called with every step as it is recorded.
+
+    Raises:
+        EngineError: the engine failed, died, or made no progress for request.timeout_s.
+        KeyboardInterrupt: after ending every process of the engine.
+    """
+    folder.mkdir()
+    files.write_json(folder / files.REQUEST, request)
+    side = ENGINES[request.engine].side
+    command = [getattr(pythons or Pythons(), side), "-m", side, str(folder), "--exit-with-stdin"]
+    with (folder / LOG).open("wb") as log:
+        # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
+        # closes when we die, however we die, and the engine ends itself then.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=_child_environment(side, request.platform),
+        )
+        try:
+            hung = _watch(process, request, folder, on_step or (lambda step: None))
+        finally:
+            _end(process)
+    if hung:
+        raise EngineError(hung, exit_code=1, log=folder / LOG)
+    if process.returncode:
+        raise _failure(request.engine, process.returncode, folder)
+    return files.read_record(folder)
+
+
+def _watch(process: subprocess.Popen, request: Request, folder: Path, on_step: Callable) -> str:
+    """Wait for the process, passing on its steps. Returns what is wrong if it hangs, else ''."""
+    patience_s = request.timeout_s + GRACE_S
+    seen, last_progress = 0, time.monotonic()
+    with _StepTail(folder) as tail:
+        while True:
+            ended = process.poll() is not None  # asked before reading, so that the last steps are read
+            for step in tail.read():
+                on_step(step)
+                seen, last_progress = seen + 1, time.monotonic()
+            if ended:
+                return ""
+            if time.monotonic() - last_progress > patience_s:
+                return (
+                    f"{request.engine}: no progress for {patience_s:.0f} s after {seen} steps, so it was "
+                    f"ended: see {folder / LOG}, or raise --timeout_s"
+                )
+            time.sleep(POLL_S)
+
+
+class _StepTail:
+    """Follows a steps file as it grows; the open file outlives its renaming."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._file = None
+        self._partial = b""
+
+    def __enter__(self) -> "_StepTail":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file:
+            self._file.close()
+
+    def read(self) -> list[Step]:
+        """The steps completed since the last call."""
+        for name in (files.STEPS_PART, files.STEPS):
+            if self._file is None and (self._folder / name).is_file():
+                with contextlib.suppress(FileNotFoundError):  # renamed just now: the next name has it
+                    self._file = (self._folder / name).open("rb")
+        if self._file is None:
+            return []
+        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
+        return [msgspec.json.decode(line, type=Step) for line in lines]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the engine and whatever it started: politely, then for certain."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin:
+        process.stdin.close()
+
+
+def _failure(engine: str, returncode: int, folder: Path) -> EngineError:
+    failure = files.read_failure(folder)
+    if failure:
+        message = failure.message
+    elif returncode < 0:
+        message = f"killed by {signal.Signals(-returncode).name}"
+    else:
+        lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
+        message = lines[-1] if lines else f"ended with exit code {returncode} and no message"
+    exit_code = returncode if returncode in (2, 3) else 1
+    return EngineError(f"{engine}: {message}", exit_code=exit_code, log=folder / LOG)
+
+
+def _child_environment(side: str, platform: str) -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+    if side == "jaxpar":
+        # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
+        # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        if platform == "cpu":
+            environment["JAX_PLATFORMS"] = "cpu"
+    return environment

@@ -1,0 +1,167 @@
+"""The outcome of a command on stdout: tables for people, or one JSON object."""
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from compare.faults import planted
+from compare.numerics import RUNGS, Verdict
+from compare.pairing import Comparison
+from compare.units import human_bytes
+
+PIPE_WIDTH = 160  # a table in a log should not be cut to 80 columns
+
+
+def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
+    """What `run` and `report` say: the ladder, the costs, the verdict, where the page is."""
+    if as_json:
+        _print_json(comparison)
+        return
+    console = _console()
+    if comparison.verdicts:
+        console.print(ladder_table(comparison))
+    console.print(cost_table(comparison))
+    _print_verdict(console, comparison.sentence(), comparison.passed)
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+def print_check(comparison: Comparison, *, as_json: bool) -> None:
+    """What `check` says: worst errors of every case against the one reference."""
+    if as_json:
+        _print_json(comparison)
+        return
+    console = _console()
+    table = Table(
+        title=f"Relative errors against one unsharded device ({comparison.experiment.precision.dtype})"
+    )
+    for column in ("case", "loss", "gradients", "worst gradient", "weights after N steps", "worst weight"):
+        table.add_column(column, justify="right" if column in ("loss", "gradients") else "left")
+    table.add_column("verdict")
+    for verdict in comparison.verdicts:
+        table.add_row(
+            verdict.candidate,
+            _error(verdict, "loss"),
+            *_worst(verdict, "gradients"),
+            *_worst(verdict, "later_weights"),
+            _mark(verdict),
+        )
+    console.print(table)
+    _print_verdict(console, comparison.sentence(), comparison.passed)
+
+
+def print_faults(comparison: Comparison, *, as_json: bool) -> None:
+    """What `faults` says: each planted mistake, and the rung that caught it."""
+    if as_json:
+        _print_json(comparison)
+        return
+    console = _console()
+    table = Table(title="Planted faults, and the rung that caught each")
+    for column in ("fault", "engine", "expected rung", "caught at", "where", "error", ""):
+        table.add_column(column)
+    wrong = 0
+    for verdict in comparison.verdicts:
+        fault, engine = planted(verdict.candidate)
+        failure = verdict.failure
+        right = failure is not None and failure.rung == fault.rung
+        wrong += not right
+        found = (failure.rung, failure.worst, f"{failure.error:.1e}") if failure else ("nothing", "", "")
+        table.add_row(fault.name, engine, fault.rung, *found, "[green]ok" if right else "[red]WRONG")
+    console.print(table)
+    total = len(comparison.verdicts)
+    _print_verdict(console, f"{total - wrong} of {total} faults caught at the right rung", not wrong)
+
+
+def ladder_table(comparison: Comparison) -> Table:
+    """Every case's error on every rung against the first case."""
+    table = Table(title=f"The ladder: relative errors against {comparison.cases[0]}")
+    table.add_column("rung")
+    for verdict in comparison.verdicts:
+        table.add_column(verdict.candidate, justify="right")
+    for rung in RUNGS:
+        table.add_row(rung, *(_error(verdict, rung) for verdict in comparison.verdicts))
+    return table
+
+
+def cost_table(comparison: Comparison) -> Table:
+    """Every case's loss, time, memory and communication."""
+    table = Table(title=f"Costs ({comparison.platform.upper()} timings, one process each, not interleaved)")
+    for column in COST_COLUMNS:
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for row in cost_rows(comparison):
+        table.add_row(*row)
+    return table
+
+
+COST_COLUMNS = (
+    "engine",
+    "devices",
+    "sync",
+    "remat",
+    "final loss",
+    "mean loss",
+    "step ms (median)",
+    "step ms (p95)",
+    "tokens/s",
+    "compile s",
+    "first step s",
+    "CPU s",
+    "peak memory/device",
+    "collectives/step",
+    "bytes/step",
+)
+
+
+def cost_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """The cells of the cost table, as text: what the terminal and the report both show."""
+    return [
+        (
+            name,
+            str(cost.devices),
+            cost.gradient_sync,
+            cost.remat,
+            f"{cost.final_loss:.4f}",
+            f"{cost.mean_loss:.4f}",
+            f"{cost.step_time_ms_median:.1f}",
+            f"{cost.step_time_ms_p95:.1f}",
+            f"{cost.tokens_per_s:,.0f}",
+            f"{cost.compile_s:.2f}",
+            f"{cost.first_step_s:.2f}",
+            f"{cost.cpu_time_s:.1f}",
+            human_bytes(cost.peak_mem_bytes),
+            str(cost.comm_calls),
+            human_bytes(cost.comm_bytes),
+        )
+        for name, cost in zip(comparison.cases, comparison.costs, strict=True)
+    ]
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def _print_json(comparison: Comparison) -> None:
+    print(msgspec.json.encode(comparison).decode())
+
+
+def _print_verdict(console: Console, sentence: str, good: bool) -> None:
+    console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True)
+
+
+def _mark(verdict: Verdict) -> str:
+    return "[green]PASS" if verdict.failure is None else f"[red]FAIL at {verdict.failure.rung}"
+
+
+def _error(verdict: Verdict, rung: str) -> str:
+    result = next((result for result in verdict.rungs if result.rung == rung), None)
+    if result is None:
+        return "-"
+    text = "exact" if result.error == 0 else f"{result.error:.1e}"
+    return text if result.passed else f"[red]{text}[/red]"
+
+
+def _worst(verdict: Verdict, rung: str) -> tuple[str, str]:
+    result = next((result for result in verdict.rungs if result.rung == rung), None)
+    return _error(verdict, rung), result.worst if result else ""
