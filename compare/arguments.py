@@ -29,7 +29,7 @@ EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-librar
 
 
 class Spec(Struct, frozen=True, kw_only=True):
-    """An experiment: a name or a file, and any field of it overridden."""
+    """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
     """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m) or a TOML file. Give it first."""
@@ -39,24 +39,6 @@ class Spec(Struct, frozen=True, kw_only=True):
     train: Train = Train()
     precision: Precision = Precision()
     layout: Layout = Layout()
-
-    def resolved(self) -> Experiment:
-        """The experiment with the overrides in it, checked. Raises ExperimentError."""
-        return revalidate(
-            Experiment(
-                model=self.model,
-                data=self.data,
-                optimizer=self.optimizer,
-                train=self.train,
-                precision=self.precision,
-                layout=self.layout,
-            )
-        )
-
-
-class HowToRun(Struct, frozen=True, kw_only=True):
-    """Where the engines run."""
-
     platform: Platform = "cpu"
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
     run_dir: str = ""
@@ -73,6 +55,19 @@ class HowToRun(Struct, frozen=True, kw_only=True):
     """No progress on stderr."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
+
+    def resolved(self) -> Experiment:
+        """The experiment with the overrides in it, checked. Raises ExperimentError."""
+        return revalidate(
+            Experiment(
+                model=self.model,
+                data=self.data,
+                optimizer=self.optimizer,
+                train=self.train,
+                precision=self.precision,
+                layout=self.layout,
+            )
+        )
 
     def settings(self, experiment: Experiment) -> Settings:
         """As the pairing takes it. Raises ExperimentError for a time-out that is not positive."""

@@ -4,6 +4,7 @@ Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage
 3 this machine lacks something; 130 Ctrl-C.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from compare.arguments import Spec, defaults_for
 from compare.commands.check import Check
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
+from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.contract.experiment import ExperimentError, load
@@ -49,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("shardpair: interrupted; every process was ended", style="red")
         return 130
+    except BrokenPipeError:  # `shardpair ... | head`: nobody reads on, and nothing went wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -59,6 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
         | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+        | Annotated[Mirror, tyro.conf.subcommand("mirror")]
     )
     command = tyro.cli(
         commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True

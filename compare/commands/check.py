@@ -1,6 +1,6 @@
 """`shardpair check`: every engine, on one device and on each rung of its ladder, against one reference."""
 
-from compare.arguments import EngineName, HowToRun, Spec, chosen_engines
+from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.outcome import print_check
 from compare.pairing import compare_cases, ladder_cases
@@ -8,12 +8,12 @@ from compare.paths import new_run_dir
 from compare.progress import Reporter
 
 
-class Check(Spec, HowToRun, frozen=True, kw_only=True):
+class Check(Spec, frozen=True, kw_only=True):
     """Prove that every engine and gradient synchronisation computes what one unsharded device computes.
 
     The experiment is a tiny one in float64 unless you name another; nothing is timed.
 
-    Examples:
+    Try:
       shardpair check
       shardpair check --devices 2 --engines jax-manual torch-manual
       shardpair check check --precision.dtype float32

@@ -1,6 +1,6 @@
 """`shardpair faults`: plant every known mistake, and show which rung of the ladder catches it."""
 
-from compare.arguments import EngineName, HowToRun, Spec, chosen_engines
+from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment
 from compare.faults import caught_as_expected, fault_cases
 from compare.outcome import print_faults
@@ -9,10 +9,10 @@ from compare.paths import new_run_dir
 from compare.progress import Reporter
 
 
-class Faults(Spec, HowToRun, frozen=True, kw_only=True):
+class Faults(Spec, frozen=True, kw_only=True):
     """Check the checker: plant each known mistake in each engine; the ladder must turn red at the right rung.
 
-    Examples:
+    Try:
       shardpair faults
       shardpair faults --engines torch-manual --names dropped_all_reduce sum_for_mean
     """

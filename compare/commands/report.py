@@ -15,7 +15,7 @@ from compare.report.render import write_report
 class Report(Struct, frozen=True, kw_only=True):
     """Print the tables of a finished run again, and write its report.html anew.
 
-    Example:
+    Try:
       shardpair report runs/demo-20260101-120000
     """
 

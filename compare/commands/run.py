@@ -2,7 +2,7 @@
 
 import msgspec
 
-from compare.arguments import EngineName, HowToRun, Spec, chosen_engines
+from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment
 from compare.outcome import print_outcome
 from compare.pairing import compare_cases, engine_cases
@@ -12,10 +12,10 @@ from compare.progress import Reporter
 from compare.report.render import write_report
 
 
-class Run(Spec, HowToRun, frozen=True, kw_only=True):
+class Run(Spec, frozen=True, kw_only=True):
     """Train one experiment with each engine, hold the results against each other, and write a report.
 
-    Examples:
+    Try:
       shardpair run
       shardpair run demo --engines jax-manual torch-manual
       shardpair run cpu --data.source input.txt --model.n_layer 6

@@ -84,7 +84,7 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
     sha256 = validated_sha256
     if not sha256:
         _validate(train, validation, experiment)
-        sha256 = hashlib.sha256(memoryview(train)).hexdigest()
+        sha256 = hashlib.sha256(train.data).hexdigest()
     return Corpus(train, validation, origin=source, sha256=sha256)
 
 

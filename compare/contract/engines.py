@@ -34,8 +34,8 @@ class Engine(Struct, frozen=True, kw_only=True):
         if layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(
                 f"layout.gradient_sync = {layout.gradient_sync}: {self.name} offers "
-                f"{', '.join(self.gradient_sync)} (under jit there is no backward hook to launch from; "
-                f"XLA schedules the launches)"
+                f"{', '.join(self.gradient_sync)}, because under jit XLA decides when a collective starts: "
+                f"choose one of these, or leave {self.name} out of --engines"
             )
         return layout.gradient_sync
 

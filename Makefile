@@ -1,0 +1,46 @@
+# Every target builds .venv first if it has to, from nothing but python3 and pip.
+# A CPU build of PyTorch instead of the CUDA one: make demo PIP_FLAGS="--extra-index-url URL", with the
+# URL of PyTorch's CPU index from pytorch.org, "Get started".
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format check faults mirror clean
+
+help:  ## what there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report, in about a minute
+	$(BIN)/shardpair run demo
+
+test: $(READY)  ## every test, on two cores in well under 15 minutes
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+lint: $(READY)  ## ruff and ty
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check --python $(VENV)
+
+format: $(READY)  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: $(READY)  ## every engine and gradient synchronisation against one unsharded device, in float64
+	$(BIN)/shardpair check
+
+faults: $(READY)  ## plant every known mistake; the ladder must catch each at its rung
+	$(BIN)/shardpair faults
+
+mirror: $(READY)  ## lines of code of each strategy in each engine
+	$(BIN)/shardpair mirror
+
+clean:  ## remove the environment and the results
+	rm -rf $(VENV) runs
