@@ -1,0 +1,211 @@
+"""nanoGPT in flax.nnx, for one device: it knows nothing of meshes, ranks or collectives.
+
+Blocks are stacked along a leading layer dim and scanned, so that one block is compiled once and its
+activations can be recomputed in backward. State paths are the canonical parameter names with the layer
+number left out (`weights.py` puts it back).
+
+Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, M = 4C, V vocabulary, L layers,
+3 for q, k, v.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from compare.contract.experiment import Layout, Model, Precision
+from compare.contract.parameters import MLP_RATIO, QKV
+
+Remat = Literal["none", "dots", "full"]
+
+# What backward may keep of a block's forward pass; the rest is computed again.
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Dtypes:
+    """Storage and compute dtypes of a precision.
+
+    Attributes:
+        storage: of weights, residual stream, LayerNorm, softmax and loss: float64 or float32.
+        compute: of matrix products.
+    """
+
+    def __init__(self, precision: Precision):
+        self.storage = jnp.float64 if precision.dtype == "float64" else jnp.float32
+        self.compute = jnp.dtype(precision.dtype)
+
+
+def resolve_remat(layout: Layout) -> Remat:
+    """`layout.remat`, with auto resolved: dots is fastest under XLA's scan, and smaller than none."""
+    return "dots" if layout.remat == "auto" else layout.remat
+
+
+def rematerialized(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """A scanned layer that keeps in forward what `remat` allows."""
+    if remat == "none":
+        return layer
+    # A scan's body is compiled apart from its backward, so that nothing has to be kept from CSE.
+    return jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
+
+
+class Linear(nnx.Module):
+    """An affine map that contracts the last dims of x with the first dims of the weight.
+
+    Args:
+        inputs: sizes of the contracted dims.
+        outputs: sizes of the dims that replace them.
+        bias: whether to add one, of shape `outputs`.
+        dtypes: the weight is stored in one and multiplied in the other.
+    """
+
+    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, dtypes: Dtypes):
+        self.contracted = len(inputs)
+        self.compute = dtypes.compute
+        self.weight = nnx.Param(jnp.zeros((*inputs, *outputs), dtypes.storage))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtypes.storage)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tensordot(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
+        return y if self.bias is None else y + self.bias[...].astype(self.compute)
+
+
+def layer_norm(spec: Model, dtypes: Dtypes) -> nnx.LayerNorm:
+    """PyTorch's LayerNorm: flax's own default is a one-pass variance, which cancels in float32."""
+    return nnx.LayerNorm(
+        spec.n_embd,
+        epsilon=spec.norm_eps,
+        use_bias=spec.bias,
+        use_fast_variance=False,
+        dtype=dtypes.storage,
+        param_dtype=dtypes.storage,
+        rngs=nnx.Rngs(0),
+    )
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with one fused query-key-value projection."""
+
+    def __init__(self, spec: Model, dtypes: Dtypes):
+        heads = (spec.n_head, spec.n_embd // spec.n_head)
+        self.qkv = Linear((spec.n_embd,), (QKV, *heads), bias=spec.bias, dtypes=dtypes)
+        self.out = Linear(heads, (spec.n_embd,), bias=spec.bias, dtypes=dtypes)
+
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        qkv_BT3HD = self.qkv(x_BTC)
+        q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, i] for i in range(QKV))
+        return self.out(causal_attention(q_BTHD, k_BTHD, v_BTHD, softmax_dtype=x_BTC.dtype))
+
+
+def causal_attention(
+    q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *, softmax_dtype: jnp.dtype
+) -> jax.Array:
+    """softmax(q k / sqrt(D)) v over positions S <= T; logits and softmax in `softmax_dtype`.
+
+    Not jax.nn.dot_product_attention: its softmax is float32 even for float64 inputs, which put 3e-8 between
+    layouts that should agree to 1e-15.
+    """
+    length, head_dim = q_BTHD.shape[1], q_BTHD.shape[-1]
+    logits_BHTS = jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=softmax_dtype)
+    visible_TS = jnp.tril(jnp.ones((length, length), bool))
+    logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(head_dim), -jnp.inf)
+    weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1).astype(v_BSHD.dtype)
+    return jnp.einsum("BHTS,BSHD->BTHD", weights_BHTS, v_BSHD)
+
+
+class MLP(nnx.Module):
+    """Up to M, GELU, down to C."""
+
+    def __init__(self, spec: Model, dtypes: Dtypes):
+        width, hidden = (spec.n_embd,), (MLP_RATIO * spec.n_embd,)
+        self.up = Linear(width, hidden, bias=spec.bias, dtypes=dtypes)
+        self.down = Linear(hidden, width, bias=spec.bias, dtypes=dtypes)
+        self.approximate = spec.activation == "gelu_tanh"
+
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x_BTC), approximate=self.approximate))
+
+
+class Block(nnx.Module):
+    """A pre-LayerNorm transformer block; the residual stream stays in the storage dtype."""
+
+    def __init__(self, spec: Model, dtypes: Dtypes):
+        self.norm1 = layer_norm(spec, dtypes)
+        self.attention = Attention(spec, dtypes)
+        self.norm2 = layer_norm(spec, dtypes)
+        self.mlp = MLP(spec, dtypes)
+
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
+        return x_BTC + self.mlp(self.norm2(x_BTC))
+
+
+class Embedding(nnx.Module):
+    """Token and position tables; the token table is also the output head."""
+
+    def __init__(self, spec: Model, dtypes: Dtypes):
+        self.compute = dtypes.compute
+        self.token = nnx.Param(jnp.zeros((spec.vocab_size, spec.n_embd), dtypes.storage))
+        self.position = nnx.Param(jnp.zeros((spec.block_size, spec.n_embd), dtypes.storage))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.token[...][tokens_BT] + self.position[...][: tokens_BT.shape[1]]
+
+    def logits(self, x_BTC: jax.Array) -> jax.Array:
+        return jnp.einsum("BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute))
+
+
+class GPT(nnx.Module):
+    """nanoGPT. Its weights start at zero: load the canonical ones (`weights.from_canonical`).
+
+    Args:
+        spec: sizes, bias, activation, epsilon.
+        precision: storage and compute dtypes.
+        remat: none, dots or full: see `REMAT_POLICIES`.
+    """
+
+    def __init__(self, spec: Model, *, precision: Precision, remat: Remat):
+        dtypes = Dtypes(precision)
+        self.remat = remat
+        self.embedding = Embedding(spec, dtypes)
+        self.blocks = nnx.vmap(lambda: Block(spec, dtypes), axis_size=spec.n_layer)()
+        self.norm = layer_norm(spec, dtypes)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Logits (B, T, V) in the compute dtype, from token ids (B, T)."""
+        graph, layers = nnx.split(self.blocks)
+
+        def block(x_BTC: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, layer)(x_BTC), None
+
+        x_BTC, _ = lax.scan(rematerialized(block, self.remat), self.embedding(tokens_BT), layers)
+        return self.embedding.logits(self.norm(x_BTC))
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats over all tokens, in at least float32."""
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
+
+
+def make_loss(spec: Model, *, precision: Precision, remat: Remat) -> tuple[Callable[..., jax.Array], Any]:
+    """The model as a pure function.
+
+    Returns:
+        `loss(params, batch)`, the mean cross-entropy of `batch = {"inputs": (B, T), "targets": (B, T)}`;
+        and the tree of `params` as `jax.ShapeDtypeStruct`s: nested dicts, layers stacked.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(spec, precision=precision, remat=remat)))
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        model = nnx.merge(graph, params)
+        return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+    return loss, nnx.to_pure_dict(state)

@@ -1,0 +1,92 @@
+"""The contract's AdamW and SGD as optax transformations, and clipping by a norm that is handed in.
+
+Why not optax.adamw and optax.clip_by_global_norm: optax computes 1 - beta^t in float32 (off by 1e-5 at
+t = 1), its clipping lacks PyTorch's 1e-6, and a norm over a sharded tree is a matter of the layout. Here
+the step's scalars come from the host in doubles, and the norm from whoever knows the layout.
+
+Formulas: `compare.contract.optimizer`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from compare.contract.experiment import Optimizer
+from compare.contract.optimizer import CLIP_EPS, moment_names
+
+
+def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
+    """The experiment's optimizer.
+
+    Its `update(gradients, state, params, *, grad_norm, scalars)` takes the global norm before clipping
+    and a `compare.contract.optimizer.StepScalars` as a dict of scalars.
+
+    Args:
+        spec: which one, and its hyperparameters.
+        decay: a tree of bools like the parameters: whether a leaf decays (`weights.decay_mask`).
+    """
+    rule = adamw(spec, decay=decay) if spec.name == "adamw" else sgd(spec, decay=decay)
+    return optax.chain(clip_by_given_norm(spec.grad_clip), rule)
+
+
+def moments(state: Any) -> dict[str, Any]:
+    """The moments in the state of `make_optimizer`: trees like the parameters, by name m and v."""
+    return state[-1]
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Euclidean norm over all leaves, which must be whole on every device."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Every gradient times min(1, max_norm / (grad_norm + 1e-6)); 0 turns it off."""
+
+    def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
+        if not max_norm:
+            return updates, state
+        scale = jnp.minimum(1.0, max_norm / (of_step["grad_norm"] + CLIP_EPS))
+        return jax.tree.map(lambda g: g * scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def adamw(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
+    """AdamW (arXiv 1711.05101) as in torch.optim.AdamW. State: {"m": tree, "v": tree}."""
+
+    def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
+        scalars = of_step["scalars"]
+        lr, correction1 = scalars["learning_rate"], scalars["bias_correction1"]
+        root2 = jnp.sqrt(scalars["bias_correction2"])
+        m = jax.tree.map(lambda m, g: spec.beta1 * m + (1 - spec.beta1) * g, state["m"], updates)
+        v = jax.tree.map(lambda v, g: spec.beta2 * v + (1 - spec.beta2) * g * g, state["v"], updates)
+
+        def change(w: jax.Array, m: jax.Array, v: jax.Array, decays: bool) -> jax.Array:
+            adam = (m / correction1) / (jnp.sqrt(v) / root2 + spec.eps)
+            return -lr * (adam + spec.weight_decay * w if decays else adam)
+
+        return jax.tree.map(change, params, m, v, decay), {"m": m, "v": v}
+
+    return optax.GradientTransformationExtraArgs(lambda params: _zero_moments(spec, params), update)
+
+
+def sgd(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
+    """SGD with L2 decay and momentum as in torch.optim.SGD. State: {"m": tree}, or {} without momentum."""
+
+    def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
+        def decayed(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
+            return g + spec.weight_decay * w if decays else g
+
+        m = jax.tree.map(decayed, updates, params, decay)
+        if "m" in state:
+            m = jax.tree.map(lambda before, g: spec.momentum * before + g, state["m"], m)
+            state = {"m": m}
+        return jax.tree.map(lambda m: -of_step["scalars"]["learning_rate"] * m, m), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: _zero_moments(spec, params), update)
+
+
+def _zero_moments(spec: Optimizer, params: Any) -> dict[str, Any]:
+    return {name: jax.tree.map(jnp.zeros_like, params) for name in moment_names(spec)}

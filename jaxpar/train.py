@@ -1,0 +1,210 @@
+"""The training loop that both engines share: place, compile ahead, step, record.
+
+Legend: A gradient accumulation, B batch, T position.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from compare.contract.data import Corpus, open_corpus
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.optimizer import StepScalars, step_scalars
+from compare.contract.parameters import fingerprint, initial_parameters, parameter_count, storage_dtype
+from compare.contract.record import Manifest, Recorder, Request, Rung, Step
+from jaxpar import compiler, manual, weights
+from jaxpar.ledger import communications
+from jaxpar.measure import cpu_seconds, peak_memory, threads, versions
+from jaxpar.mesh import device_kind, make_mesh
+from jaxpar.model import Remat, make_loss, resolve_remat
+from jaxpar.optimizer import make_optimizer, moments
+from jaxpar.step import Plan
+
+PLANS = {"jax-compiler": compiler.make_plan, "jax-manual": manual.make_plan}
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """What a step turns into the next: both trees live on the devices and are donated."""
+
+    params: Any
+    opt_state: Any
+
+
+def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] = lambda: None) -> None:
+    """Train the request's experiment and write its record.
+
+    Args:
+        request: what to run.
+        recorder: where to write.
+        progress: called whenever something has been finished: the caller's watchdog.
+
+    Raises:
+        ExperimentError: the experiment, or its data, cannot work.
+        MissingDevicesError: fewer devices than the layout needs.
+    """
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    if request.engine not in PLANS:
+        raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PLANS)}")
+    experiment, layout = request.experiment, request.experiment.layout
+    gradient_sync = ENGINES[request.engine].gradient_sync_for(layout)
+    remat = resolve_remat(layout)
+    mesh = make_mesh(layout, platform=request.platform)
+    corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
+
+    plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat)
+    initial_weights = weights.to_canonical(state.params, experiment.model)
+    begun = time.perf_counter()
+    step = compile_step(plan, state, experiment)
+    compile_s = time.perf_counter() - begun
+    progress()
+
+    if request.ladder:
+        recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
+        first = compile_step(plan, state, experiment, with_gradients=True)
+        progress()
+    else:
+        first = step
+    first_step_s = loop(request, recorder, plan, state, corpus, first=first, step=step, progress=progress)
+
+    hlo = step.as_text()
+    assert hlo, "XLA keeps no text of the compiled step"
+    devices = list(mesh.devices.flat)
+    peak, method = peak_memory(step, devices)
+    recorder.finish(
+        Manifest(
+            engine=request.engine,
+            experiment=experiment,
+            platform=request.platform,
+            devices=len(devices),
+            device_kind=device_kind(devices[0]),
+            gradient_sync=gradient_sync,
+            remat=remat,
+            parameters=parameter_count(experiment.model),
+            initial_weights_sha256=fingerprint(initial_weights),
+            corpus_sha256=corpus.sha256,
+            versions=versions(),
+            threads=threads(devices),
+            started_utc=started,
+            compile_s=compile_s,
+            first_step_s=first_step_s,
+            cpu_time_s=cpu_seconds(),
+            peak_memory_bytes=peak,
+            peak_memory_method=method,
+        ),
+        communications(hlo, mesh.shape),
+    )
+
+
+def prepare(engine: str, experiment: Experiment, *, mesh: Mesh, remat: Remat) -> tuple[Plan, TrainState]:
+    """The engine's step for an experiment, and the state at step 0, placed on the devices."""
+    model = experiment.model
+    loss, _ = make_loss(model, precision=experiment.precision, remat=remat)
+    decay = weights.decay_mask(model, experiment.optimizer.decay)
+    optimizer = make_optimizer(experiment.optimizer, decay=decay)
+    plan = PLANS[engine](loss, optimizer, mesh=mesh, layout=experiment.layout)
+    params = jax.device_put(weights.from_canonical(initial_parameters(experiment), model), plan.state)
+    opt_state = jax.jit(optimizer.init, out_shardings=plan.state)(params)
+    return plan, TrainState(params=params, opt_state=opt_state)
+
+
+def compile_step(
+    plan: Plan, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
+) -> jax.stages.Compiled:
+    """Compile the plan's step ahead of time, its state donated.
+
+    Args:
+        with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.
+    """
+
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+        params, opt_state, metrics, gradients = plan.step(params, opt_state, batch, scalars)
+        return params, opt_state, metrics, gradients if with_gradients else None
+
+    train = experiment.train
+    shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
+    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
+    jitted = jax.jit(
+        step,
+        in_shardings=(plan.state, plan.state, plan.batch, plan.scalars),
+        out_shardings=(plan.state, plan.state, plan.scalars, plan.state),
+        donate_argnums=(0, 1),
+    )
+    lowered = jitted.lower(state.params, state.opt_state, batch, device_scalars(experiment, 0))
+    return lowered.compile(compiler_options=plan.compiler_options)
+
+
+def loop(
+    request: Request,
+    recorder: Recorder,
+    plan: Plan,
+    state: TrainState,
+    corpus: Corpus,
+    *,
+    first: jax.stages.Compiled,
+    step: jax.stages.Compiled,
+    progress: Callable[[], None],
+) -> float:
+    """Run all steps, blocking on each. Returns the seconds of step 0.
+
+    Args:
+        first: runs step 0; with a ladder it also returns the gradients.
+        step: runs every step after that.
+    """
+    experiment = request.experiment
+    first_step_s = 0.0
+    for index in range(experiment.train.max_iters):
+        inputs_ABT, targets_ABT = corpus.batch(experiment, index)
+        scalars = device_scalars(experiment, index)
+        run = first if index == 0 else step
+
+        begun = time.perf_counter()
+        batch = jax.device_put({"inputs": inputs_ABT, "targets": targets_ABT}, plan.batch)
+        outputs = run(state.params, state.opt_state, batch, scalars)
+        state.params, state.opt_state, metrics, gradients = jax.block_until_ready(outputs)
+        seconds = time.perf_counter() - begun
+
+        first_step_s = seconds if index == 0 else first_step_s
+        recorder.step(
+            Step(
+                step=index,
+                loss=float(metrics["loss"]),
+                grad_norm=float(metrics["grad_norm"]),
+                lr=step_scalars(experiment.optimizer, index).learning_rate,
+                step_time_ms=seconds * 1e3,
+            )
+        )
+        if request.ladder:
+            capture(request, recorder, state, done=index + 1, batch=batch, gradients=gradients)
+        progress()
+    return first_step_s
+
+
+def capture(
+    request: Request, recorder: Recorder, state: TrainState, *, done: int, batch: Any, gradients: Any
+) -> None:
+    """Leave the ladder's tensors that exist after `done` steps, read back from the devices."""
+    model = request.experiment.model
+    if done == 1:
+        recorder.tensors(Rung.BATCH, jax.device_get(batch))
+        recorder.tensors(Rung.GRADIENTS, weights.to_canonical(gradients, model))
+        recorder.tensors(Rung.FIRST_WEIGHTS, weights.to_canonical(state.params, model))
+        rungs = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+        for name, tree in moments(state.opt_state).items():
+            recorder.tensors(rungs[name], weights.to_canonical(tree, model))
+    if done == request.later_step:
+        recorder.tensors(Rung.LATER_WEIGHTS, weights.to_canonical(state.params, model))
+
+
+def device_scalars(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
+    """The optimizer's scalars of a step, rounded once to the dtype of the weights."""
+    scalars: StepScalars = step_scalars(experiment.optimizer, step)
+    dtype = storage_dtype(experiment)
+    return {name: np.asarray(getattr(scalars, name), dtype) for name in scalars.__struct_fields__}

@@ -1,0 +1,63 @@
+"""Between canonical parameters and the model's state tree: the one place that knows both.
+
+Canonical: `blocks.3.mlp.up.weight` -> (C, M), one array per layer. State tree: nested dicts with the
+layer number left out and layers stacked, `tree["blocks"]["mlp"]["up"]["weight"]` -> (L, C, M). The same
+mapping serves weights, gradients and moments, which share the tree. Shapes agree otherwise: nothing is
+transposed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from compare.contract.experiment import Model
+from compare.contract.parameters import Parameter, decays, parameter_table
+
+STACKED = "blocks"
+
+
+def from_canonical(named: Mapping[str, np.ndarray], model: Model) -> dict[str, Any]:
+    """The state tree, as NumPy arrays, of tensors given by canonical name."""
+    return unflatten_dict(
+        {
+            path: np.stack([named[parameter.name] for parameter in parameters])
+            if path[0] == STACKED
+            else named[parameters[0].name]
+            for path, parameters in _parameters_by_path(model).items()
+        }
+    )
+
+
+def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
+    """Tensors by canonical name, fetched to the host, from a tree that has the state tree's structure.
+
+    Raises:
+        KeyError: a leaf of the table is missing from the tree.
+    """
+    leaves = flatten_dict(jax.device_get(dict(tree)))
+    named = {}
+    for path, parameters in _parameters_by_path(model).items():
+        leaf = np.asarray(leaves[path])
+        slices = leaf if path[0] == STACKED else leaf[None]
+        named |= {parameter.name: tensor for parameter, tensor in zip(parameters, slices, strict=True)}
+    return {parameter.name: named[parameter.name] for parameter in parameter_table(model)}
+
+
+def decay_mask(model: Model, decay: str) -> dict[str, Any]:
+    """A tree of bools: whether a leaf decays. From the table: stacking makes a LayerNorm scale 2-D."""
+    mask = {}
+    for path, parameters in _parameters_by_path(model).items():
+        (mask[path],) = {decays(parameter, decay) for parameter in parameters}  # layers agree
+    return unflatten_dict(mask)
+
+
+def _parameters_by_path(model: Model) -> dict[tuple[str, ...], list[Parameter]]:
+    """The canonical parameters behind each leaf, in the order of the layers."""
+    paths: dict[tuple[str, ...], list[Parameter]] = {}
+    for parameter in parameter_table(model):
+        path = tuple(key for key in parameter.name.split(".") if not key.isdigit())
+        paths.setdefault(path, []).append(parameter)
+    return paths
