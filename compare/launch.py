@@ -223,7 +223,7 @@ class _StepTail:
         if self._file is None:
             return []
         *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
-        return [msgspec.json.decode(line, type=Step) for line in lines]
+        return [files.decode_json(line, Step) for line in lines]
 
 
 def _end(process: subprocess.Popen) -> None:

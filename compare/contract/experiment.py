@@ -160,11 +160,11 @@ def load(name_or_path: str) -> Experiment:
     path = known.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         raise ExperimentError(f"{name_or_path}: no such file or named experiment (named: {', '.join(known)})")
-    return parse(path.read_text(encoding="utf-8"), origin=str(name_or_path))
+    return parse(path.read_bytes(), origin=str(name_or_path))
 
 
-def parse(text: str, *, origin: str = "experiment") -> Experiment:
-    """Read an experiment from TOML text. Raises ExperimentError, whose message begins with `origin`."""
+def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
+    """Read an experiment from TOML text (bytes: UTF-8). Raises ExperimentError, whose message begins with `origin`."""
     try:
         return check(msgspec.toml.decode(text, type=Experiment))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError

@@ -15,11 +15,12 @@ The one module of the contract that needs more than NumPy and msgspec: safetenso
 (self-describing, memory-mapped, and it cannot execute anything).
 """
 
+import math
 import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -144,7 +145,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     message: str
     """One line: which rank, and what."""
     traceback: str = ""
-    rank: int | None = None
+    rank: int = -1
+    """-1 where there are no ranks, or none of them is to blame."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -186,7 +188,23 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path, type: type[T]) -> T:
     """Read what `write_json` wrote. Raises msgspec.ValidationError for any other shape."""
-    return msgspec.json.decode(path.read_bytes(), type=type)
+    return decode_json(path.read_bytes(), type)
+
+
+def decode_json(content: bytes, type: type[T]) -> T:
+    """Decode a Struct whose only nulls are numbers that were not finite, which JSON cannot write.
+
+    They come back as NaN: a run that diverged has a record too, and must fail every comparison.
+    """
+    return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type)
+
+
+def _null_to_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _null_to_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_null_to_nan(item) for item in value]
+    return math.nan if value is None else value
 
 
 def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
@@ -242,7 +260,7 @@ def read_failure(folder: Path) -> Failure | None:
 
 def read_steps(path: Path) -> list[Step]:
     """Every step of a steps file."""
-    return [msgspec.json.decode(line, type=Step) for line in path.read_bytes().splitlines()]
+    return [decode_json(line, Step) for line in path.read_bytes().splitlines()]
 
 
 def read_record(folder: Path) -> Record:

@@ -1,0 +1,55 @@
+"""What the tests share. Parity runs in float64; nothing here is timed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One compilation cache for all tests and workers: the same step is compiled once."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    return str(shared / "compiled")
+
+
+@pytest.fixture
+def tiny() -> Experiment:
+    """An experiment that takes a second."""
+    return Experiment(
+        model=Model(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True),
+        train=Train(max_iters=3, batch_size=4),
+        precision=Precision(dtype="float64"),
+        layout=Layout(bucket_mb=0.01),
+    )
+
+
+class Shardpair:
+    """Runs the command as a person would, in a folder of its own."""
+
+    def __init__(self, folder: Path, cache_dir: str):
+        self.folder = folder
+        self.cache_dir = cache_dir
+
+    def __call__(self, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess:
+        """Run `shardpair ARGUMENTS`; never raises for an exit code."""
+        return subprocess.run(
+            self.command(*arguments), cwd=self.folder, capture_output=True, text=True, timeout=timeout_s
+        )
+
+    def command(self, *arguments: str) -> list[str]:
+        """The command line, with the tests' own cache where the command takes one."""
+        caching = ["--cache_dir", self.cache_dir] if arguments[0] in ("run", "check", "faults") else []
+        return [sys.executable, "-m", "compare", *arguments, *caching]
+
+
+@pytest.fixture
+def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
+    """The command line, run in a temporary folder."""
+    return Shardpair(tmp_path, cache_dir)

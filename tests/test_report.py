@@ -1,0 +1,80 @@
+"""The report: one self-contained page, the verdict first, nothing executable in it, the same bytes twice."""
+
+import msgspec
+import pytest
+from records import make_record, make_steps, tensors_of
+
+from compare.contract.record import Rung, write_json
+from compare.costs import cost_of
+from compare.numerics import climb
+from compare.outcome import cost_rows
+from compare.pairing import COMPARISON, Comparison, read_comparison
+from compare.report.render import write_report
+
+
+def make_comparison(folder, experiment, *, steps=None, tensors=None) -> Comparison:
+    """Two engines' records and their comparison, saved in a folder."""
+    names = ["torch-manual", "jax-manual"]
+    records = [
+        make_record(folder / names[0], experiment, engine=names[0]),
+        make_record(folder / names[1], experiment, engine=names[1], steps=steps, tensors=tensors),
+    ]
+    comparison = Comparison(
+        name="<script>alert(1)</script>",
+        experiment=experiment,
+        platform="cpu",
+        created_utc="2026-01-01T00:00:00+00:00",
+        machine="a machine",
+        git_commit="0123456789abcdef",
+        git_dirty=False,
+        cases=names,
+        verdicts=[climb(*records)],
+        costs=[cost_of(record) for record in records],
+    )
+    write_json(folder / COMPARISON, comparison)
+    return comparison
+
+
+def test_page_is_self_contained_and_reproducible(tmp_path, tiny):
+    make_comparison(tmp_path, tiny)
+    page = write_report(tmp_path).read_text()
+    assert page.index("PASS") < page.index("<svg")
+    assert page.count("<svg") == 5
+    assert "currentColor" in page
+    assert "prefers-color-scheme: dark" in page
+    assert "<script>" not in page  # the name was escaped
+    assert not [word for word in ("src=", "<link", "@import", "url(http") if word in page]
+    assert write_report(tmp_path).read_text() == page
+
+
+def test_page_leads_with_the_failure(tmp_path, tiny):
+    tensors = tensors_of(tiny)
+    tensors[Rung.GRADIENTS]["norm.scale"] = tensors[Rung.GRADIENTS]["norm.scale"] * 4
+    make_comparison(tmp_path, tiny, tensors=tensors)
+    page = write_report(tmp_path).read_text()
+    assert "FAIL at gradients: norm.scale is off by" in page[: page.index("<svg")]
+
+
+def test_a_run_that_diverged_has_a_report_and_fails(tmp_path, tiny):
+    steps = [msgspec.structs.replace(step, loss=float("nan")) for step in make_steps()]
+    make_comparison(tmp_path, tiny, steps=steps)
+    comparison, _ = read_comparison(tmp_path)
+    assert not comparison.passed
+    assert comparison.verdicts[0].failure.rung == "loss"
+    assert "FAIL at loss" in write_report(tmp_path).read_text()
+
+
+def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
+    cost = cost_of(make_record(tmp_path / "run", tiny))
+    assert cost.step_time_ms_median == pytest.approx(13.0)  # of steps 2, 3, 4: 12, 13, 14 ms
+    assert cost.peak_mem_bytes == 2000
+    assert (cost.comm_calls, cost.comm_bytes, cost.comm_wire_bytes) == (3, 4004, 6006)
+    assert cost.tokens_per_s == pytest.approx(4 * 16 / 0.013)
+
+
+def test_table_and_page_show_the_same_cells(tmp_path, tiny):
+    comparison = make_comparison(tmp_path, tiny)
+    page = write_report(tmp_path).read_text()
+    for row in cost_rows(comparison):
+        for cell in row:
+            assert f"<td>{cell}</td>" in page
