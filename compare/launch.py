@@ -61,27 +61,19 @@ class Prepared(Struct, frozen=True, kw_only=True):
 
 
 def prepare(experiment: Experiment, folder: Path) -> Prepared:
-    """Create the folder of a run, freeze the data, and validate it: everything that can fail early.
+    """Freeze and validate the data in the folder of a run: the last thing that can fail early.
 
     The standard library's text is copied into the folder, because the two sides may run on two versions
-    of Python; a relative path becomes an absolute one.
+    of Python; a relative path becomes an absolute one. A folder with nothing of worth in it is removed.
 
     Raises:
-        ExperimentError: bad data, or the folder exists already or cannot be created.
+        ExperimentError: bad data.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=False)
-    except FileExistsError:
-        raise ExperimentError(f"{folder} exists already: give another --run_dir, or remove it") from None
-    except OSError as error:
-        raise ExperimentError(
-            f"{folder} cannot be created ({error.strerror}): give a --run_dir that can be written"
-        ) from None
     try:
         frozen = freeze_data(experiment, folder)
         corpus = open_corpus(frozen)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # ours, and empty but for the corpus
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     return Prepared(experiment=frozen, folder=folder, corpus_sha256=corpus.sha256)
 

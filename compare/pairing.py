@@ -20,6 +20,7 @@ from compare.contract.record import Platform, Record, Request, Step, read_json, 
 from compare.costs import Cost, cost_of
 from compare.launch import Prepared, Pythons, launch, prepare, require_devices
 from compare.numerics import Verdict, climb
+from compare.paths import create_run_dir
 from compare.progress import Reporter
 
 COMPARISON = "comparison.json"
@@ -128,19 +129,22 @@ def compare_cases(
     experiment: Experiment,
     cases: list[Case],
     *,
-    folder: Path,
+    run_dir: str,
     settings: Settings,
     reporter: Reporter,
-) -> Comparison:
+) -> tuple[Comparison, Path]:
     """Run every case, hold each against the first, and save the outcome.
 
     Args:
         name: of the comparison, for people.
         experiment: as the user gave it; each case has its own variation of it.
         cases: in the order in which they run; the first is the reference.
-        folder: of the results; must not exist.
+        run_dir: folder of the results, which must not exist; '' names one after the comparison.
         settings: how to run.
         reporter: told of the progress.
+
+    Returns:
+        The outcome, and the folder it is saved in.
 
     Raises:
         ExperimentError, EnvironmentMissing: before the first process starts.
@@ -148,6 +152,7 @@ def compare_cases(
     """
     for case in cases:
         require_devices(case.experiment, settings.platform)
+    folder = create_run_dir(name, run_dir)
     prepared = prepare(experiment, folder)
     records = []
     for case in cases:
@@ -171,7 +176,7 @@ def compare_cases(
         costs=[cost_of(record) for record in records],
     )
     write_json(folder / COMPARISON, comparison)
-    return comparison
+    return comparison, folder
 
 
 def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:

@@ -1,8 +1,11 @@
 """Where results and caches go."""
 
 import datetime
+import itertools
 import os
 from pathlib import Path
+
+from compare.contract.experiment import ExperimentError
 
 
 def default_cache() -> str:
@@ -11,10 +14,22 @@ def default_cache() -> str:
     return str(Path(base) / "shardpair")
 
 
-def new_run_dir(name: str, run_dir: str = "") -> Path:
-    """The folder for a new run: the one asked for, or runs/NAME-TIME, numbered if it is taken."""
-    if run_dir:
-        return Path(run_dir)
+def create_run_dir(name: str, run_dir: str = "") -> Path:
+    """Create the folder of a new run: the one asked for, or runs/NAME-TIME, numbered if that is taken.
+
+    Raises:
+        ExperimentError: the folder that was asked for exists, or none can be created.
+    """
     stem = f"{Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    candidates = (Path("runs") / (stem + (f"-{number}" if number else "")) for number in range(1000))
-    return next(path for path in candidates if not path.exists())
+    numbered = (Path("runs", f"{stem}-{number}") for number in itertools.count(2))
+    for folder in [Path(run_dir)] if run_dir else itertools.chain([Path("runs", stem)], numbered):
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue  # another run of this second took it, between any look and this attempt
+        except OSError as error:
+            raise ExperimentError(
+                f"{folder} cannot be created ({error.strerror}): give a --run_dir that can be written"
+            ) from None
+    raise ExperimentError(f"{run_dir} exists already: give another --run_dir, or remove it")

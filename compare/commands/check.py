@@ -4,7 +4,6 @@ from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.outcome import print_check
 from compare.pairing import compare_cases, ladder_cases
-from compare.paths import new_run_dir
 from compare.progress import Reporter
 
 
@@ -30,11 +29,11 @@ class Check(Spec, frozen=True, kw_only=True):
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
         cases = ladder_cases(experiment, chosen_engines(self.engines), self.devices)
-        comparison = compare_cases(
-            self.experiment,
+        comparison, _ = compare_cases(
+            f"check-{self.devices}",
             experiment,
             cases,
-            folder=new_run_dir(f"check-{self.devices}", self.run_dir),
+            run_dir=self.run_dir,
             settings=self.settings(experiment),
             reporter=Reporter(quiet=self.quiet),
         )

@@ -5,7 +5,6 @@ from compare.contract.experiment import Experiment
 from compare.faults import caught_as_expected, fault_cases
 from compare.outcome import print_faults
 from compare.pairing import compare_cases
-from compare.paths import new_run_dir
 from compare.progress import Reporter
 
 
@@ -30,11 +29,11 @@ class Faults(Spec, frozen=True, kw_only=True):
         cases = fault_cases(
             experiment, chosen_engines(self.engines), names=list(self.names), devices=self.devices
         )
-        comparison = compare_cases(
+        comparison, _ = compare_cases(
             "faults",
             experiment,
             cases,
-            folder=new_run_dir("faults", self.run_dir),
+            run_dir=self.run_dir,
             settings=self.settings(experiment),
             reporter=Reporter(quiet=self.quiet),
         )

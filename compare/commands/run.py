@@ -6,7 +6,6 @@ from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment
 from compare.outcome import print_outcome
 from compare.pairing import compare_cases, engine_cases
-from compare.paths import new_run_dir
 from compare.presets import apply_preset
 from compare.progress import Reporter
 from compare.report.render import write_report
@@ -37,12 +36,11 @@ class Run(Spec, frozen=True, kw_only=True):
                 experiment.layout, preset=self.preset, devices=self.devices, default=default.layout
             )
             experiment = msgspec.structs.replace(experiment, layout=layout)
-        folder = new_run_dir(self.experiment, self.run_dir)
-        comparison = compare_cases(
+        comparison, folder = compare_cases(
             self.experiment,
             experiment,
             engine_cases(experiment, chosen_engines(self.engines)),
-            folder=folder,
+            run_dir=self.run_dir,
             settings=self.settings(experiment),
             reporter=Reporter(quiet=self.quiet),
         )

@@ -164,7 +164,11 @@ def load(name_or_path: str) -> Experiment:
 
 
 def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
-    """Read an experiment from TOML text (bytes: UTF-8). Raises ExperimentError, whose message begins with `origin`."""
+    """Read an experiment from TOML text (bytes: UTF-8).
+
+    Raises:
+        ExperimentError: whose message begins with `origin`.
+    """
     try:
         return check(msgspec.toml.decode(text, type=Experiment))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError

@@ -11,7 +11,7 @@ from compare.contract.experiment import to_toml
 from compare.contract.parameters import parameter_count
 from compare.contract.record import write_atomically
 from compare.numerics import RUNGS
-from compare.outcome import COST_COLUMNS, cost_rows
+from compare.outcome import cost_rows
 from compare.pairing import read_comparison
 from compare.units import human_bytes
 
@@ -63,7 +63,6 @@ def write_report(folder: Path) -> Path:
         },
         tolerances=comparison.verdicts[0].rungs if comparison.verdicts else [],
         pictures=[(title, Markup(svg), caption) for title, svg, caption in pictures],
-        cost_columns=COST_COLUMNS,
         cost_rows=cost_rows(comparison),
         ledgers=[(name, record.ledger) for name, record in zip(names, records, strict=True)],
         manifests=[

@@ -1,0 +1,26 @@
+"""A check that cannot fail is no check: every known mistake, in every engine that can make it."""
+
+import json
+
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.faults import FAULTS
+from compare.numerics import RUNGS
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
+    done = shardpair("faults", "--engines", engine, "--devices", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    caught = {}
+    for verdict in json.loads(done.stdout)["verdicts"]:
+        failed = [result["rung"] for result in verdict["rungs"] if not result["error"] <= result["tolerance"]]
+        caught[verdict["candidate"].rpartition(".")[0]] = min(failed, key=RUNGS.index)
+    assert caught == {name: fault.rung for name, fault in FAULTS.items() if engine not in fault.impossible_in}
+
+
+def test_an_engine_without_a_fault_passes(shardpair):
+    """The other half of the proof: the same experiment, nothing planted, is green."""
+    done = shardpair("check", "--devices", "2", "--engines", "torch-library", "--train.max_iters", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
