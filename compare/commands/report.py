@@ -11,6 +11,8 @@ from compare.outcome import print_outcome
 from compare.pairing import COMPARISON, read_comparison
 from compare.report.render import write_report
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 class Report(Struct, frozen=True, kw_only=True):
     """Print the tables of a finished run again, and write its report.html anew.
@@ -21,6 +23,8 @@ class Report(Struct, frozen=True, kw_only=True):
 
     run_dir: Annotated[Path, tyro.conf.Positional]
     """The folder that `shardpair run` printed."""
+    picture: Path | None = None
+    """Also save the loss curves and their difference as a picture of their own (.png, .svg, .pdf)."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
@@ -30,6 +34,12 @@ class Report(Struct, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"{self.run_dir} has no {COMPARISON}: it is not the folder of a finished `shardpair run`"
             )
-        comparison, _ = read_comparison(self.run_dir)
+        comparison, records = read_comparison(self.run_dir)
+        if self.picture:
+            if self.picture.suffix not in PICTURES:
+                raise ExperimentError(f"--picture {self.picture}: end it in one of {', '.join(PICTURES)}")
+            from compare.report.figures import save_overlay  # matplotlib takes seconds to import
+
+            save_overlay(self.picture, comparison.cases, records)
         print_outcome(comparison, write_report(self.run_dir), as_json=self.json)
         return 0 if comparison.passed else 1

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -11,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from compare.contract.record import Record
+from compare.contract.record import Record, write_atomically
 from compare.costs import Cost
 from compare.units import human_bytes
 
@@ -19,7 +20,7 @@ INK = "#010203"  # a colour nothing else has: replaced by the page's own text co
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 DASHES = ((), (6, 2), (2, 2), (8, 2, 2, 2))  # curves that coincide must all stay visible
 
-STYLE: Any = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shardpair",  # the same figures give the same bytes
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -35,40 +36,56 @@ STYLE: Any = {
 
 def loss_curves(names: list[str], records: list[Record]) -> str:
     """Every engine's loss over steps, laid over each other."""
-
-    def draw(axes: Axes) -> None:
-        for index, (name, record) in enumerate(zip(names, records, strict=True)):
-            steps = [step.step for step in record.steps]
-            axes.plot(
-                steps,
-                [step.loss for step in record.steps],
-                label=name,
-                color=_colour(index),
-                dashes=DASHES[index % len(DASHES)],
-                linewidth=2.4 - 0.35 * (index % len(DASHES)),
-            )
-        axes.set(xlabel="step", ylabel="loss (nats)")
-        axes.legend()
-
-    return _svg(draw, size=(6.4, 3.6))
+    return _svg(lambda axes: _draw_losses(axes, names, records), size=(6.4, 3.6))
 
 
 def loss_differences(names: list[str], records: list[Record]) -> str:
     """How far every other engine's loss is from the first one's, relative, on a log axis."""
+    return _svg(lambda axes: _draw_differences(axes, names, records), size=(6.4, 3.6))
 
-    def draw(axes: Axes) -> None:
-        first = records[0].steps
-        for index, (name, record) in enumerate(zip(names[1:], records[1:], strict=True), start=1):
-            pairs = list(zip(first, record.steps, strict=False))
-            off = [abs(b.loss - a.loss) / abs(a.loss) for a, b in pairs]
-            shown = [
-                value if value > 0 else float("nan") for value in off
-            ]  # exact has no place on a log axis
-            axes.plot([a.step for a, _ in pairs], shown, label=name, color=_colour(index), linewidth=1.2)
-        axes.set(xlabel="step", ylabel=f"|loss - {names[0]}| / loss", yscale="log")
-        axes.legend()
 
-    return _svg(draw, size=(6.4, 3.6))
+def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
+    """Save losses and differences side by side as a picture with a white ground, through a temporary name.
+
+    Args:
+        path: of the picture; its suffix is its format: .png, .svg, .pdf.
+        names: of the engines.
+        records: one for each name.
+    """
+    ink = {key: "#222222" if value == INK else value for key, value in STYLE.items()}
+    with pyplot.rc_context(rc=ink | {"figure.facecolor": "white"}):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+        _draw_losses(left, names, records)
+        _draw_differences(right, names, records)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=path.suffix.lstrip("."), dpi=130)
+        pyplot.close(figure)
+    write_atomically(path, buffer.getvalue())
+
+
+def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> None:
+    for index, (name, record) in enumerate(zip(names, records, strict=True)):
+        axes.plot(
+            [step.step for step in record.steps],
+            [step.loss for step in record.steps],
+            label=name,
+            color=_colour(index),
+            dashes=DASHES[index % len(DASHES)],
+            linewidth=2.6 - 0.4 * (index % len(DASHES)),
+        )
+    axes.set(xlabel="step", ylabel="loss (nats)")
+    axes.legend()
+
+
+def _draw_differences(axes: Axes, names: list[str], records: list[Record]) -> None:
+    first = records[0].steps
+    for index, (name, record) in enumerate(zip(names[1:], records[1:], strict=True), start=1):
+        pairs = list(zip(first, record.steps, strict=False))
+        off = [abs(b.loss - a.loss) / abs(a.loss) for a, b in pairs]
+        shown = [value or float("nan") for value in off]  # equal losses have no place on a log axis
+        axes.plot([a.step for a, _ in pairs], shown, label=name, color=_colour(index), linewidth=1.2)
+    axes.set(xlabel="step", ylabel=f"|loss - {names[0]}| / loss", yscale="log")
+    axes.legend()
 
 
 def step_times(names: list[str], costs: list[Cost]) -> str:
@@ -125,12 +142,7 @@ def _colour(index: int) -> str:
 
 
 def _svg(draw: Callable[[Axes], None], *, size: tuple[float, float]) -> str:
-    """Draw on fresh axes and return the <svg> element, with INK as the page's text colour."""
-    return to_svg(draw, size=size).replace(INK, "currentColor")
-
-
-def to_svg(draw: Callable[[Axes], None], *, size: tuple[float, float]) -> str:
-    """Draw on fresh axes of `size` inches and return the <svg> element."""
+    """Draw on fresh axes of `size` inches; the <svg> element, with INK as the page's text colour."""
     with pyplot.rc_context(rc=STYLE):
         figure: Figure = pyplot.figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
@@ -138,4 +150,4 @@ def to_svg(draw: Callable[[Axes], None], *, size: tuple[float, float]) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None})
         pyplot.close(figure)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") :].replace(INK, "currentColor")
