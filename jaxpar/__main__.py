@@ -5,19 +5,20 @@ Other than 0, RUN_DIR/error.json says why.
 """
 
 import argparse
-import faulthandler
+import contextlib
 import json
-import os
 import signal
 import sys
-import threading
 import traceback
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, revalidate
 from compare.contract.record import REQUEST, Failure, Recorder, Request, read_json, write_failure
+from jaxpar.errors import MissingDevicesError
+from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 
@@ -28,7 +29,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = _parse_arguments()
     if arguments.exit_with_stdin:
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+        exit_with_stdin()
     if arguments.doctor:
         print(json.dumps(doctor()))
         return DONE
@@ -39,20 +40,17 @@ def run(folder: Path) -> int:
     """Train what folder/request.json asks for; every failure ends as one line, error.json and a code."""
     try:
         request = read_request(folder)
+        watchdog = Watchdog(request.timeout_s, partial(_report, folder))
         configure_jax(request)
         # Imported after configuring: a backend, once started, keeps its devices and platform.
         from jaxpar.faults import planted
-        from jaxpar.mesh import MissingDevicesError
         from jaxpar.train import train
 
-        try:
-            with planted(request.fault, engine=request.engine):
-                train(request, Recorder(folder), progress=lambda: _watch(request.timeout_s))
-        except MissingDevicesError as error:
-            return _fail(folder, error, MISSING)
+        with planted(request.fault, engine=request.engine):
+            train(request, Recorder(folder), progress=watchdog.progress)
     except ExperimentError as error:
         return _fail(folder, error, BAD_REQUEST)
-    except ImportError as error:
+    except (MissingDevicesError, ImportError) as error:
         return _fail(folder, error, MISSING)
     except Exception as error:
         return _fail(folder, error, FAILED)
@@ -78,14 +76,13 @@ def configure_jax(request: Request) -> None:
     if request.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", experiment.layout.devices)
     jax.config.update("jax_enable_x64", experiment.precision.dtype == "float64")
-    # On NVIDIA GPUs JAX's default for float32 products is TF32.
-    tf32 = experiment.precision.tf32
-    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if tf32 else "highest")
+    if experiment.precision.dtype == "float32":  # on NVIDIA GPUs the default for float32 products is TF32
+        tf32 = experiment.precision.tf32
+        jax.config.update("jax_default_matmul_precision", "tensorfloat32" if tf32 else "highest")
     if request.cache_dir:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _watch(request.timeout_s)
 
 
 def doctor() -> dict[str, object]:
@@ -114,27 +111,21 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def _watch(timeout_s: float) -> None:
-    """(Re)start the clock that ends a hang. It runs in C: a collective that waits holds Python still."""
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-
-
 def _fail(folder: Path, error: Exception, code: int) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
     if code == FAILED:
-        traceback.print_exc()
         message = f"{type(error).__name__}: {message}"
-    print(f"jaxpar: {message}", file=sys.stderr)
-    if folder.is_dir():
-        write_failure(folder, Failure(message=message, traceback=traceback.format_exc()))
+    _report(folder, message, traceback.format_exc(), show_traceback=code == FAILED)
     return code
 
 
-def _exit_with_stdin() -> None:
-    """End at once when standard input ends: the launcher is gone. JAX's devices are threads of ours."""
-    while os.read(0, 4096):
-        pass
-    os._exit(FAILED)
+def _report(folder: Path, message: str, stack: str, *, show_traceback: bool = True) -> None:
+    """Say on standard error and in error.json what went wrong."""
+    if show_traceback:
+        print(stack, file=sys.stderr)
+    print(f"jaxpar: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the folder may be what is wrong
+        write_failure(folder, Failure(message=message, traceback=stack))
 
 
 if __name__ == "__main__":

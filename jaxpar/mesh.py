@@ -9,12 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from compare.contract.experiment import Layout
+from jaxpar.errors import MissingDevicesError
 
 AXES = ("dp_replicate",)
-
-
-class MissingDevicesError(RuntimeError):
-    """This machine lacks the devices that a layout needs. The message is one line with both numbers."""
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
@@ -30,11 +27,17 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
         MissingDevicesError: fewer devices than the layout needs, or none of that platform. JAX itself
             would go on with the devices that it finds.
     """
-    devices = _local_devices(platform)
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError as error:  # JAX's word for a backend that is not there
+        raise MissingDevicesError(
+            f"the layout needs {layout.devices} {platform} devices and JAX finds 0 ({error}): install JAX's "
+            f"plugin for them, or use platform cpu"
+        ) from None
     if len(devices) < layout.devices:
         raise MissingDevicesError(
-            f"the layout needs {layout.devices} {platform} devices and this process has {len(devices)}: "
-            f"lower layout.dp_replicate, or use platform cpu, whose devices are virtual"
+            f"the layout needs {layout.devices} {platform} devices and JAX finds {len(devices)}: lower "
+            f"layout.dp_replicate, or use platform cpu, whose devices are virtual"
         )
     shape = tuple(getattr(layout, axis) for axis in AXES)
     grid = np.array(devices[: layout.devices]).reshape(shape)
@@ -57,10 +60,3 @@ def cpu_model() -> str:
 def cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _local_devices(platform: str) -> list[jax.Device]:
-    try:
-        return jax.local_devices(backend=platform)
-    except RuntimeError:  # JAX's word for a backend that is not there
-        return []

@@ -4,6 +4,7 @@
 about where its arguments live.
 """
 
+from functools import partial
 from typing import Any
 
 import optax
@@ -27,9 +28,10 @@ def make_plan(
         mesh: has an axis dp_replicate.
         layout: leaves the compiler no choice yet.
     """
+    gradients_of = partial(accumulated_gradients, loss)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        value, gradients = accumulated_gradients(loss, params, batch)
+        value, gradients = data_parallel.reduce_after_accumulation(gradients_of, params, batch, mesh=mesh)
         grad_norm = global_norm(gradients)
         updates, opt_state = optimizer.update(
             gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars

@@ -1,9 +1,15 @@
 """Data parallelism by the compiler: say where things live, and XLA inserts the communication.
 
 Every device holds all parameters and a share of the batch. The loss is a mean over the whole batch: that
-it needs a sum over devices, and its gradients too, is for the partitioner to find out.
+it needs a sum over devices, and its gradients too, is for the partitioner to find out. It puts that sum
+where a gradient is made: inside the backward loop over layers, and inside a loop over microbatches, too.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,3 +24,31 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def parameter_sharding(mesh: Mesh) -> NamedSharding:
     """Of parameters, gradients and moments: a replica on every device."""
     return NamedSharding(mesh, P())
+
+
+def reduce_after_accumulation(
+    gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]], params: Any, batch: Any, *, mesh: Mesh
+) -> tuple[jax.Array, Any]:
+    """Keep the sum over devices out of the loop over microbatches.
+
+    There is no "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, a
+    gradient per replica is what is asked for, and the mean over that dim, after the loop, is the one
+    reduction. Each device holds its own replica's slice: no more memory than before.
+
+    Args:
+        gradients_of: (params, batch) -> (mean loss, gradients), accumulating over A.
+        params: any pytree.
+        batch: a pytree of (A, B, ...), B split over `AXIS`. With A = 1 XLA does as it likes.
+    """
+    replicas, accumulation = mesh.shape[AXIS], jax.tree.leaves(batch)[0].shape[0]
+    if replicas == 1 or accumulation == 1:
+        return gradients_of(params, batch)
+
+    def with_replica_dim(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], replicas, x.shape[1] // replicas, *x.shape[2:])
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, AXIS)))
+
+    each_replica = jax.vmap(gradients_of, in_axes=(None, 1), spmd_axis_name=AXIS)
+    per_replica = each_replica(params, jax.tree.map(with_replica_dim, batch))
+    per_replica = lax.with_sharding_constraint(per_replica, NamedSharding(mesh, P(AXIS)))
+    return jax.tree.map(lambda x: x.mean(axis=0), per_replica)

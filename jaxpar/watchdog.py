@@ -1,0 +1,59 @@
+"""Ends a process that hangs, or whose launcher is gone. JAX's devices are threads: one exit ends them all."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+EXIT_CODE = 1
+GRACE_S = 10.0
+
+
+class Watchdog:
+    """Calls `on_hang` and ends the process when `progress` has not been called for `timeout_s`.
+
+    A Python thread, so that the end leaves a message. Behind it, should native code never let go of the
+    interpreter, faulthandler's thread, which needs no interpreter, `GRACE_S` later. (Not alone: it walks
+    frames of a thread that runs, and was seen to crash instead of printing.)
+
+    Args:
+        timeout_s: seconds without progress.
+        on_hang: given one line and the main thread's stack.
+    """
+
+    def __init__(self, timeout_s: float, on_hang: Callable[[str, str], None]):
+        self._timeout_s = timeout_s
+        self._on_hang = on_hang
+        self._main = threading.get_ident()
+        self.progress()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def progress(self) -> None:
+        """Something was finished: start the clock again."""
+        self._deadline = time.monotonic() + self._timeout_s
+        faulthandler.dump_traceback_later(self._timeout_s + GRACE_S, exit=True)
+
+    def _watch(self) -> None:
+        while (remaining := self._deadline - time.monotonic()) > 0:
+            time.sleep(remaining)
+        frame = sys._current_frames().get(self._main)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        try:
+            self._on_hang(f"no progress for {self._timeout_s:g} s (timeout_s): the run hangs", stack)
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def exit_with_stdin() -> None:
+    """End the process at once when standard input ends: whoever started it is gone."""
+
+    def wait() -> None:
+        # os.read, not sys.stdin: its lock, held at interpreter shutdown, is a fatal error.
+        while os.read(0, 4096):
+            pass
+        os._exit(EXIT_CODE)
+
+    threading.Thread(target=wait, daemon=True).start()

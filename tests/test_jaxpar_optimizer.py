@@ -1,0 +1,72 @@
+"""jaxpar's optimizers against the contract's NumPy definition, step by step in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from compare.contract.experiment import Experiment, Model, Optimizer, Precision
+from compare.contract.optimizer import global_norm as reference_norm
+from compare.contract.optimizer import reference_step
+from compare.contract.parameters import initial_parameters, parameter_table
+from jaxpar import weights
+from jaxpar.optimizer import global_norm, make_optimizer, moments
+from jaxpar.train import device_scalars
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_enable_x64", True)
+
+SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
+TABLE = parameter_table(SPEC)
+STEPS = 5
+# Clipping at 1 scales these gradients; at 1e3 it must leave them alone; 0 turns it off.
+OPTIMIZERS = {
+    "adamw": Optimizer(),
+    "adamw, decay everywhere, clipping idle": Optimizer(decay="all", grad_clip=1e3, beta2=0.999),
+    "sgd": Optimizer(name="sgd", grad_clip=0.0),
+    "sgd with momentum": Optimizer(name="sgd", momentum=0.9, decay_lr=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_equals_the_definition(optimizer):
+    experiment = Experiment(model=SPEC, optimizer=optimizer, precision=Precision(dtype="float64"))
+    named, named_moments = initial_parameters(experiment), {}
+    rule = make_optimizer(optimizer, decay=weights.decay_mask(SPEC, optimizer.decay))
+    params = jax.tree.map(jnp.asarray, weights.from_canonical(named, SPEC))
+    state = rule.init(params)
+    update = jax.jit(rule.update)
+    generator = np.random.default_rng(0)
+    for step in range(STEPS):
+        named_gradients = {name: generator.normal(size=w.shape) for name, w in named.items()}
+        gradients = jax.tree.map(jnp.asarray, weights.from_canonical(named_gradients, SPEC))
+        named, named_moments = reference_step(optimizer, TABLE, named, named_gradients, named_moments, step)
+        norm = global_norm(gradients)
+        assert float(norm) == pytest.approx(reference_norm(named_gradients), rel=1e-14)
+        updates, state = update(
+            gradients, state, params, grad_norm=norm, scalars=device_scalars(experiment, step)
+        )
+        params = optax.apply_updates(params, updates)
+    assert set(moments(state)) == set(named_moments)
+    pairs = [(params, named)] + [(moments(state)[which], named_moments[which]) for which in named_moments]
+    for tree, expected in pairs:
+        for name, tensor in weights.to_canonical(tree, SPEC).items():
+            np.testing.assert_allclose(tensor, expected[name], rtol=1e-12, atol=1e-15, err_msg=name)
+
+
+def test_decay_misses_what_the_table_does_not_decay():
+    """The definition is the oracle: with the mask of another table the test above must fail."""
+    optimizer = Optimizer(name="sgd", grad_clip=0.0, weight_decay=1.0, learning_rate=0.5, decay_lr=False)
+    experiment = Experiment(model=SPEC, optimizer=optimizer, precision=Precision(dtype="float64"))
+    rule = make_optimizer(optimizer, decay=weights.decay_mask(SPEC, "matrices"))
+    params = weights.from_canonical(initial_parameters(experiment), SPEC)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = rule.update(
+        zeros, rule.init(params), params, grad_norm=0.0, scalars=device_scalars(experiment, 0)
+    )
+    change = weights.to_canonical(updates, SPEC)
+    for parameter in TABLE:
+        moved = bool(np.abs(change[parameter.name]).max() > 0)
+        assert moved == parameter.is_matrix, parameter.name

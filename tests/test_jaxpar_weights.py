@@ -1,0 +1,75 @@
+"""jaxpar's one mapping between canonical parameters and the model's state tree."""
+
+import jax
+import numpy as np
+import pytest
+
+from compare.contract.experiment import Experiment, Model, Precision
+from compare.contract.parameters import initial_parameters, parameter_table
+from jaxpar import weights
+from jaxpar.faults import planted
+from jaxpar.model import make_loss
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_enable_x64", True)
+
+# More than ten layers: sorted as text, blocks.10 would come before blocks.2.
+SPEC = Model(n_layer=11, n_head=2, n_embd=8, block_size=6, vocab_size=11)
+BIASED = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
+
+
+@pytest.mark.parametrize("spec", [SPEC, BIASED])
+def test_round_trip(spec):
+    named = initial_parameters(Experiment(model=spec))
+    back = weights.to_canonical(weights.from_canonical(named, spec), spec)
+    assert list(back) == [parameter.name for parameter in parameter_table(spec)]
+    for name, weight in named.items():
+        assert back[name].dtype == weight.dtype
+        np.testing.assert_array_equal(back[name], weight)
+
+
+def test_layers_keep_their_order():
+    named = initial_parameters(Experiment(model=SPEC))
+    stacked = weights.from_canonical(named, SPEC)["blocks"]["mlp"]["up"]["weight"]
+    for layer in range(SPEC.n_layer):
+        np.testing.assert_array_equal(stacked[layer], named[f"blocks.{layer}.mlp.up.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("spec", [SPEC, BIASED])
+def test_tree_is_the_models_own(spec, dtype):
+    precision = Precision(dtype=dtype)
+    tree = weights.from_canonical(initial_parameters(Experiment(model=spec, precision=precision)), spec)
+    _, abstract = make_loss(spec, precision=precision, remat="dots")
+    assert jax.tree.structure(tree) == jax.tree.structure(abstract)
+    for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
+
+
+def test_decay_follows_the_table_not_the_number_of_dims():
+    mask = weights.decay_mask(BIASED, "matrices")
+    tree = weights.from_canonical(initial_parameters(Experiment(model=BIASED)), BIASED)
+    assert tree["blocks"]["norm1"]["scale"].ndim == 2
+    assert not mask["blocks"]["norm1"]["scale"]
+    assert not mask["blocks"]["attention"]["qkv"]["bias"]
+    assert mask["blocks"]["attention"]["qkv"]["weight"]
+    assert mask["embedding"]["position"]
+    assert all(jax.tree.leaves(weights.decay_mask(BIASED, "all")))
+
+
+def test_missing_leaf_is_an_error():
+    tree = weights.from_canonical(initial_parameters(Experiment(model=BIASED)), BIASED)
+    del tree["blocks"]["mlp"]["up"]["bias"]
+    with pytest.raises(KeyError):
+        weights.to_canonical(tree, BIASED)
+
+
+def test_moved_weight_is_planted_in_one_weight():
+    named = initial_parameters(Experiment(model=BIASED, precision=Precision(dtype="float64")))
+    with planted("moved_weight", engine="jax-compiler"):
+        moved = weights.to_canonical(weights.from_canonical(named, BIASED), BIASED)
+    changes = {name: moved[name] - weight for name, weight in named.items()}
+    (change,) = [change for change in changes.values() if change.any()]
+    assert change[change != 0] == pytest.approx([1e-3])
+    test_round_trip(BIASED)  # and it is gone
