@@ -1,0 +1,1 @@
+"""torchpar: the PyTorch side. `python -m torchpar RUN_DIR` runs torch-manual and torch-library."""

@@ -1,0 +1,89 @@
+"""What a step communicates, read from PyTorch's dispatcher: sees our own door and DDP's C++ alike.
+
+Patching torch.distributed would miss what the library wrappers send from C++.
+"""
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchpar.collectives import Axis, Call, Traffic
+
+# c10d and functional names without punctuation -> the ledger's kind
+_KINDS = {
+    "allreduce": "all_reduce",
+    "allreducecoalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "allgatherbase": "all_gather",
+    "allgatherintotensor": "all_gather",
+    "allgatherintotensorcoalesced": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "reducescatterbase": "reduce_scatter",
+    "reducescattertensor": "reduce_scatter",
+    "reducescattertensorcoalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoallbase": "all_to_all",
+    "alltoallsingle": "all_to_all",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "receive",
+    "recvanysource": "receive",
+}
+_IGNORED = {"waittensor", "barrier", "monitoredbarrier"}
+
+
+class CommunicationMode(TorchDispatchMode):
+    """Counts every collective while it is active.
+
+    Args:
+        axes: the mesh's axes, to name the process groups.
+        door: the count of our own calls: says what a call is for while one is being made.
+        default_purpose: of calls that did not come through the door: those of PyTorch's wrappers.
+
+    Attributes:
+        seen: the count.
+    """
+
+    def __init__(self, axes: list[Axis], *, door: Traffic, default_purpose: str):
+        super().__init__()
+        self.seen = Traffic()
+        self._door = door
+        self._default_purpose = default_purpose
+        self._axis_names = {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func, args, kwargs, result) -> None:
+        name = func.overloadpacket.__name__.replace("_", "")
+        if name in _IGNORED:
+            return
+        # The full tensor is what goes in or what comes out, whichever is larger.
+        size = max(_nbytes((args, kwargs)), _nbytes(result))
+        if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
+            size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
+        axis = self._axis_names.get(_group_name((*args, *kwargs.values())), "other")
+        purpose = self._door.purpose or self._default_purpose
+        self.seen.add(Call(_KINDS.get(name, name), axis, purpose), size)
+
+
+def _nbytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _group_name(arguments: tuple) -> str:
+    """c10d operators take the group itself, functional ones its name as their last string."""
+    for argument in reversed(arguments):
+        if isinstance(argument, str):
+            return argument
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return ProcessGroup.unbox(argument).group_name
+    return ""

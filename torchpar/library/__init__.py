@@ -1,0 +1,20 @@
+"""torch-library: PyTorch's own wrappers decide, as a user would pick them."""
+
+from compare.contract.experiment import Layout
+from torchpar.library.data_parallel import DataParallel
+from torchpar.mesh import Mesh
+from torchpar.model import GPT
+from torchpar.plan import Plan
+from torchpar.remat import apply_remat, resolve_remat
+
+
+def parallelize(model: GPT, *, mesh: Mesh, layout: Layout) -> Plan:
+    """The model under the layout. The order: recomputation, then data parallelism around everything.
+
+    One device gets the plain module: DDP would only add its bookkeeping.
+    """
+    apply_remat(model.blocks, resolve_remat(layout))
+    if mesh.dp_replicate.size == 1:
+        return Plan(model)
+    replicas = DataParallel(model, bucket_size_mb=layout.bucket_mb, group=mesh.dp_replicate.group)
+    return Plan(replicas, replicas.no_sync, replicas.finish_gradient_synchronization)

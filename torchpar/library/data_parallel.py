@@ -1,0 +1,25 @@
+"""Data parallelism by PyTorch: DistributedDataParallel.
+
+It buckets the gradients, all-reduces each bucket during backward, and divides by the number of ranks.
+"""
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+
+class DataParallel(DistributedDataParallel):
+    """DDP under the interface of `torchpar.manual.data_parallel.DataParallel`.
+
+    Args:
+        module: any module.
+        bucket_size_mb: 1 MB = 1e6 bytes.
+        group: the replicas; None for all ranks.
+    """
+
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 25.0, group: ProcessGroup | None = None):
+        mebibytes = bucket_size_mb * 1e6 / 2**20  # DDP's "MB" is 2^20 bytes
+        super().__init__(module, process_group=group, bucket_cap_mb=mebibytes, gradient_as_bucket_view=True)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing is left to do: DDP waits for its buckets at the end of backward."""

@@ -1,0 +1,25 @@
+"""torch-manual: we decide where data moves, with the collectives of torch.distributed."""
+
+from compare.contract.experiment import Layout
+from torchpar.manual.data_parallel import DataParallel
+from torchpar.mesh import Mesh
+from torchpar.model import GPT
+from torchpar.plan import Plan
+from torchpar.remat import apply_remat, resolve_remat
+
+
+def parallelize(model: GPT, *, mesh: Mesh, layout: Layout) -> Plan:
+    """The model under the layout. The order: recomputation, then data parallelism around everything.
+
+    One device gets the plain module: the reference that every other run is held against.
+    """
+    apply_remat(model.blocks, resolve_remat(layout))
+    if mesh.dp_replicate.size == 1:
+        return Plan(model)
+    replicas = DataParallel(
+        model,
+        gradient_sync=layout.gradient_sync,
+        bucket_size_mb=layout.bucket_mb,
+        group=mesh.dp_replicate,
+    )
+    return Plan(replicas, replicas.no_sync, replicas.finish_gradient_synchronization)

@@ -1,0 +1,259 @@
+"""Data parallelism by hand: every rank holds the whole module, and gradients are averaged over ranks.
+
+One idea makes all four synchronisations: a list of buckets, and when they are launched.
+
+    naive        one parameter a bucket      after backward
+    flat         one bucket                  after backward
+    overlapped   one parameter a bucket      as soon as its gradient is there, during backward
+    bucketed     up to bucket_size_mb each   as soon as all its gradients are there, during backward
+
+Buckets hold the parameters in reverse, the order in which backward reaches them, and are launched in the
+same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
+"""
+
+import itertools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torchpar.collectives import Axis, ProcessGroup, Work
+
+GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
+GRADIENTS = "gradients"
+
+
+class Bucket:
+    """Parameters of one dtype and device whose gradients are reduced in one all-reduce."""
+
+    def __init__(self, names: list[str], parameters: list[nn.Parameter]):
+        self.names = names
+        self.parameters = parameters
+        self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+        self._pending = set(range(len(parameters)))
+        self._buffer: torch.Tensor | None = None
+        self._work: Work | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every gradient of this step is in."""
+        return not self._pending
+
+    @property
+    def pending(self) -> list[int]:
+        """Places whose gradient is not in yet."""
+        return sorted(self._pending)
+
+    def awaits(self, place: int) -> bool:
+        """Whether the gradient at `place` is not in yet."""
+        return place in self._pending
+
+    def add(self, place: int) -> None:
+        """Take in the gradient of the parameter at `place`.
+
+        With several parameters the gradient moves into the bucket and becomes a view of it: one copy,
+        none back, and no second gradient in memory. A single one is reduced where it lies, if it can be.
+        """
+        self._pending.remove(place)
+        parameter = self.parameters[place]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
+        if len(self.parameters) == 1 and gradient.is_contiguous():
+            self._buffer = gradient.view(-1)
+            return
+        if self._buffer is None:
+            self._buffer = gradient.new_empty(self._starts[-1])
+        slot = self._buffer[self._starts[place] : self._starts[place + 1]].view(parameter.shape)
+        slot.copy_(gradient)
+        parameter.grad = slot
+
+    def launch(self, axis: Axis) -> None:
+        """Begin to sum the bucket over the ranks."""
+        assert self._buffer is not None
+        self._work = axis.start_all_reduce(self._buffer, purpose=GRADIENTS)
+
+    def finish(self, axis: Axis) -> None:
+        """Wait for the sum, make it the mean, and be ready for the next step."""
+        assert self._work is not None
+        assert self._buffer is not None
+        self._work.wait()
+        self.divide(self._buffer, axis.size)
+        self.reset()
+
+    @staticmethod
+    def divide(total: torch.Tensor, ranks: int) -> None:
+        """Turn a sum over ranks into their mean."""
+        total.div_(ranks)
+
+    def reset(self) -> None:
+        """Forget the step; the gradients keep the buffer alive as long as anybody wants them."""
+        self._pending = set(range(len(self.parameters)))
+        self._buffer = self._work = None
+
+
+class DataParallel(nn.Module):
+    """Averages the gradients of any module over the ranks of a group.
+
+    Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step the
+    optimizer. Parameters and buffers are those of the first rank from the start.
+
+    Args:
+        module: tied and frozen parameters, buffers and mixed dtypes are fine.
+        gradient_sync: naive, flat, overlapped or bucketed, as the module's text says.
+        bucket_size_mb: for bucketed; 1 MB = 1e6 bytes. A larger parameter gets a bucket of its own.
+        group: the ranks: an Axis, a torch ProcessGroup, or None for all.
+        find_unused_parameters: let parameters be without a gradient. One used on no rank keeps None on
+            all; one used on some counts as zero on the others. Costs one small all-reduce a step.
+
+    Raises:
+        RuntimeError: from `backward`, if it runs twice before the gradients are synchronised; from
+            `finish_gradient_synchronization`, if a parameter has no gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        gradient_sync: GradientSync = "bucketed",
+        bucket_size_mb: float = 25.0,
+        group: Axis | ProcessGroup | None = None,
+        find_unused_parameters: bool = False,
+    ):
+        super().__init__()
+        if gradient_sync not in ("naive", "flat", "overlapped", "bucketed"):
+            raise ValueError(f"gradient_sync = {gradient_sync!r}: use naive, flat, overlapped or bucketed")
+        if bucket_size_mb <= 0:
+            raise ValueError(f"bucket_size_mb = {bucket_size_mb} must be positive")
+        self.module = module
+        self._axis = Axis.of(group)
+        self._limit_bytes = {"bucketed": bucket_size_mb * 1e6, "flat": float("inf")}.get(gradient_sync, 0.0)
+        self._during_backward = gradient_sync in ("overlapped", "bucketed")
+        self._find_unused = find_unused_parameters
+        self._synchronizing = True
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._broadcast()
+        self._make_buckets()
+
+    def forward(self, *args, **kwargs):
+        """The module's own."""
+        if self._trainable() != self._bucketed:  # frozen or unfrozen since
+            self._make_buckets()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
+        used = [p.grad is not None for bucket in self._buckets for p in bucket.parameters]
+        for bucket in self._buckets[self._launched :]:
+            for place in bucket.pending:
+                self._require_gradient(bucket, place)
+                bucket.add(place)
+            bucket.launch(self._axis)
+        # Behind all buckets, the one place in the order of collectives that every rank shares.
+        used_anywhere = self._agree_on_use(used) if self._find_unused else used
+        for bucket in self._buckets:
+            bucket.finish(self._axis)
+        for parameter, is_used in zip(self._bucketed_parameters(), used_anywhere, strict=True):
+            if not is_used:
+                parameter.grad = None
+        self._launched = 0
+
+    def _trainable(self) -> list[int]:
+        return [id(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _bucketed_parameters(self) -> list[nn.Parameter]:
+        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            whole = tensor.contiguous()  # itself, or a copy of a strided one
+            self._axis.broadcast(whole, purpose="replicate")
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+    def _make_buckets(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._bucketed = self._trainable()
+        self._buckets = make_buckets(self.module, self._limit_bytes)
+        self._launched = 0
+        for bucket in self._buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                hook = self._make_hook(bucket, place)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _make_hook(self, bucket: Bucket, place: int):
+        def hook(parameter: torch.Tensor) -> None:
+            if self._synchronizing:
+                self._gradient_ready(bucket, place)
+
+        return hook
+
+    @torch.no_grad()
+    def _gradient_ready(self, bucket: Bucket, place: int) -> None:
+        if not bucket.awaits(place):
+            raise RuntimeError(
+                f"the gradient of {bucket.names[place]} was ready twice: call "
+                f"finish_gradient_synchronization() after each backward, or put all but the last in no_sync()"
+            )
+        bucket.add(place)
+        if self._during_backward:
+            while self._launched < len(self._buckets) and self._buckets[self._launched].is_ready:
+                self._buckets[self._launched].launch(self._axis)
+                self._launched += 1
+
+    def _require_gradient(self, bucket: Bucket, place: int) -> None:
+        parameter = bucket.parameters[place]
+        if parameter.grad is not None:
+            return  # accumulated under no_sync, and not used in the last pass
+        if not self._find_unused:
+            raise RuntimeError(
+                f"parameter {bucket.names[place]} has no gradient on rank {self._axis.rank}: it took no part "
+                f"in the loss. Set find_unused_parameters=True if that is meant"
+            )
+        parameter.grad = torch.zeros_like(parameter)
+
+    def _agree_on_use(self, used: list[bool]) -> list[bool]:
+        if not used:
+            return used
+        device = self._buckets[0].parameters[0].device
+        ranks_using = torch.tensor(used, dtype=torch.int32, device=device)
+        self._axis.all_reduce(ranks_using, purpose="unused parameters")
+        return (ranks_using > 0).tolist()
+
+
+def make_buckets(module: nn.Module, limit_bytes: float) -> list[Bucket]:
+    """Split a module's trainable parameters, in reverse, into buckets of one dtype and device each.
+
+    Args:
+        module: tied parameters count once.
+        limit_bytes: a bucket is closed before it would pass this; 0 gives every parameter its own.
+    """
+    buckets: list[tuple[list[str], list[nn.Parameter]]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[nn.Parameter]]] = {}
+    for name, parameter in reversed(list(module.named_parameters())):
+        if not parameter.requires_grad:
+            continue
+        kind = (parameter.dtype, parameter.device)
+        bucket = open_buckets.get(kind)
+        if bucket is None or sum(p.nbytes for p in bucket[1]) + parameter.nbytes > limit_bytes:
+            bucket = open_buckets[kind] = ([], [])
+            buckets.append(bucket)
+        bucket[0].append(name)
+        bucket[1].append(parameter)
+    return [Bucket(names, parameters) for names, parameters in buckets]

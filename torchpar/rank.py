@@ -1,0 +1,79 @@
+"""What one process knows of its place among all, and how it shows that it is alive."""
+
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+PHASES = ("starting", "forward", "backward", "synchronisation", "optimizer", "record")
+_FIELDS = 3  # beats, step, phase
+
+
+class Position(NamedTuple):
+    """Where a rank is. All ranks run the same sequence of phases, so `beats` says who is behind."""
+
+    beats: int
+    step: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}" if self.beats else "its start"
+
+
+class Heartbeat:
+    """Positions of all ranks, in memory that they share with the launcher.
+
+    Args:
+        cells: 3 integers for each rank.
+    """
+
+    def __init__(self, cells: MutableSequence[int]):
+        self._cells = cells
+
+    @staticmethod
+    def cells_for(ranks: int) -> int:
+        """How many integers are needed."""
+        return _FIELDS * ranks
+
+    def beat(self, rank: int, step: int, phase: str) -> None:
+        """Rank `rank` enters a phase."""
+        base = _FIELDS * rank
+        self._cells[base + 1] = step
+        self._cells[base + 2] = PHASES.index(phase)
+        self._cells[base] += 1
+
+    def position(self, rank: int) -> Position:
+        """Where rank `rank` is."""
+        beats, step, phase = self._cells[_FIELDS * rank : _FIELDS * (rank + 1)]
+        return Position(beats, step, PHASES[phase])
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process among `world_size`.
+
+    Attributes:
+        rank, world_size: among all processes.
+        local_rank: among those of this machine; the GPU to use.
+        heartbeat: where it shows its progress.
+        rendezvous: the file through which the ranks meet; None for torchrun's address and port.
+        timeout_s: seconds without progress after which the run counts as hung.
+        launcher_cpu_s: CPU seconds that the launcher spent for all ranks before it started them.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    heartbeat: Heartbeat
+    rendezvous: Path | None = None
+    timeout_s: float = 600.0
+    launcher_cpu_s: float = 0.0
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longer than the launcher's patience, so that it speaks first and names the rank behind."""
+        return self.timeout_s + 30.0
+
+    def at(self, step: int, phase: str) -> None:
+        """Say that this rank enters a phase (one of PHASES) of a step."""
+        self.heartbeat.beat(self.rank, step, phase)

@@ -1,0 +1,51 @@
+"""Activation recomputation from outside the model: none, all but matrix products, or all, per block.
+
+A block's `forward` is replaced on the instance, so that parameter names stay as they are.
+"""
+
+import functools
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from compare.contract.experiment import Layout
+
+Remat = Literal["none", "dots", "full"]
+
+_aten = torch.ops.aten
+# The fused attention kernels count as matrix products: recomputing them is what `dots` is to avoid.
+_DOTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def resolve_remat(layout: Layout) -> Remat:
+    """What `layout.remat` means here: auto is none, the fastest in eager PyTorch."""
+    return "none" if layout.remat == "auto" else layout.remat
+
+
+def apply_remat(blocks: nn.ModuleList, remat: Remat) -> None:
+    """Make each block recompute its activations in backward."""
+    if remat == "none":
+        return
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _save_dots)}
+    options = contexts if remat == "dots" else {}
+    for block in blocks:
+        # No dropout, so no random state to restore in the recomputation.
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
+        )
+
+
+def _save_dots(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE

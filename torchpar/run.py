@@ -1,0 +1,129 @@
+"""One rank's run as data, and the record that it leaves (rank 0 writes; the others hand over)."""
+
+import importlib.metadata
+import platform
+import resource
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compare.contract.data import Corpus
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.optimizer import moment_names
+from compare.contract.parameters import parameter_count
+from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
+from torchpar.memory import CPU_METHOD, GPU_METHOD
+from torchpar.mesh import Mesh
+from torchpar.model import GPT
+from torchpar.plan import Plan
+from torchpar.rank import Rank
+from torchpar.remat import resolve_remat
+from torchpar.weights import read_gradients, read_moments, read_weights
+
+_MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+PACKAGES = ("torch", "numpy")
+
+
+@dataclass
+class Run:
+    """Everything that one rank trains with, and what it found out on the way."""
+
+    request: Request
+    mesh: Mesh
+    rank: Rank
+    corpus: Corpus
+    model: GPT
+    plan: Plan
+    optimizer: torch.optim.Optimizer
+    started_utc: str
+    initial_weights_sha256: str
+    ledger: list[Communication] = field(default_factory=list)
+    peak_bytes: int = 0
+    first_step_s: float = 0.0
+
+    @property
+    def experiment(self) -> Experiment:
+        """What is trained."""
+        return self.request.experiment
+
+
+def record_start(run: Run, recorder: Recorder | None, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Leave the first batch, put together again from what each rank received, and the initial weights."""
+    shares = run.mesh.dp_replicate.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
+    inputs, targets = (np.concatenate(parts, axis=1) for parts in zip(*shares, strict=True))
+    if recorder:
+        recorder.tensors(Rung.BATCH, {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)})
+        recorder.tensors(Rung.INITIAL_WEIGHTS, read_weights(run.model))
+
+
+def record_gradients(run: Run, recorder: Recorder | None) -> None:
+    """Leave the gradients as they are before clipping."""
+    if recorder:
+        recorder.tensors(Rung.GRADIENTS, read_gradients(run.model))
+
+
+def record_after(run: Run, recorder: Recorder | None, step: int) -> None:
+    """Leave weights and moments after step `step`, where the ladder asks for them."""
+    if not recorder:
+        return
+    if step == 0:
+        recorder.tensors(Rung.FIRST_WEIGHTS, read_weights(run.model))
+        moments = read_moments(run.model, run.optimizer, run.experiment.optimizer)
+        for name in moment_names(run.experiment.optimizer):
+            recorder.tensors(_MOMENT_RUNGS[name], moments[name])
+    if step + 1 == run.request.later_step:
+        recorder.tensors(Rung.LATER_WEIGHTS, read_weights(run.model))
+
+
+def finish(run: Run, recorder: Recorder | None) -> None:
+    """Put the ranks' costs together and complete the record."""
+    cost = (run.peak_bytes, _cpu_seconds())
+    peaks, cpu_seconds = zip(*run.mesh.dp_replicate.all_gather_objects(cost), strict=True)
+    if not recorder:
+        return
+    request, experiment = run.request, run.experiment
+    manifest = Manifest(
+        engine=request.engine,
+        experiment=experiment,
+        platform=request.platform,
+        devices=experiment.layout.devices,
+        device_kind=device_kind(run.mesh.device),
+        gradient_sync=ENGINES[request.engine].gradient_sync_for(experiment.layout),
+        remat=resolve_remat(experiment.layout),
+        parameters=parameter_count(experiment.model),
+        initial_weights_sha256=run.initial_weights_sha256,
+        corpus_sha256=run.corpus.sha256,
+        versions=versions(),
+        threads="1 per rank",
+        started_utc=run.started_utc,
+        compile_s=0.0,
+        first_step_s=run.first_step_s,
+        cpu_time_s=sum(cpu_seconds) + run.rank.launcher_cpu_s,
+        peak_memory_bytes=list(peaks),
+        peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
+    )
+    recorder.finish(manifest, run.ledger)
+
+
+def versions() -> dict[str, str]:
+    """Python's and the packages' versions."""
+    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **packages}
+
+
+def device_kind(device: torch.device) -> str:
+    """The model of the GPU, or of the CPU as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,0 +1,171 @@
+"""The training loop of both engines, as one rank runs it, and the record that rank 0 leaves."""
+
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compare.contract.data import open_corpus
+from compare.contract.learning_rate import learning_rate
+from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.record import Recorder, Request, Step
+from torchpar import collectives, library, manual
+from torchpar.ledger import CommunicationMode
+from torchpar.manual.data_parallel import GRADIENTS
+from torchpar.memory import track_peak
+from torchpar.mesh import Mesh, make_mesh
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.rank import Rank
+from torchpar.run import Run, finish, record_after, record_gradients, record_start
+from torchpar.weights import load_weights, read_weights
+
+PARALLELIZE = {"torch-manual": manual.parallelize, "torch-library": library.parallelize}
+# DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
+INSTRUMENTED_STEP = 2
+
+
+def train(rank: Rank, *, request: Request, folder: Path) -> None:
+    """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`."""
+    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    layout = request.experiment.layout
+    device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if request.experiment.precision.tf32 else "highest")
+    if layout.devices > 1:
+        collectives.join_group(
+            rank=rank.rank,
+            world_size=layout.devices,
+            device=device,
+            rendezvous=rank.rendezvous,
+            timeout_s=rank.collective_timeout_s,
+        )
+    run = set_up(request, make_mesh(layout, rank=rank.rank, device=device), rank, started_utc)
+    recorder = Recorder(folder) if rank.rank == 0 else None
+    if request.ladder:
+        record_start(run, recorder, to_device(run, *run.corpus.batch(run.experiment, 0)))
+    for step in range(request.experiment.train.max_iters):
+        train_step(run, recorder, step)
+    finish(run, recorder)
+    if layout.devices > 1:
+        collectives.leave_group()
+
+
+def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
+    """Model, optimizer and data of one rank, under the layout."""
+    experiment = request.experiment
+    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
+    model = GPT(experiment.model).to(device=mesh.device, dtype=dtype)
+    load_weights(model, initial_parameters(experiment))
+    return Run(
+        request=request,
+        mesh=mesh,
+        rank=rank,
+        corpus=open_corpus(experiment, validated_sha256=request.corpus_sha256),
+        model=model,
+        plan=PARALLELIZE[request.engine](model, mesh=mesh, layout=experiment.layout),
+        optimizer=make_optimizer(model, experiment.optimizer),
+        started_utc=started_utc,
+        initial_weights_sha256=fingerprint(read_weights(model)),
+    )
+
+
+def train_step(run: Run, recorder: Recorder | None, step: int) -> None:
+    """One optimizer step, timed in two halves so that what is recorded between them costs no time."""
+    batch = run.corpus.batch(run.experiment, step)
+    instrumented = step == min(INSTRUMENTED_STEP, run.experiment.train.max_iters - 1)
+    with instrument(run) if instrumented else nullcontext():
+        start = _now(run)
+        loss = compute_gradients(run, *to_device(run, *batch), step=step)
+        gradients_s = _now(run) - start
+        if step == 0 and run.request.ladder:
+            record_gradients(run, recorder)
+        start = _now(run)
+        run.rank.at(step, "optimizer")
+        norm = optimizer_step(run.optimizer, run.experiment.optimizer, step)
+        seconds = gradients_s + _now(run) - start
+    run.rank.at(step, "record")
+    if step == 0:
+        run.first_step_s = seconds
+    if recorder:
+        recorder.step(
+            Step(
+                step=step,
+                loss=loss.item(),
+                grad_norm=norm.item(),
+                lr=learning_rate(run.experiment.optimizer, step),
+                step_time_ms=seconds * 1e3,
+                instrumented=instrumented,
+            )
+        )
+    if run.request.ladder:
+        record_after(run, recorder, step)
+
+
+def compute_gradients(
+    run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor, *, step: int
+) -> torch.Tensor:
+    """Forward, backward and synchronisation of one step: leaves the mean gradients on the parameters.
+
+    Returns:
+        The mean loss over the global batch, a scalar.
+    """
+    passes, replicas = len(inputs_ABT), run.mesh.dp_replicate
+    loss = torch.zeros((), dtype=run.model.lm_head.weight.dtype, device=run.mesh.device)
+    for index, (inputs_BT, targets_BT) in enumerate(zip(inputs_ABT, targets_ABT, strict=True)):
+        is_last = index == passes - 1
+        with nullcontext() if is_last else run.plan.no_sync():  # reduce once a step
+            run.rank.at(step, "forward")
+            with autocast(run):
+                _, mean = run.plan.module(inputs_BT, targets_BT)
+            run.rank.at(step, "backward")
+            (mean / passes).backward()
+        loss += mean.detach() / passes
+    run.rank.at(step, "synchronisation")
+    run.plan.finish_gradient_synchronization()
+    if replicas.size > 1:
+        replicas.all_reduce(loss, purpose="loss")
+        loss /= replicas.size
+    return loss
+
+
+def to_device(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """This replica's rows of the global batch, on its device, as int64."""
+    replicas = run.mesh.dp_replicate
+    share = inputs_ABT.shape[1] // replicas.size
+    rows = slice(replicas.rank * share, (replicas.rank + 1) * share)
+    inputs, targets = (torch.from_numpy(array[:, rows]) for array in (inputs_ABT, targets_ABT))
+    return inputs.to(run.mesh.device, torch.int64), targets.to(run.mesh.device, torch.int64)
+
+
+def autocast(run: Run) -> AbstractContextManager:
+    """bfloat16 mixed precision, as nanoGPT does it; else nothing."""
+    if run.experiment.precision.dtype != "bfloat16":
+        return nullcontext()
+    return torch.autocast(run.mesh.device.type, dtype=torch.bfloat16)
+
+
+@contextmanager
+def instrument(run: Run) -> Generator[None]:
+    """Watch one step: peak memory, and the ledger. torch-manual's ledger comes from its own door."""
+    state = [t for entry in run.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+    axis, traffic = run.mesh.dp_replicate, run.mesh.traffic
+    traffic.clear()
+    mode = CommunicationMode([axis], door=traffic, default_purpose=GRADIENTS)
+    with track_peak(run.mesh.device, [*run.model.parameters(), *run.model.buffers(), *state]) as peak, mode:
+        yield
+    counted = mode.seen if run.request.engine == "torch-library" else traffic
+    run.ledger = counted.ledger(run.mesh.sizes)
+    run.peak_bytes = peak.bytes
+
+
+def _now(run: Run) -> float:
+    if run.mesh.device.type == "cuda":
+        torch.cuda.synchronize(run.mesh.device)
+    return time.perf_counter()

@@ -1,0 +1,141 @@
+"""The one place that maps canonical names, shapes and axes to nanoGPT's and back.
+
+Canonical matrices are (in, out), qkv (C, 3, H, D) and out (H, D, C); torch.nn.Linear keeps (out, in).
+A gradient or a moment has its weight's shape, so one mapping serves all three.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from compare.contract.experiment import Model, Optimizer
+from compare.contract.optimizer import moment_names
+from compare.contract.parameters import Parameter, parameter_table
+from torchpar.model import GPT
+
+_TOP = {
+    "embedding.token": "transformer.wte.weight",
+    "embedding.position": "transformer.wpe.weight",
+    "norm.scale": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+}
+_IN_BLOCK = {
+    "norm1.scale": "ln_1.weight",
+    "norm1.bias": "ln_1.bias",
+    "attention.qkv.weight": "attn.c_attn.weight",
+    "attention.qkv.bias": "attn.c_attn.bias",
+    "attention.out.weight": "attn.c_proj.weight",
+    "attention.out.bias": "attn.c_proj.bias",
+    "norm2.scale": "ln_2.weight",
+    "norm2.bias": "ln_2.bias",
+    "mlp.up.weight": "mlp.c_fc.weight",
+    "mlp.up.bias": "mlp.c_fc.bias",
+    "mlp.down.weight": "mlp.c_proj.weight",
+    "mlp.down.bias": "mlp.c_proj.bias",
+}
+_TORCH_MOMENTS = {"adamw": {"m": "exp_avg", "v": "exp_avg_sq"}, "sgd": {"m": "momentum_buffer"}}
+COMPILED_PREFIX = "_orig_mod."  # torch.compile puts it before every name of a checkpoint
+
+
+def nanogpt_name(name: str) -> str:
+    """nanoGPT's name of the parameter with this canonical name."""
+    if name in _TOP:
+        return _TOP[name]
+    _, layer, rest = name.split(".", 2)
+    return f"transformer.h.{layer}.{_IN_BLOCK[rest]}"
+
+
+def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
+    """A canonical array in nanoGPT's shape: a Linear's weight becomes (out, in)."""
+    if not _is_linear(parameter):
+        return array.reshape(-1) if parameter.name.endswith(".bias") else array
+    return array.reshape(_fan_in(parameter), -1).T
+
+
+def to_canonical(parameter: Parameter, array: np.ndarray) -> np.ndarray:
+    """The inverse of `to_nanogpt`."""
+    return (array.T if _is_linear(parameter) else array).reshape(parameter.shape)
+
+
+def canonical_parameters(model: GPT) -> Iterator[tuple[Parameter, nn.Parameter]]:
+    """Each row of the canonical table with the model's own parameter, the tied head once."""
+    for row in parameter_table(model.config):
+        yield row, model.get_parameter(nanogpt_name(row.name))
+
+
+@torch.no_grad()
+def load_weights(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
+    """Copy canonical weights (canonical name -> canonical shape) into the model."""
+    for row, parameter in canonical_parameters(model):
+        array = np.ascontiguousarray(to_nanogpt(row, weights[row.name]))
+        assert array.shape == parameter.shape, f"{row.name}: {array.shape} into {tuple(parameter.shape)}"
+        parameter.copy_(torch.from_numpy(array))
+
+
+def read_weights(model: GPT) -> dict[str, np.ndarray]:
+    """The model's weights by canonical name, in canonical shapes; copies."""
+    return {row.name: _to_numpy(row, parameter) for row, parameter in canonical_parameters(model)}
+
+
+def read_gradients(model: GPT) -> dict[str, np.ndarray]:
+    """The gradients that `backward` left, by canonical name, in canonical shapes; copies."""
+    gradients = {}
+    for row, parameter in canonical_parameters(model):
+        assert parameter.grad is not None, f"{row.name} has no gradient"
+        gradients[row.name] = _to_numpy(row, parameter.grad)
+    return gradients
+
+
+def read_moments(
+    model: GPT, optimizer: torch.optim.Optimizer, config: Optimizer
+) -> dict[str, dict[str, np.ndarray]]:
+    """The optimizer's moments after a step, m and v as it keeps them, by canonical name; copies."""
+    keys = _TORCH_MOMENTS[config.name]
+    return {
+        moment: {
+            row.name: _to_numpy(row, optimizer.state[parameter][keys[moment]])
+            for row, parameter in canonical_parameters(model)
+        }
+        for moment in moment_names(config)
+    }
+
+
+def load_nanogpt(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
+    """Load a nanoGPT checkpoint's `model` entry, also one of a compiled or of an old, masked model.
+
+    Args:
+        model: of the checkpoint's sizes.
+        state: nanoGPT's state dict.
+
+    Raises:
+        RuntimeError: a parameter is missing, unknown or of another shape (from load_state_dict).
+    """
+    names = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
+    # Before flash attention nanoGPT kept each block's causal mask as a buffer.
+    masks = {f"transformer.h.{layer}.attn.bias" for layer in range(model.config.n_layer)}
+    model.load_state_dict({name: tensor for name, tensor in names.items() if name not in masks})
+
+
+def nanogpt_shapes(config: Model) -> dict[str, tuple[int, ...]]:
+    """nanoGPT's parameter names and shapes for these sizes, the tied head once."""
+    return {
+        nanogpt_name(row.name): to_nanogpt(row, np.broadcast_to(np.float32(0), row.shape)).shape
+        for row in parameter_table(config)
+    }
+
+
+def _is_linear(parameter: Parameter) -> bool:
+    return parameter.is_matrix and not parameter.name.startswith("embedding.")
+
+
+def _fan_in(parameter: Parameter) -> int:
+    """qkv and up read the embedding, their first axis; out and down write it, their last."""
+    return parameter.shape[0] if parameter.axes[0] == "embed" else math.prod(parameter.shape[:-1])
+
+
+def _to_numpy(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
+    array = tensor.detach().to("cpu", copy=True).numpy()
+    return np.ascontiguousarray(to_canonical(parameter, array))
