@@ -43,10 +43,11 @@ def run(folder: Path) -> int:
         watchdog = Watchdog(request.timeout_s, partial(_report, folder))
         configure_jax(request)
         # Imported after configuring: a backend, once started, keeps its devices and platform.
-        from jaxpar.faults import planted
+        from jaxpar.faults import plant
         from jaxpar.train import train
 
-        with planted(request.fault, engine=request.engine):
+        layout = request.experiment.layout
+        with plant(request.fault, engine=request.engine, layout=layout):
             train(request, Recorder(folder), progress=watchdog.progress)
     except ExperimentError as error:
         return _fail(folder, error, BAD_REQUEST)

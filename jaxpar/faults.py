@@ -12,29 +12,34 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from compare.contract.experiment import ExperimentError, Model
+from compare.contract.experiment import ExperimentError, Layout, Model
 from jaxpar import collectives, weights
 from jaxpar.manual import data_parallel
 
+NEED_REPLICAS = ("dropped_all_reduce", "sum_for_mean")
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 
 
-def planted(fault: str, *, engine: str) -> AbstractContextManager:
+def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
     """The fault as a context manager; "" plants none.
 
     Raises:
-        ExperimentError: an unknown fault, or one that the engine cannot express.
+        ExperimentError: an unknown fault, or one that this engine or layout cannot express.
     """
     if not fault:
         return nullcontext()
     if fault not in FAULTS:
         raise ExperimentError(f"fault = {fault}: {engine} knows {', '.join(FAULTS)}")
-    engines, plant = FAULTS[fault]
+    engines, patched = FAULTS[fault]
     if engine not in engines:
         raise ExperimentError(
             f"fault = {fault}: {engine} cannot express it: XLA inserts the reduction, not we"
         )
-    return plant()
+    if fault in NEED_REPLICAS and layout.dp_replicate == 1:
+        raise ExperimentError(
+            f"fault = {fault}: nothing is reduced with layout.dp_replicate = 1: give 2 or more"
+        )
+    return patched()
 
 
 def _dropped_all_reduce() -> AbstractContextManager:

@@ -10,7 +10,7 @@ Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, M = 4C, 
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,9 @@ import optax
 from flax import nnx
 from jax import lax
 
-from compare.contract.experiment import Layout, Model, Precision
+from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
-
-Remat = Literal["none", "dots", "full"]
-
-# What backward may keep of a block's forward pass; the rest is computed again.
-REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+from jaxpar.remat import Remat, apply_remat
 
 
 class Dtypes:
@@ -41,19 +34,6 @@ class Dtypes:
     def __init__(self, precision: Precision):
         self.storage = jnp.float64 if precision.dtype == "float64" else jnp.float32
         self.compute = jnp.dtype(precision.dtype)
-
-
-def resolve_remat(layout: Layout) -> Remat:
-    """`layout.remat`, with auto resolved: dots is fastest under XLA's scan, and smaller than none."""
-    return "dots" if layout.remat == "auto" else layout.remat
-
-
-def rematerialized(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A scanned layer that keeps in forward what `remat` allows."""
-    if remat == "none":
-        return layer
-    # A scan's body is compiled apart from its backward, so that nothing has to be kept from CSE.
-    return jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
 
 
 class Linear(nnx.Module):
@@ -168,7 +148,7 @@ class GPT(nnx.Module):
     Args:
         spec: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
-        remat: none, dots or full: see `REMAT_POLICIES`.
+        remat: none, dots or full: see `jaxpar.remat`.
     """
 
     def __init__(self, spec: Model, *, precision: Precision, remat: Remat):
@@ -185,7 +165,7 @@ class GPT(nnx.Module):
         def block(x_BTC: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graph, layer)(x_BTC), None
 
-        x_BTC, _ = lax.scan(rematerialized(block, self.remat), self.embedding(tokens_BT), layers)
+        x_BTC, _ = lax.scan(apply_remat(block, self.remat), self.embedding(tokens_BT), layers)
         return self.embedding.logits(self.norm(x_BTC))
 
 

@@ -23,11 +23,12 @@ from jaxpar import compiler, manual, weights
 from jaxpar.ledger import communications
 from jaxpar.measure import cpu_seconds, peak_memory, threads, versions
 from jaxpar.mesh import device_kind, make_mesh
-from jaxpar.model import Remat, make_loss, resolve_remat
+from jaxpar.model import make_loss
 from jaxpar.optimizer import make_optimizer, moments
-from jaxpar.step import Plan
+from jaxpar.plan import Plan
+from jaxpar.remat import Remat, resolve_remat
 
-PLANS = {"jax-compiler": compiler.make_plan, "jax-manual": manual.make_plan}
+PARALLELIZE = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}
 
 
 @dataclass(kw_only=True)
@@ -50,14 +51,14 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] 
         ExperimentError: the experiment, or its data, cannot work.
         MissingDevicesError: fewer devices than the layout needs.
     """
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    if request.engine not in PLANS:
-        raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PLANS)}")
+    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    if request.engine not in PARALLELIZE:
+        raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
-    gradient_sync = ENGINES[request.engine].gradient_sync_for(layout)
-    remat = resolve_remat(layout)
+    gradient_sync, remat = ENGINES[request.engine].gradient_sync_for(layout), resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
+    progress()
 
     plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat)
     initial_weights = weights.to_canonical(state.params, experiment.model)
@@ -65,42 +66,38 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] 
     step = compile_step(plan, state, experiment)
     compile_s = time.perf_counter() - begun
     progress()
-
+    first = step
     if request.ladder:
         recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
         first = compile_step(plan, state, experiment, with_gradients=True)
         progress()
-    else:
-        first = step
     first_step_s = loop(request, recorder, plan, state, corpus, first=first, step=step, progress=progress)
 
     hlo = step.as_text()
     assert hlo, "XLA keeps no text of the compiled step"
     devices = list(mesh.devices.flat)
-    peak, method = peak_memory(step, devices)
-    recorder.finish(
-        Manifest(
-            engine=request.engine,
-            experiment=experiment,
-            platform=request.platform,
-            devices=len(devices),
-            device_kind=device_kind(devices[0]),
-            gradient_sync=gradient_sync,
-            remat=remat,
-            parameters=parameter_count(experiment.model),
-            initial_weights_sha256=fingerprint(initial_weights),
-            corpus_sha256=corpus.sha256,
-            versions=versions(),
-            threads=threads(devices),
-            started_utc=started,
-            compile_s=compile_s,
-            first_step_s=first_step_s,
-            cpu_time_s=cpu_seconds(),
-            peak_memory_bytes=peak,
-            peak_memory_method=method,
-        ),
-        communications(hlo, mesh.shape),
+    peak_memory_bytes, peak_memory_method = peak_memory(step, devices)
+    manifest = Manifest(
+        engine=request.engine,
+        experiment=experiment,
+        platform=request.platform,
+        devices=len(devices),
+        device_kind=device_kind(devices[0]),
+        gradient_sync=gradient_sync,
+        remat=remat,
+        parameters=parameter_count(experiment.model),
+        initial_weights_sha256=fingerprint(initial_weights),
+        corpus_sha256=corpus.sha256,
+        versions=versions(),
+        threads=threads(devices),
+        started_utc=started_utc,
+        compile_s=compile_s,
+        first_step_s=first_step_s,
+        cpu_time_s=cpu_seconds(),
+        peak_memory_bytes=peak_memory_bytes,
+        peak_memory_method=peak_memory_method,
     )
+    recorder.finish(manifest, communications(hlo, mesh.shape))
 
 
 def prepare(engine: str, experiment: Experiment, *, mesh: Mesh, remat: Remat) -> tuple[Plan, TrainState]:
@@ -109,7 +106,7 @@ def prepare(engine: str, experiment: Experiment, *, mesh: Mesh, remat: Remat) ->
     loss, _ = make_loss(model, precision=experiment.precision, remat=remat)
     decay = weights.decay_mask(model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    plan = PLANS[engine](loss, optimizer, mesh=mesh, layout=experiment.layout)
+    plan = PARALLELIZE[engine](loss, optimizer, mesh=mesh, layout=experiment.layout)
     params = jax.device_put(weights.from_canonical(initial_parameters(experiment), model), plan.state)
     opt_state = jax.jit(optimizer.init, out_shardings=plan.state)(params)
     return plan, TrainState(params=params, opt_state=opt_state)

@@ -15,11 +15,11 @@ from compare.contract.experiment import Layout
 from jaxpar import collectives
 from jaxpar.collectives import KEEP_COLLECTIVES_APART, all_reduce_mean, to_varying
 from jaxpar.compiler import data_parallel as by_compiler
-from jaxpar.faults import planted
+from jaxpar.faults import plant
 from jaxpar.ledger import communications
 from jaxpar.manual import data_parallel as by_hand
 from jaxpar.mesh import make_mesh
-from jaxpar.step import accumulated_gradients
+from jaxpar.plan import accumulated_gradients
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -132,7 +132,7 @@ def test_accumulating_one_is_one(params, batch):
 @pytest.mark.parametrize("fault", ["dropped_all_reduce", "sum_for_mean"])
 @pytest.mark.parametrize("method", by_hand.METHODS)
 def test_faults_are_visible(params, batch, expected, fault, method):
-    with planted(fault, engine="jax-manual"):
+    with plant(fault, engine="jax-manual", layout=Layout(dp_replicate=REPLICAS)):
         actual = compile_by_hand(params, batch, method=method)(params, batch)
     assert worst(actual[0], expected[0]) <= 1e-12  # the loss says nothing about the gradients
     assert worst(actual[1], expected[1]) > 0.1

@@ -122,6 +122,7 @@ REFUSED = {
     "another side": ({}, {"engine": "torch-manual"}, 2, "torch-manual"),
     "no such fault": ({}, {"fault": "typo"}, 2, "typo"),
     "compiler's reduction": ({}, {"fault": "sum_for_mean", "engine": "jax-compiler"}, 2, "jax-compiler"),
+    "nothing to drop": ({}, {"fault": "dropped_all_reduce"}, 2, "layout.dp_replicate = 1"),
     "no GPU": ({}, {"platform": "gpu"}, 3, "needs 1 gpu devices and JAX finds 0"),
 }
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from compare.contract.experiment import Experiment, Model, Precision
+from compare.contract.experiment import Experiment, Layout, Model, Precision
 from compare.contract.parameters import initial_parameters, parameter_table
 from jaxpar import weights
-from jaxpar.faults import planted
+from jaxpar.faults import plant
 from jaxpar.model import make_loss
 
 jax.config.update("jax_platforms", "cpu")
@@ -67,7 +67,7 @@ def test_missing_leaf_is_an_error():
 
 def test_moved_weight_is_planted_in_one_weight():
     named = initial_parameters(Experiment(model=BIASED, precision=Precision(dtype="float64")))
-    with planted("moved_weight", engine="jax-compiler"):
+    with plant("moved_weight", engine="jax-compiler", layout=Layout()):
         moved = weights.to_canonical(weights.from_canonical(named, BIASED), BIASED)
     changes = {name: moved[name] - weight for name, weight in named.items()}
     (change,) = [change for change in changes.values() if change.any()]

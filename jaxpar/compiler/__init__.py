@@ -1,6 +1,6 @@
 """The engine jax-compiler: arrays are placed, and XLA decides what moves.
 
-`make_plan` composes the strategies: the step is written as for one device, and each strategy has its say
+`parallelize` composes the strategies: the step is written as for one device, and each strategy has its say
 about where its arguments live.
 """
 
@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel
 from jaxpar.optimizer import global_norm
-from jaxpar.step import Loss, Plan, accumulated_gradients
+from jaxpar.plan import Loss, Plan, accumulated_gradients
 
 
-def make_plan(
+def parallelize(
     loss: Loss, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
 ) -> Plan:
     """The training step of any loss over a pytree, as the compiler partitions it.

@@ -1,6 +1,6 @@
 """The engine jax-manual: the whole step runs per device inside one shard_map, and we write every collective.
 
-`make_plan` composes the strategies, in the order in which a step meets them.
+`parallelize` composes the strategies, in the order in which a step meets them.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from compare.contract.experiment import Layout
 from jaxpar import collectives
 from jaxpar.manual import data_parallel
 from jaxpar.optimizer import global_norm
-from jaxpar.step import Loss, Plan, accumulated_gradients
+from jaxpar.plan import Loss, Plan, accumulated_gradients
 
 
-def make_plan(
+def parallelize(
     loss: Loss, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
 ) -> Plan:
     """The training step of any loss over a pytree, with the layout's collectives written out.
