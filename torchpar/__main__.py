@@ -55,7 +55,7 @@ def run(folder: Path) -> int:
             start.start_ranks(start.validate_data(request), folder)
     except ExperimentError as error:
         return _fail(folder, Failure(message=str(error)), code=2)
-    except start.MissingDevices as error:
+    except start.MissingDevicesError as error:
         return _fail(folder, Failure(message=str(error)), code=3)
     except RanksFailed as error:
         return _fail(folder, error.failure, code=1)

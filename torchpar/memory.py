@@ -15,7 +15,7 @@ GPU_METHOD = "torch.cuda.max_memory_allocated"
 class StorageMode(TorchDispatchMode):
     """Follows every storage that an operator reads or writes, from its first sight to its end.
 
-    A kernel's own scratch memory is not seen. MemTracker of torch.distributed would do the same, but
+    A kernel's own scratch memory is not seen. PyTorch's MemTracker would do the same, but
     refuses modules that run twice in a step, as accumulation does.
 
     Args:

@@ -1,6 +1,7 @@
 """From a request to running ranks: what must hold before any process starts, and who starts what."""
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from compare.contract.data import open_corpus
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import ExperimentError, revalidate
 from compare.contract.record import Failure, Request, Rung
-from torchpar.faults import check_fault, plant
+from torchpar.faults import plant
 from torchpar.launch import bind_to_loopback, launch
 from torchpar.rank import Heartbeat, Rank
 from torchpar.run import device_kind, versions
@@ -22,7 +23,7 @@ from torchpar.train import PARALLELIZE, train
 from torchpar.watch import RanksFailed, make_report
 
 
-class MissingDevices(RuntimeError):
+class MissingDevicesError(RuntimeError):
     """This machine lacks what the layout needs; the message says both numbers and what to do."""
 
 
@@ -43,7 +44,7 @@ def read_request(folder: Path) -> Request:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
     experiment = revalidate(request.experiment)
     ENGINES[request.engine].gradient_sync_for(experiment.layout)
-    check_fault(request.fault, experiment.layout)
+    plant(request.fault, engine=request.engine, layout=experiment.layout)  # only to hear its objections
     return request
 
 
@@ -61,14 +62,20 @@ def clear_record(folder: Path) -> None:
 
 
 def start_ranks(request: Request, folder: Path) -> None:
-    """Run all ranks on this machine. Raises RanksFailed or Interrupted (from `launch`), MissingDevices."""
+    """Run all ranks on this machine.
+
+    Raises:
+        MissingDevicesError: too few GPUs.
+        RanksFailed, Interrupted: from `launch`.
+    """
     devices = request.experiment.layout.devices
     if request.platform == "gpu":
         _require_gpus(devices)
     bind_to_loopback()
     spawn = request.platform == "gpu" or sys.platform == "darwin"
     if not spawn:
-        pass  # noqa: F401, PLC0415: the first optimizer step would import it in every rank, 2 s each
+        # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
+        importlib.import_module("torch._dynamo")
     rank_main = functools.partial(_train_faulty, request=request, folder=folder)
     launch(rank_main, world_size=devices, folder=folder, timeout_s=request.timeout_s, spawn=spawn)
 
@@ -77,12 +84,12 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
     """Be one rank of a launch by torchrun or SLURM, which have set RANK, WORLD_SIZE and MASTER_ADDR.
 
     Raises:
-        MissingDevices: another number of processes than the layout has devices, or too few GPUs.
+        MissingDevicesError: another number of processes than the layout has devices, or too few GPUs.
         RanksFailed: this rank failed.
     """
     devices, world_size = request.experiment.layout.devices, int(environment.get("WORLD_SIZE", "1"))
     if world_size != devices:
-        raise MissingDevices(
+        raise MissingDevicesError(
             f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
         )
     number, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
@@ -115,13 +122,13 @@ def doctor() -> dict[str, object]:
 
 
 def _train_faulty(rank: Rank, *, request: Request, folder: Path) -> None:
-    with plant(request.fault, request.engine):
+    with plant(request.fault, engine=request.engine, layout=request.experiment.layout):
         train(rank, request=request, folder=folder)
 
 
 def _require_gpus(needed: int) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < needed:
-        raise MissingDevices(
+        raise MissingDevicesError(
             f"the layout needs {needed} GPUs and PyTorch sees {found}: use fewer devices, or platform cpu"
         )

@@ -1,4 +1,4 @@
-"""torch-manual: we decide where data moves, with the collectives of torch.distributed."""
+"""torch-manual: we decide where data moves, with the collectives of `torch.distributed`."""
 
 from compare.contract.experiment import Layout
 from torchpar.manual.data_parallel import DataParallel

@@ -67,7 +67,9 @@ class Bucket:
             return
         if self._buffer is None:
             self._buffer = gradient.new_empty(self._starts[-1])
-        slot = self._buffer[self._starts[place] : self._starts[place + 1]].view(parameter.shape)
+        # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
+        strides = torch.empty_like(parameter, device="meta").stride()
+        slot = self._buffer.as_strided(parameter.shape, strides, self._starts[place])
         slot.copy_(gradient)
         parameter.grad = slot
 
