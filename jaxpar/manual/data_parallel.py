@@ -66,7 +66,7 @@ def bucket_plan(sizes: list[int], *, capacity: int) -> list[list[tuple[int, int,
     Returns:
         Per bucket, pieces (leaf, start, stop) of flattened leaves. Last leaves first: backward finishes
         them first, so that the first bucket can leave while backward goes on. (Leaves that stack scanned
-        layers are all finished together, when the scan ends: with those, buckets bound memory, not time.)
+        layers are all finished together, when the scan ends: buckets of those overlap nothing.)
     """
     buckets: list[list[tuple[int, int, int]]] = [[]]
     room = capacity
