@@ -51,6 +51,10 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
         )
     console.print(table)
     _print_verdict(console, comparison.sentence(), comparison.passed)
+    for rung in ("gradients", "later_weights"):
+        errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in comparison.verdicts}
+        worst = max(errors, key=errors.__getitem__)
+        console.print(f"worst of {rung}: {errors[worst]:.1e} ({worst})")
 
 
 def print_faults(comparison: Comparison, *, as_json: bool) -> None:

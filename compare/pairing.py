@@ -25,6 +25,7 @@ from compare.progress import Reporter
 
 COMPARISON = "comparison.json"
 LATER_STEP = 20
+LISTED = 4  # names in the one-line verdict; more are counted
 LADDER_PARAMETERS = 20_000_000  # above this the ladder's tensors weigh more than they tell: half a GB a rung
 
 
@@ -78,7 +79,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
             return f"{bad.candidate} against {bad.reference}: {bad.sentence()}"
         if not self.verdicts:
             return f"{self.cases[0]} ran alone: there was nothing to compare it with"
-        others = ", ".join(verdict.candidate for verdict in self.verdicts)
+        names = [verdict.candidate for verdict in self.verdicts]
+        others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         return f"PASS: {others} {agree} with {self.cases[0]} on {rungs} rungs"
