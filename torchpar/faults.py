@@ -64,7 +64,10 @@ def _moved_weight(engine: str) -> AbstractContextManager:
 
 
 def _ddp_with_hook(hook: Callable[[Axis, Any], torch.futures.Future]) -> AbstractContextManager:
-    """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer."""
+    """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer.
+
+    The hooks are not annotated: DDP would insist on `torch.distributed`'s own class.
+    """
 
     class Faulty(library.DataParallel):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -74,13 +77,13 @@ def _ddp_with_hook(hook: Callable[[Axis, Any], torch.futures.Future]) -> Abstrac
     return patch.object(library, "DataParallel", Faulty)
 
 
-def _keep_local(axis: Axis, bucket: Any) -> torch.futures.Future:
+def _keep_local(axis: Axis, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def _sum(axis: Axis, bucket: Any) -> torch.futures.Future:
+def _sum(axis: Axis, bucket):
     work = axis.start_all_reduce(bucket.buffer())
     return work.get_future().then(lambda future: future.value()[0])
 

@@ -5,6 +5,7 @@ A second pipe that only the parent holds open tells them of the parent's end: no
 """
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ from torchpar.rank import Heartbeat, Rank
 from torchpar.watch import Child, make_report, supervise
 
 TERMINATE_GRACE_S = 0.5
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Interrupted(BaseException):
@@ -101,6 +103,7 @@ def _be_rank(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for end in inherited:
         end.close()
+    _ask_linux_to_die_with_parent()
     threading.Thread(target=_leave_with_parent, args=(lifeline,), daemon=True).start()
     code = 0
     try:
@@ -112,6 +115,12 @@ def _be_rank(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _ask_linux_to_die_with_parent() -> None:
+    """SIGKILL at the parent's end reaches even a stopped rank, whose thread cannot watch the pipe."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _leave_with_parent(lifeline: Connection) -> None:

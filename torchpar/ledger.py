@@ -53,7 +53,7 @@ class CommunicationMode(TorchDispatchMode):
         self.seen = Traffic()
         self._door = door
         self._default_purpose = default_purpose
-        self._axis_names = {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+        self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group is not None}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -70,9 +70,10 @@ class CommunicationMode(TorchDispatchMode):
         size = max(_nbytes((args, kwargs)), _nbytes(result))
         if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
             size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
-        axis = self._axis_names.get(_group_name((*args, *kwargs.values())), "other")
+        group = _group_name((*args, *kwargs.values()))
+        assert group in self._axis_names, f"{name} over process group {group!r}, which is no axis of the mesh"
         purpose = self._door.purpose or self._default_purpose
-        self.seen.add(Call(_KINDS.get(name, name), axis, purpose), size)
+        self.seen.add(Call(_KINDS.get(name, name), self._axis_names[group], purpose), size)
 
 
 def _nbytes(tree: object) -> int:

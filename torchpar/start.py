@@ -103,10 +103,16 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
         heartbeat=Heartbeat(cells),
         timeout_s=request.timeout_s,
     )
+    if number == 0:
+        clear_record(folder)
     try:
         _train_faulty(rank, request=request, folder=folder)
     except Exception as error:
         report = make_report(error, rank)
+        # The rank to blame wrote its error before it hung up on this one: leave that on the record.
+        cause = record.read_failure(folder) if report.is_consequence else None
+        if cause:
+            raise RanksFailed(cause) from error
         raise RanksFailed(Failure(message=report.message, traceback=report.traceback, rank=number)) from error
 
 
