@@ -49,7 +49,9 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
         ),
         "first_moments": Tolerance(1e-5, "gradients, and their squares: twice their error; 2e-6 measured"),
         "later_weights": Tolerance(1e-2, "as after the first step, 20 times; worst measured 5e-5"),
-        "loss_curve": Tolerance(1e-2, "rounding doubles every few steps, then saturates; CURVE"),
+        "loss_curve": Tolerance(
+            1e-3, "rounding fed back at every step; 1e-5 over 120 steps and 7e-6 over 2000 measured"
+        ),
     },
     "bfloat16": {
         "batch": _EXACT,
@@ -63,7 +65,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
             "between engines, twice the largest weight. Worst measured 3e-2, key biases left out",
         ),
         "first_moments": Tolerance(1e-1, "gradients, and their squares: twice their error; 1e-2 measured"),
-        "later_weights": Tolerance(2.1, "as after the first step; worst measured 7e-2"),
+        "later_weights": Tolerance(2.1, "as after the first step; worst measured 1.1"),
         "loss_curve": Tolerance(2e-2, "rounding fed back at every step; 5e-5 over 20 steps measured"),
     },
 }

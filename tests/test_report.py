@@ -4,11 +4,13 @@ import msgspec
 import pytest
 from records import make_record, make_steps, tensors_of
 
+from compare.cli import main
 from compare.contract.record import Rung, write_json
 from compare.costs import cost_of
 from compare.numerics import climb
 from compare.outcome import cost_rows
 from compare.pairing import COMPARISON, Comparison, read_comparison
+from compare.report.figures import windowed
 from compare.report.render import write_report
 
 
@@ -78,3 +80,19 @@ def test_table_and_page_show_the_same_cells(tmp_path, tiny):
     for label, cells in cost_rows(comparison):
         for cell in [label, *cells]:
             assert f"<td>{cell}</td>" in page
+
+
+def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():
+    values = [float(value) for value in range(301)]
+    starts, worst = windowed(values, max)
+    assert starts[:3] == [0, 3, 6]
+    assert worst[:2] == [2.0, 5.0]
+    assert worst[-1] == 300.0  # the rest of a window still counts
+    assert windowed(values[:150], max) == (list(range(150)), values[:150])
+
+
+def test_picture_for_a_page_of_ones_own(tmp_path, tiny):
+    make_comparison(tmp_path, tiny)
+    assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.png")]) == 0
+    assert (tmp_path / "overlay.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.exe")]) == 2

@@ -1,6 +1,8 @@
 """The pictures of a report, as SVG text that takes its ink from the page: readable in light and dark."""
 
 import io
+import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from compare.units import human_bytes
 
 INK = "#010203"  # a colour nothing else has: replaced by the page's own text colour
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+WINDOWS = 150  # points of a curve; longer runs are reduced over windows
 DASHES = ((), (6, 2), (2, 2), (8, 2, 2, 2))  # curves that coincide must all stay visible
 
 STYLE: dict[Any, Any] = {
@@ -65,27 +68,56 @@ def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
 
 def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> None:
     for index, (name, record) in enumerate(zip(names, records, strict=True)):
+        losses = [step.loss for step in record.steps]
         axes.plot(
-            [step.step for step in record.steps],
-            [step.loss for step in record.steps],
+            *windowed(losses, statistics.fmean),
             label=name,
             color=_colour(index),
             dashes=DASHES[index % len(DASHES)],
             linewidth=2.6 - 0.4 * (index % len(DASHES)),
         )
-    axes.set(xlabel="step", ylabel="loss (nats)")
+    axes.set(xlabel="step", ylabel=f"loss (nats){_of_window(records, 'mean')}")
     axes.legend()
 
 
 def _draw_differences(axes: Axes, names: list[str], records: list[Record]) -> None:
     first = records[0].steps
     for index, (name, record) in enumerate(zip(names[1:], records[1:], strict=True), start=1):
-        pairs = list(zip(first, record.steps, strict=False))
-        off = [abs(b.loss - a.loss) / abs(a.loss) for a, b in pairs]
-        shown = [value or float("nan") for value in off]  # equal losses have no place on a log axis
-        axes.plot([a.step for a, _ in pairs], shown, label=name, color=_colour(index), linewidth=1.2)
-    axes.set(xlabel="step", ylabel=f"|loss - {names[0]}| / loss", yscale="log")
+        off = [abs(b.loss - a.loss) / abs(a.loss) for a, b in zip(first, record.steps, strict=False)]
+        steps, worst = windowed(off, max)
+        shown = [value or float("nan") for value in worst]  # equal losses have no place on a log axis
+        axes.plot(
+            steps,
+            shown,
+            label=name,
+            color=_colour(index),
+            dashes=DASHES[index % len(DASHES)],
+            marker="." if len(steps) <= WINDOWS else None,
+            linewidth=1.4,
+        )
+    label = f"|loss - {names[0]}| / loss{_of_window(records, 'largest')}"
+    axes.set(xlabel="step", ylabel=label, yscale="log")
     axes.legend()
+
+
+def windowed(values: list[float], reduce: Callable[[list[float]], float]) -> tuple[list[int], list[float]]:
+    """A long series reduced over windows of equal length, so that curves which coincide can be told apart.
+
+    Returns:
+        The first step of each window and its value; every step where there are at most WINDOWS.
+    """
+    length = _window_length(len(values))
+    starts = list(range(0, len(values), length))
+    return starts, [reduce(values[start : start + length]) for start in starts]
+
+
+def _window_length(steps: int) -> int:
+    return max(1, math.ceil(steps / WINDOWS))
+
+
+def _of_window(records: list[Record], what: str) -> str:
+    length = _window_length(len(records[0].steps))
+    return f", {what} of {length} steps" if length > 1 else ""
 
 
 def step_times(names: list[str], costs: list[Cost]) -> str:
