@@ -102,7 +102,7 @@ def require_devices(experiment: Experiment, platform: str) -> None:
         if wanted > MAX_CPU_DEVICES:
             raise ExperimentError(
                 f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
-                f"sense: lower layout.dp_replicate = {experiment.layout.dp_replicate}"
+                f"sense: lower the degrees of the layout"
             )
         return
     gpus = visible_gpus()
@@ -110,8 +110,8 @@ def require_devices(experiment: Experiment, platform: str) -> None:
         raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
     if wanted > gpus:
         raise ExperimentError(
-            f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower layout.dp_replicate = "
-            f"{experiment.layout.dp_replicate}, or use --platform cpu"
+            f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower the degrees of the "
+            f"layout, or use --platform cpu"
         )
 
 

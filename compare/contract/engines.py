@@ -15,6 +15,10 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The gradient synchronisations it offers; one entry where the choice is not ours."""
     decides: str
     """Who decides where data moves, in a few words."""
+    zero: tuple[int, ...] = ()
+    """The ZeRO stages it can split over dp_shard."""
+    tp: bool = False
+    """Whether it has tensor parallelism, with and without sequence parallelism."""
 
     @property
     def offers_choice(self) -> bool:
@@ -25,19 +29,30 @@ class Engine(Struct, frozen=True, kw_only=True):
         """The synchronisation that will run: the layout's choice where this engine offers one.
 
         Raises:
-            ExperimentError: the engine offers a choice, but not this one.
+            ExperimentError: the engine cannot do what the layout asks of it.
         """
+        self.require(layout)
+        if layout.dp_shard > 1:
+            return f"zero{layout.zero}"
         if layout.dp_replicate == 1:
             return "none"
         if not self.offers_choice:
             return self.gradient_sync[0]
-        if layout.gradient_sync not in self.gradient_sync:
+        return layout.gradient_sync
+
+    def require(self, layout: Layout) -> None:
+        """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
+        if layout.zero and layout.zero not in self.zero:
+            raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
+        if layout.tp > 1 and not self.tp:
+            raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
+        replicated = layout.dp_replicate > 1 and layout.dp_shard == 1
+        if replicated and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(
                 f"layout.gradient_sync = {layout.gradient_sync}: {self.name} offers "
                 f"{', '.join(self.gradient_sync)}, because under jit XLA decides when a collective starts: "
                 f"choose one of these, or leave {self.name} out of --engines"
             )
-        return layout.gradient_sync
 
 
 ENGINES = {

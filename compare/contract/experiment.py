@@ -5,6 +5,7 @@ The file format is TOML, one table per section. Reading is strict: an unknown ke
 an error that names the key, and `check` refuses what cannot work before any process starts.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -113,13 +114,24 @@ class Precision(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Layout(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the run is spread over devices: a point in a space of degrees."""
+    """How the run is spread over devices: a point in a space of degrees, whose product is the devices."""
 
     dp_replicate: Positive = 1
-    """Data parallelism: devices that hold a full replica and a share of each batch."""
+    """Data parallelism: groups of devices that hold a replica of the model and a share of each batch."""
+    dp_shard: Positive = 1
+    """Data parallelism whose devices share out one replica's state: see zero."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What dp_shard splits (ZeRO stages): 1 optimizer state, 2 also gradients, 3 also parameters (FSDP)."""
+    reshard_after_forward: bool = True
+    """zero 3: free gathered parameters after forward and gather them again in backward (FULL_SHARD); false
+    keeps them in between (SHARD_GRAD_OP)."""
+    tp: Positive = 1
+    """Tensor parallelism: attention heads, MLP and vocabulary are split (Megatron)."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions, split activations along the sequence too."""
     gradient_sync: Literal["naive", "flat", "overlapped", "bucketed"] = "bucketed"
-    """How the manual engines reduce gradients: naive (per parameter, after backward), flat (one tensor,
-    after backward), overlapped (per parameter, during backward), bucketed (during backward).
+    """How the manual engines reduce gradients over dp_replicate: naive (per parameter, after backward), flat
+    (one tensor, after backward), overlapped (per parameter, during backward), bucketed (during backward).
     The compiler and the library choose for themselves."""
     bucket_mb: Annotated[float, Meta(gt=0)] = 25.0
     """Size of a gradient bucket in MB (1e6 bytes) for bucketed, and for DDP."""
@@ -128,9 +140,19 @@ class Layout(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auto is what is fastest in each framework: dots under XLA's scan, none in eager PyTorch."""
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The mesh: degree by axis name, outermost first. tp talks most, so it is innermost."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    @property
     def devices(self) -> int:
         """Devices in use: the product of all degrees."""
-        return self.dp_replicate
+        return math.prod(self.axes.values())
+
+    @property
+    def data_parallel(self) -> int:
+        """Shares that a batch is cut into, dp_replicate outermost."""
+        return self.dp_replicate * self.dp_shard
 
 
 class Experiment(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,11 +218,7 @@ def check(experiment: Experiment) -> Experiment:
         raise ExperimentError(
             f"model.dropout = {model.dropout} must be 0: random streams cannot match across frameworks"
         )
-    if train.batch_size % layout.dp_replicate:
-        raise ExperimentError(
-            f"train.batch_size = {train.batch_size} is not divisible by layout.dp_replicate = "
-            f"{layout.dp_replicate}: change one of them"
-        )
+    _check_layout(model, train, layout)
     optimizer = experiment.optimizer
     if optimizer.decay_lr and optimizer.lr_decay_iters < optimizer.warmup_iters:
         raise ExperimentError(
@@ -208,6 +226,43 @@ def check(experiment: Experiment) -> Experiment:
             f"{optimizer.warmup_iters}: the cosine would end before it starts"
         )
     return experiment
+
+
+def _check_layout(model: Model, train: Train, layout: Layout) -> None:
+    shares = {key: getattr(layout, key) for key in ("dp_replicate", "dp_shard")}
+    if train.batch_size % layout.data_parallel:
+        degrees = " x ".join(f"layout.{key} = {degree}" for key, degree in shares.items() if degree > 1)
+        raise ExperimentError(
+            f"train.batch_size = {train.batch_size} is not divisible by {degrees}: change one of them"
+        )
+    if layout.zero and layout.dp_shard == 1:
+        raise ExperimentError(
+            f"layout.zero = {layout.zero} with layout.dp_shard = 1: there is nothing to split; set "
+            f"layout.dp_shard to 2 or more, or layout.zero to 0"
+        )
+    if layout.dp_shard > 1 and not layout.zero:
+        raise ExperimentError(
+            f"layout.dp_shard = {layout.dp_shard} with layout.zero = 0: say what is split: layout.zero = 1 "
+            f"(optimizer state), 2 (and gradients) or 3 (and parameters)"
+        )
+    if not layout.reshard_after_forward and layout.zero != 3:
+        raise ExperimentError(
+            f"layout.reshard_after_forward = false with layout.zero = {layout.zero}: only zero = 3 gathers "
+            f"parameters; set layout.zero to 3"
+        )
+    if model.n_head % layout.tp:
+        raise ExperimentError(
+            f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
+        )
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ExperimentError(
+            "layout.sequence_parallel = true with layout.tp = 1: it splits what tp leaves; raise layout.tp"
+        )
+    if layout.sequence_parallel and model.block_size % layout.tp:
+        raise ExperimentError(
+            f"layout.sequence_parallel = true: layout.tp = {layout.tp} does not divide model.block_size = "
+            f"{model.block_size}: change one of them"
+        )
 
 
 def to_toml(experiment: Experiment) -> str:

@@ -137,6 +137,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """Peak of one step, per device."""
     peak_memory_method: str
     """How it was measured, in words."""
+    resident_bytes: dict[str, list[int]] = field(default_factory=dict)
+    """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters)."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
