@@ -18,6 +18,7 @@ from compare.commands.faults import Faults
 from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
+from compare.commands.schedule import Draw
 from compare.contract.experiment import ExperimentError, load
 from compare.launch import EngineError, EnvironmentMissing
 
@@ -64,6 +65,7 @@ def _dispatch(arguments: list[str]) -> int:
         | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+        | Annotated[Draw, tyro.conf.subcommand("schedule")]
         | Annotated[Mirror, tyro.conf.subcommand("mirror")]
     )
     command = tyro.cli(

@@ -1,0 +1,93 @@
+"""`shardpair schedule`: draw any pipeline schedule, and say what it costs."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.record import write_atomically
+from compare.contract.schedule_checks import bubble_fraction, makespan, peak_in_flight, run
+from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
+
+PICTURES = (".png", ".svg", ".pdf")
+MICROSECONDS = 1000  # of a Chrome trace for one forward
+
+
+class Draw(Struct, frozen=True, kw_only=True):
+    """Draw pipeline schedules as a picture and as a Chrome trace, with bubble, makespan and memory.
+
+    A backward takes twice a forward. Nothing is run: a schedule is plain data, checked on a clock.
+
+    Try:
+      shardpair schedule --picture schedules.png
+      shardpair schedule --names 1f1b zero_bubble --stages 8 --microbatches 16 --trace pipeline.json
+    """
+
+    names: tuple[str, ...] = tuple(SCHEDULES)
+    """Which schedules: gpipe, 1f1b, interleaved, zero_bubble."""
+    stages: int = 4
+    """Ranks of the pipeline."""
+    microbatches: int = 8
+    """Microbatches of a step."""
+    chunks: int = 2
+    """Stages on each rank, for interleaved."""
+    picture: Path | None = None
+    """Save a picture (.png, .svg, .pdf)."""
+    trace: Path | None = None
+    """Save a Chrome trace (.json): open it in Perfetto or chrome://tracing."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Draw them. Returns 0."""
+        if self.picture and self.picture.suffix not in PICTURES:
+            raise ExperimentError(f"--picture {self.picture}: end it in one of {', '.join(PICTURES)}")
+        schedules = {
+            name: make_schedule(
+                name,
+                ranks=self.stages,
+                microbatches=self.microbatches,
+                chunks=self.chunks if name == "interleaved" else 1,
+            )
+            for name in self.names
+        }
+        Console(highlight=False).print(_table(schedules))
+        if self.picture:
+            from compare.report.timeline import save_timelines  # matplotlib takes seconds to import
+
+            save_timelines(self.picture, schedules)
+        if self.trace:
+            write_atomically(self.trace, chrome_trace(schedules))
+        return 0
+
+
+def chrome_trace(schedules: dict[str, Schedule]) -> bytes:
+    """The schedules as Chrome's trace events: a process for each schedule, a thread for each rank."""
+    events: list[dict[str, object]] = []
+    for process, (name, schedule) in enumerate(schedules.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        for rank, task, start, end in run(schedule):
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{task.kind}{task.microbatch}",
+                    "cat": task.kind.name.lower(),
+                    "pid": process,
+                    "tid": rank,
+                    "ts": start * MICROSECONDS,
+                    "dur": (end - start) * MICROSECONDS,
+                    "args": {"stage": task.stage, "microbatch": task.microbatch},
+                }
+            )
+    return msgspec.json.encode({"traceEvents": events})
+
+
+def _table(schedules: dict[str, Schedule]) -> Table:
+    table = Table(title="Pipeline schedules (times in forwards of one microbatch through one rank)")
+    for column in ("schedule", "makespan", "waiting", "activations held, by rank"):
+        table.add_column(column, justify="right" if column in ("makespan", "waiting") else "left")
+    for name, schedule in schedules.items():
+        held = ", ".join(str(peak_in_flight(own)) for own in schedule)
+        table.add_row(name, f"{makespan(schedule):g}", f"{bubble_fraction(schedule):.1%}", held)
+    return table

@@ -1,0 +1,85 @@
+"""A pipeline schedule as a picture: a row for each rank, a box for each task."""
+
+import io
+from pathlib import Path
+
+from matplotlib import pyplot
+from matplotlib.patches import Patch, Rectangle
+
+from compare.contract.record import write_atomically
+from compare.contract.schedule_checks import Slot, bubble_fraction, peak_in_flight, run
+from compare.contract.schedules import Kind, Schedule
+
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+COLOURS = {
+    Kind.FORWARD: "#56B4E9",
+    Kind.BACKWARD: "#E69F00",
+    Kind.BACKWARD_INPUT: "#E69F00",
+    Kind.BACKWARD_WEIGHT: "#009E73",
+}
+LATER_CHUNK = 0.55  # opacity of a rank's chunks after its first
+
+
+def save_timelines(path: Path, schedules: dict[str, Schedule]) -> None:
+    """Draw schedules under each other on one time axis, and save them through a temporary name.
+
+    Args:
+        path: of the picture; its suffix is its format: .png, .svg, .pdf.
+        schedules: by title.
+    """
+    timelines = {title: run(schedule) for title, schedule in schedules.items()}
+    longest = max(slot.end for slots in timelines.values() for slot in slots)
+    heights = [0.9 + 0.36 * len(schedule) for schedule in schedules.values()]
+    with pyplot.rc_context(rc={"font.size": 9, "svg.hashsalt": "shardpair"}):
+        figure, rows = pyplot.subplots(
+            len(schedules),
+            1,
+            figsize=(12, sum(heights) + 0.3),
+            height_ratios=heights,
+            squeeze=False,
+            layout="constrained",
+        )
+        for axes, (title, schedule) in zip(rows[:, 0], schedules.items(), strict=True):
+            _draw(axes, schedule, timelines[title])
+            held = ", ".join(str(peak_in_flight(own)) for own in schedule)
+            end = max(slot.end for slot in timelines[title])
+            axes.set_title(
+                f"{title}: makespan {end:g}, ranks wait {bubble_fraction(schedule):.0%} of the time, "
+                f"at most {held} activations held",
+                loc="left",
+            )
+            axes.set(
+                xlim=(0, longest), ylim=(len(schedule), 0), yticks=[r + 0.5 for r in range(len(schedule))]
+            )
+            axes.set_yticklabels([f"rank {rank}" for rank in range(len(schedule))])
+        rows[-1, 0].set_xlabel("time, in forwards of one microbatch through one rank")
+        used = {slot.task.kind for slots in timelines.values() for slot in slots}
+        keys = {NAMES[kind]: Patch(color=COLOURS[kind]) for kind in Kind if kind in used}
+        figure.legend(keys.values(), keys.keys(), loc="outside lower right", ncols=len(keys), frameon=False)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=path.suffix.lstrip("."), dpi=120)
+        pyplot.close(figure)
+    write_atomically(path, buffer.getvalue())
+
+
+def _draw(axes, schedule: Schedule, slots: list[Slot]) -> None:
+    for rank, task, start, end in slots:
+        opacity = 1.0 if task.stage < len(schedule) else LATER_CHUNK
+        box = Rectangle(
+            (start, rank + 0.04),
+            end - start,
+            0.92,
+            facecolor=COLOURS[task.kind],
+            alpha=opacity,
+            edgecolor="white",
+        )
+        axes.add_patch(box)
+        middle = (start + end) / 2
+        axes.text(middle, rank + 0.5, str(task.microbatch), ha="center", va="center", color="black")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
