@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format check faults mirror clean
+.PHONY: help demo test lint format check faults matrix mirror clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -38,6 +38,9 @@ check: $(READY)  ## every engine and gradient synchronisation against one unshar
 
 faults: $(READY)  ## plant every known mistake; the ladder must catch each at its rung
 	$(BIN)/shardpair faults
+
+matrix: $(READY)  ## every layout on every engine against one device; writes docs/parity.md
+	$(BIN)/shardpair matrix --output docs/parity.md
 
 mirror: $(READY)  ## lines of code of each strategy in each engine
 	$(BIN)/shardpair mirror

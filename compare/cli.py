@@ -15,6 +15,7 @@ from compare.arguments import Spec, defaults_for
 from compare.commands.check import Check
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
+from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
@@ -22,7 +23,7 @@ from compare.commands.schedule import Draw
 from compare.contract.experiment import ExperimentError, load
 from compare.launch import EngineError, EnvironmentMissing
 
-DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check"}
+DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
 LOG_LINES = 20
 
 DESCRIPTION = """Sharded training in JAX and in PyTorch, side by side: proven equal, measured, explained.
@@ -63,6 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
         Annotated[Run, tyro.conf.subcommand("run", default=defaults_for(Run, name))]
         | Annotated[Check, tyro.conf.subcommand("check", default=defaults_for(Check, name))]
         | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
+        | Annotated[Matrix, tyro.conf.subcommand("matrix", default=defaults_for(Matrix, name))]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
         | Annotated[Draw, tyro.conf.subcommand("schedule")]

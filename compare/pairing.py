@@ -18,7 +18,7 @@ from compare.contract.experiment import Experiment, revalidate
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Platform, Record, Request, Step, read_json, read_record, write_json
 from compare.costs import Cost, cost_of
-from compare.launch import Prepared, Pythons, launch, prepare, require_devices
+from compare.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
 from compare.numerics import Verdict, climb
 from compare.paths import create_run_dir
 from compare.progress import Reporter
@@ -66,14 +66,21 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Of every case but the first."""
     costs: list[Cost]
     """Of every case, in order."""
+    versions: list[dict[str, str]]
+    """Of Python and the packages that ran every case, in order."""
+    failures: dict[str, str] = msgspec.field(default_factory=dict)
+    """Cases that did not finish, where that was not the end of everything: why, by name."""
 
     @property
     def passed(self) -> bool:
-        """Whether every case agrees with the reference on every rung."""
-        return all(verdict.passed for verdict in self.verdicts)
+        """Whether every case finished, and agrees with the reference on every rung."""
+        return not self.failures and all(verdict.passed for verdict in self.verdicts)
 
     def sentence(self) -> str:
         """The verdict over all cases, in one line."""
+        if self.failures:
+            name, why = next(iter(self.failures.items()))
+            return f"{name} did not finish: {why}"
         bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
         if bad:
             return f"{bad.candidate} against {bad.reference}: {bad.sentence()}"
@@ -134,6 +141,7 @@ def compare_cases(
     run_dir: str,
     settings: Settings,
     reporter: Reporter,
+    keep_going: bool = False,
 ) -> tuple[Comparison, Path]:
     """Run every case, hold each against the first, and save the outcome.
 
@@ -144,6 +152,7 @@ def compare_cases(
         run_dir: folder of the results, which must not exist; '' names one after the comparison.
         settings: how to run.
         reporter: told of the progress.
+        keep_going: note a case that does not finish as a failure, and go on; the reference must finish.
 
     Returns:
         The outcome, and the folder it is saved in.
@@ -156,13 +165,19 @@ def compare_cases(
         require_devices(case.experiment, settings.platform)
     folder = create_run_dir(name, run_dir)
     prepared = prepare(experiment, folder)
-    records = []
+    records: dict[str, Record] = {}
+    failures: dict[str, str] = {}
     for case in cases:
-        with reporter.engine(case.name, case.experiment.train.max_iters) as on_step:
-            records.append(_run_case(case, prepared, settings, on_step))
+        try:
+            with reporter.engine(case.name, case.experiment.train.max_iters) as on_step:
+                records[case.name] = _run_case(case, prepared, settings, on_step)
+        except EngineError as error:
+            if not (keep_going and records):
+                raise
+            failures[case.name] = str(error)
+    reference, *others = records
     verdicts = [
-        climb(records[0], record, reference_name=cases[0].name, name=case.name)
-        for case, record in zip(cases[1:], records[1:], strict=True)
+        climb(records[reference], records[name], reference_name=reference, name=name) for name in others
     ]
     commit, dirty = _git_state()
     comparison = Comparison(
@@ -170,12 +185,14 @@ def compare_cases(
         experiment=experiment,
         platform=settings.platform,
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=f"{host.system()} {host.machine()}, {records[0].manifest.device_kind}",
+        machine=f"{host.system()} {host.machine()}, {records[reference].manifest.device_kind}",
         git_commit=commit,
         git_dirty=dirty,
-        cases=[case.name for case in cases],
+        cases=list(records),
         verdicts=verdicts,
-        costs=[cost_of(record) for record in records],
+        costs=[cost_of(record) for record in records.values()],
+        versions=[record.manifest.versions for record in records.values()],
+        failures=failures,
     )
     write_json(folder / COMPARISON, comparison)
     return comparison, folder

@@ -3,20 +3,102 @@
 from collections.abc import Callable
 
 import msgspec
+from msgspec import Struct
 
 from compare.contract.experiment import ExperimentError, Layout
 
-PRESETS: dict[str, Callable[[int], dict]] = {
-    "single": lambda devices: {"dp_replicate": 1},
-    "ddp": lambda devices: {"dp_replicate": devices, "gradient_sync": "bucketed"},
-    "ddp_naive": lambda devices: {"dp_replicate": devices, "gradient_sync": "naive"},
-    "ddp_flat": lambda devices: {"dp_replicate": devices, "gradient_sync": "flat"},
-    "ddp_overlapped": lambda devices: {"dp_replicate": devices, "gradient_sync": "overlapped"},
+Fields = dict[str, object]
+
+
+class Preset(Struct, frozen=True):
+    """A way of spreading a run over N devices."""
+
+    story: str
+    fields: Callable[[int], Fields]
+    """The layout's fields for N devices."""
+    devices: int = 4
+    """How many devices the parity matrix takes: 8 where a layout has three dimensions."""
+
+
+def _ddp(sync: str) -> Callable[[int], Fields]:
+    return lambda devices: {"dp_replicate": devices, "gradient_sync": sync}
+
+
+def _sharded(zero: int, **more: object) -> Callable[[int], Fields]:
+    return lambda devices: {"dp_shard": devices, "zero": zero, **more}
+
+
+def _halves(name: str, other: str, *, factor: int = 2, **more: object) -> Callable[[int], Fields]:
+    """`factor` devices along axis `name`, the rest along `other`."""
+
+    def fields(devices: int) -> Fields:
+        if devices % factor or devices == factor:
+            raise ExperimentError(f"--devices {devices}: this preset needs a multiple of {factor} above it")
+        return {name: factor, other: devices // factor, **more}
+
+    return fields
+
+
+def _thirds(**more: object) -> Callable[[int], Fields]:
+    def fields(devices: int) -> Fields:
+        if devices % 4 or devices == 4:
+            raise ExperimentError(
+                f"--devices {devices}: this preset needs a multiple of 4 above it, such as 8"
+            )
+        return {"dp_replicate": 2, "dp_shard": 2, "tp": devices // 4, **more}
+
+    return fields
+
+
+PRESETS = {
+    "single": Preset("one device", lambda devices: {}),
+    "ddp": Preset("data parallel, gradients in buckets", _ddp("bucketed")),
+    "ddp_naive": Preset("data parallel, one reduction per parameter", _ddp("naive")),
+    "ddp_flat": Preset("data parallel, one reduction for all", _ddp("flat")),
+    "ddp_overlapped": Preset("data parallel, reductions during backward", _ddp("overlapped")),
+    "zero1": Preset("ZeRO-1: optimizer state split", _sharded(1)),
+    "zero2": Preset("ZeRO-2: and gradients", _sharded(2)),
+    "fsdp": Preset("ZeRO-3, FULL_SHARD: and parameters", _sharded(3)),
+    "shard_grad_op": Preset(
+        "FSDP that keeps gathered parameters until backward", _sharded(3, reshard_after_forward=False)
+    ),
+    "hsdp": Preset("fully sharded within replicas", _halves("dp_replicate", "dp_shard", zero=3)),
+    "tp": Preset("tensor parallel", lambda devices: {"tp": devices}),
+    "tp_sp": Preset(
+        "tensor and sequence parallel", lambda devices: {"tp": devices, "sequence_parallel": True}
+    ),
+    "ddp_tp": Preset("data x tensor parallel", _halves("dp_replicate", "tp")),
+    "fsdp_tp": Preset("fully sharded x tensor parallel", _halves("dp_shard", "tp", zero=3)),
+    "fsdp_tp_sp": Preset(
+        "fully sharded x tensor and sequence parallel",
+        _halves("dp_shard", "tp", zero=3, sequence_parallel=True),
+    ),
+    "hsdp_tp": Preset("replicas x fully sharded x tensor parallel", _thirds(zero=3), devices=8),
+}
+
+_SPREAD_OVER_NOTHING: Fields = {
+    "dp_replicate": 1,
+    "dp_shard": 1,
+    "zero": 0,
+    "reshard_after_forward": True,
+    "tp": 1,
+    "sequence_parallel": False,
 }
 
 
+def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
+    """`layout` spread as the preset says; what the preset does not speak of (remat, bucket_mb) stays.
+
+    Raises:
+        ExperimentError: no such preset, or a number of devices that it cannot spread over.
+    """
+    if preset not in PRESETS:
+        raise ExperimentError(f"--preset {preset}: no such preset (there are {', '.join(PRESETS)})")
+    return msgspec.structs.replace(layout, **(_SPREAD_OVER_NOTHING | PRESETS[preset].fields(devices)))
+
+
 def apply_preset(layout: Layout, *, preset: str, devices: int, default: Layout) -> Layout:
-    """`layout` with the preset's fields set.
+    """`preset_layout`, which must not contradict what the user set himself.
 
     Args:
         layout: the layout so far, the user's own overrides included.
@@ -25,16 +107,14 @@ def apply_preset(layout: Layout, *, preset: str, devices: int, default: Layout) 
         default: the layout before the user's overrides, to see what the user chose himself.
 
     Raises:
-        ExperimentError: no such preset, or the user set a field to something else than the preset does.
+        ExperimentError: as `preset_layout`, or the user set a field to something else than the preset does.
     """
-    if preset not in PRESETS:
-        raise ExperimentError(f"--preset {preset}: no such preset (there are {', '.join(PRESETS)})")
-    fields = PRESETS[preset](devices)
-    for key, value in fields.items():
-        chosen = getattr(layout, key)
-        if chosen != getattr(default, key) and chosen != value:
+    spread = preset_layout(layout, preset, devices)
+    for key in Layout.__struct_fields__:
+        chosen, value = getattr(layout, key), getattr(spread, key)
+        if chosen not in (getattr(default, key), value):
             raise ExperimentError(
                 f"--layout.{key} {chosen} contradicts --preset {preset} --devices {devices}, which sets it "
                 f"to {value}: give one of them"
             )
-    return msgspec.structs.replace(layout, **fields)
+    return spread

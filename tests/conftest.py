@@ -45,7 +45,9 @@ class Shardpair:
 
     def command(self, *arguments: str) -> list[str]:
         """The command line, with the tests' own cache where the command takes one."""
-        caching = ["--cache_dir", self.cache_dir] if arguments[0] in ("run", "check", "faults") else []
+        caching = (
+            ["--cache_dir", self.cache_dir] if arguments[0] in ("run", "check", "faults", "matrix") else []
+        )
         return [sys.executable, "-m", "compare", *arguments, *caching]
 
 

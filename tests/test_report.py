@@ -32,6 +32,7 @@ def make_comparison(folder, experiment, *, steps=None, tensors=None) -> Comparis
         cases=names,
         verdicts=[climb(*records)],
         costs=[cost_of(record) for record in records],
+        versions=[record.manifest.versions for record in records],
     )
     write_json(folder / COMPARISON, comparison)
     return comparison

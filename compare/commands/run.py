@@ -24,7 +24,8 @@ class Run(Spec, frozen=True, kw_only=True):
     engines: tuple[EngineName, ...] = ()
     """Which engines, the first being what the others are held against. Default: all four."""
     preset: str = ""
-    """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped."""
+    """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
+    hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp."""
     devices: int = 4
     """How many devices --preset spreads over."""
 

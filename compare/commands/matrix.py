@@ -1,0 +1,104 @@
+"""`shardpair matrix`: every engine under every layout against one unsharded device."""
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from compare.arguments import EngineName, Spec, chosen_engines
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.record import write_atomically
+from compare.matrix import LAYOUTS, STUDIES, Cell, cell_text, make_cells, markdown, matrix_cases, study
+from compare.pairing import compare_cases
+from compare.presets import PRESETS
+from compare.progress import Reporter
+
+
+class Matrix(Spec, frozen=True, kw_only=True):
+    """Prove every layout on every engine equal to one device, and print the grid.
+
+    Each cell is trained three times: float64 and float32 with AdamW, float64 with SGD. All of it takes a
+    quarter of an hour on two cores; choose a part with --layouts, --engines, --studies.
+
+    Try:
+      shardpair matrix --layouts fsdp tp --engines jax-manual torch-manual --studies float64
+      shardpair matrix --output docs/parity.md
+    """
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines. Default: all four."""
+    layouts: tuple[str, ...] = ()
+    """Which presets. Default: all."""
+    studies: tuple[str, ...] = tuple(STUDIES)
+    """Which of float64, float32, "float64, SGD"."""
+    output: Path | None = None
+    """Also write the grid as Markdown."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Run it. Returns the exit code: 0 if every cell passes that an engine can express, else 1."""
+        experiment, engines = self.resolved(), chosen_engines(self.engines)
+        layouts = list(self.layouts) or LAYOUTS
+        unknown = sorted(set(self.studies) - set(STUDIES))
+        if unknown:
+            raise ExperimentError(f"--studies {unknown[0]}: no such study (there are {', '.join(STUDIES)})")
+        plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in self.studies}
+        comparisons = {}
+        for name, (cases, _) in plans.items():
+            comparisons[name], _ = compare_cases(
+                f"matrix-{name.replace(', ', '-')}",
+                study(experiment, name),
+                cases,
+                run_dir=str(Path(self.run_dir, name)) if self.run_dir else "",
+                settings=self.settings(experiment),
+                reporter=Reporter(quiet=self.quiet),
+                keep_going=True,
+            )
+        refusals = next(iter(plans.values()))[1]
+        cells = make_cells(engines, layouts, refusals, comparisons)
+        if self.output:
+            versions = {
+                key: value
+                for comparison in comparisons.values()
+                for versions in comparison.versions
+                for key, value in versions.items()
+            }
+            version = ", ".join(
+                f"{key} {versions[key]}" for key in ("python", "jax", "torch") if key in versions
+            )
+            write_atomically(self.output, markdown(cells, version=version).encode())
+        print_matrix(cells, list(self.studies), as_json=self.json)
+        return 0 if all(cell.passed for cell in cells) else 1
+
+
+def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> None:
+    """The grid on stdout, study by study."""
+    if as_json:
+        print(msgspec.json.encode(cells).decode())
+        return
+    engines = list(dict.fromkeys(cell.engine for cell in cells))
+    console = Console(highlight=False)
+    for name in studies:
+        table = Table(title=f"{name}: worst gradient error / worst weight error after 20 steps")
+        for column in ("layout", "devices", *engines):
+            table.add_column(column, justify="left" if column == "layout" else "right")
+        for layout in dict.fromkeys(cell.layout for cell in cells):
+            row = [cell for cell in cells if cell.layout == layout]
+            table.add_row(layout, str(PRESETS[layout].devices), *(_coloured(cell, name) for cell in row))
+        console.print(table)
+    for reason in sorted({cell.refusal for cell in cells if cell.refusal}):
+        console.print(f"-  {reason}", soft_wrap=True)
+    for cell in cells:
+        for name, why in cell.failures.items():
+            console.print(f"{cell.layout}, {name}: {why}", style="red", soft_wrap=True)
+    ran = [cell for cell in cells if not cell.refusal]
+    good = sum(cell.passed for cell in ran)
+    console.print(f"{good} of {len(ran)} cells pass", style="bold green" if good == len(ran) else "bold red")
+
+
+def _coloured(cell: Cell, name: str) -> str:
+    if name in cell.failures:
+        return "[red]did not finish[/red]"
+    text = cell_text(cell, name)
+    failed = name in cell.verdicts and not cell.verdicts[name].passed
+    return f"[red]{text}[/red]" if failed else text
