@@ -12,6 +12,7 @@ from msgspec import Struct
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.pairing import Case, Comparison, with_layout
+from compare.presets import PRESETS, preset_layout
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Sections and fields with the wrong value; None if the side plants it in its code."""
     impossible_in: tuple[str, ...] = ()
     """Engines that cannot make this mistake."""
+    preset: str = ""
+    """The layout in which it shows; empty for data parallelism over the devices asked for."""
 
 
 FAULTS = {
@@ -103,12 +106,14 @@ def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str],
         raise ExperimentError(f"--names {unknown[0]}: no such fault (there are {', '.join(FAULTS)})")
     short = _edited(experiment, {"train": {"max_iters": 2}})
     reference = Case(name="reference", engine="torch-manual", experiment=with_layout(short, dp_replicate=1))
-    sharded = with_layout(short, dp_replicate=devices)
     cases = [reference]
     for fault in (FAULTS[name] for name in names or FAULTS):
+        preset, spread = (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
+        layout = preset_layout(short.layout, preset, spread)
+        sharded = revalidate(msgspec.structs.replace(short, layout=layout))
         for engine in engines:
-            ENGINES[engine].gradient_sync_for(sharded.layout)
             if engine not in fault.impossible_in:
+                ENGINES[engine].require(layout)
                 cases.append(_plant(fault, engine, sharded))
     return cases
 

@@ -43,6 +43,19 @@ SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias
         ("[model]\nn_head = 3", "model.n_head = 3 does not divide model.n_embd = 128"),
         ("[model]\ndropout = 0.1", "model.dropout"),
         ("[layout]\ndp_replicate = 3", "train.batch_size = 16 is not divisible by layout.dp_replicate = 3"),
+        (
+            "[layout]\ndp_replicate = 2\ndp_shard = 16\nzero = 3",
+            "layout.dp_replicate = 2 x layout.dp_shard = 16",
+        ),
+        ("[layout]\nzero = 3", "layout.zero = 3 with layout.dp_shard = 1"),
+        ("[layout]\ndp_shard = 2", "layout.dp_shard = 2 with layout.zero = 0"),
+        (
+            "[layout]\nreshard_after_forward = false",
+            "layout.reshard_after_forward = false with layout.zero = 0",
+        ),
+        ("[layout]\ntp = 3", "layout.tp = 3 does not divide model.n_head = 4"),
+        ("[layout]\nsequence_parallel = true", "layout.sequence_parallel = true with layout.tp = 1"),
+        ("[layout]\ntp = 4\nsequence_parallel = true\n[model]\nblock_size = 30", "model.block_size = 30"),
         ("[model\n", "line 1"),
     ],
 )

@@ -1,0 +1,83 @@
+"""Every layout that an engine says it has, against one device in float64; and the grid itself."""
+
+import json
+
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import ExperimentError, Layout, load
+from compare.matrix import LAYOUTS, STUDIES, Cell, cell_text, markdown, matrix_cases, study
+from compare.numerics import RungResult, Verdict
+from compare.presets import PRESETS, preset_layout
+
+# test_check.py has data parallelism, with every synchronisation; three dimensions are `make matrix`'s.
+TESTED = [name for name in LAYOUTS if not name.startswith("ddp") or name == "ddp_tp"]
+TESTED = [name for name in TESTED if PRESETS[name].devices <= 4]
+
+
+def expressible(engine: str) -> list[str]:
+    """The tested layouts that an engine has."""
+
+    def is_expressible(name: str) -> bool:
+        try:
+            ENGINES[engine].require(preset_layout(Layout(), name, PRESETS[name].devices))
+        except ExperimentError:
+            return False
+        return True
+
+    return [name for name in TESTED if is_expressible(name)]
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if expressible(engine)])
+def test_layouts_equal_one_device(shardpair, engine):
+    layouts = expressible(engine)
+    done = shardpair("matrix", "--engines", engine, "--layouts", *layouts, "--studies", "float64", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads(done.stdout)
+    assert [cell["layout"] for cell in cells] == layouts
+    for cell in cells:
+        (verdict,) = cell["verdicts"].values()
+        errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
+        assert len(errors) == 9
+        assert max(errors.values()) <= 1e-10, cell
+
+
+def test_presets_fill_the_devices():
+    for name, preset in PRESETS.items():
+        layout = preset_layout(Layout(), name, preset.devices)
+        assert layout.devices == (1 if name == "single" else preset.devices)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("hsdp", 3), ("hsdp", 2), ("hsdp_tp", 4), ("nosuch", 4)])
+def test_presets_refuse_what_they_cannot_fill(name, devices):
+    with pytest.raises(ExperimentError, match=name if name == "nosuch" else f"--devices {devices}"):
+        preset_layout(Layout(), name, devices)
+
+
+def test_every_cell_is_a_case_or_has_a_reason():
+    cases, refusals = matrix_cases(study(load("check"), "float64"), list(ENGINES), LAYOUTS)
+    names = {case.name for case in cases}
+    for engine in ENGINES:
+        for layout in LAYOUTS:
+            assert (f"{engine}.{layout}" in names) != ((engine, layout) in refusals)
+
+
+def test_page_shows_errors_reasons_and_failures():
+    def verdict(error: float) -> Verdict:
+        rungs = [
+            RungResult(rung=rung, error=error, tolerance=1e-10, worst="norm.scale", reason="")
+            for rung in ("gradients", "later_weights")
+        ]
+        return Verdict(candidate="", reference="", rungs=rungs)
+
+    good = Cell(engine="jax-manual", layout="ddp", verdicts={"float64": verdict(2e-15)})
+    bad = Cell(engine="torch-manual", layout="ddp", verdicts={"float64": verdict(3e-3)})
+    broken = Cell(engine="torch-library", layout="ddp", failures={"float64": "rank 1 died"})
+    impossible = Cell(engine="jax-compiler", layout="ddp", refusal="it cannot be said")
+    page = markdown([good, bad, broken, impossible], version="v")
+    assert "2e-15 / 2e-15 | **FAIL at gradients" in page
+    assert "did not finish: rank 1 died | - |" in page
+    assert "- it cannot be said" in page
+    assert "1 of 3 cells pass" in page
+    assert cell_text(good, "float32") == ""
+    assert set(STUDIES) == {"float64", "float32", "float64, SGD"}
