@@ -89,6 +89,7 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight  # tied
+        self.loss = nn.CrossEntropyLoss()
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -120,4 +121,4 @@ class GPT(nn.Module):
         logits_BTV = self.lm_head(x_BTC)
         # Under autocast the logits are bfloat16, and CPU autocast has no float32 rule for the loss.
         loss_logits_BTV = logits_BTV.to(self.lm_head.weight.dtype)
-        return logits_BTV, F.cross_entropy(loss_logits_BTV.flatten(0, 1), targets.flatten())
+        return logits_BTV, self.loss(loss_logits_BTV.flatten(0, 1), targets.flatten())

@@ -1,0 +1,263 @@
+"""Tensor parallelism by hand: linear layers, embedding and loss split over an axis, for any module.
+
+A column-parallel layer begins with f (`copy_to`) and a row-parallel one ends with g (`reduce_from`), so that
+an MLP or an attention costs one all-reduce forward and one backward. Under sequence parallelism each of these
+becomes an all-gather and a reduce-scatter of the same bytes, and what lies between two such regions
+(LayerNorm, residual stream) is split along the sequence.
+
+B batch, T position, C embedding.
+Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198).
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from compare.contract.parameters import QKV
+from torchpar.collectives import Axis
+from torchpar.manual.conjugates import (
+    SEQUENCE_DIM,
+    Split,
+    all_gather_to,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_from,
+    scatter_to,
+    take_parameter,
+)
+from torchpar.manual.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
+from torchpar.model import GPT
+
+REPLICATED_GRADIENTS = "replicated gradients"
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose output features are split: y_r = x W_r^T + b_r.
+
+    Make it with `from_linear`. The input is the same on all ranks, or with `sequence_dim` split along it;
+    the output is this rank's features, over the whole sequence.
+
+    Attributes:
+        weight, bias: this rank's rows.
+        split: of both, along dim 0.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, axis: Axis, *, split: Split, sequence_dim: int | None, gather_output: bool
+    ):
+        super().__init__()
+        self.axis, self.split = axis, split
+        self.sequence_dim, self.gather_output = sequence_dim, gather_output
+        self.weight = take_parameter(linear.weight, split, axis)
+        self.bias = None if linear.bias is None else take_parameter(linear.bias, split, axis)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        axis: Axis,
+        *,
+        groups: int = 1,
+        sequence_dim: int | None = None,
+        gather_output: bool = False,
+        padded: bool = False,
+    ) -> "ColumnParallelLinear":
+        """Split a layer that is the same on all ranks.
+
+        Args:
+            linear: weight (out, in).
+            axis: the ranks.
+            groups: the output is this many tensors side by side (3 for a fused q, k, v), each split for
+                itself: a cut through the middle would give one rank all of q and another all of v.
+            sequence_dim: the input is split along this dim, and gathered first.
+            gather_output: put the output together again on all ranks.
+            padded: let output features be padded with zeros where the ranks do not divide them.
+
+        Raises:
+            ValueError: the ranks do not divide the output features, or those of a group.
+        """
+        split = Split(dim=0, size=linear.out_features, groups=groups, padded=padded)
+        return cls(linear, axis, split=split, sequence_dim=sequence_dim, gather_output=gather_output)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_dim is None:
+            x = copy_to(x, self.axis)
+        else:
+            x = all_gather_to(x, self.axis, dim=self.sequence_dim)
+        y = F.linear(x, self.weight, self.bias)
+        if not self.gather_output:
+            return y
+        group = self.split.size // self.split.groups
+        grouped = gather_from(y.unflatten(-1, (self.split.groups, -1)), self.axis)
+        return grouped[..., :group].flatten(-2)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose input features are split: y = sum_r x_r W_r^T + b.
+
+    Make it with `from_linear`. The input is this rank's features; the output is the same on all ranks, or
+    with `sequence_dim` split along it. The bias is whole on every rank, and added after the sum.
+
+    Attributes:
+        weight: this rank's columns.
+        bias: the whole one.
+        split: of the weight, along dim 1.
+    """
+
+    def __init__(self, linear: nn.Linear, axis: Axis, *, split_input: bool, sequence_dim: int | None):
+        super().__init__()
+        self.axis, self.split = axis, Split(dim=1, size=linear.in_features)
+        self.split_input, self.sequence_dim = split_input, sequence_dim
+        self.weight = take_parameter(linear.weight, self.split, axis)
+        self.bias = linear.bias
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, axis: Axis, *, split_input: bool = False, sequence_dim: int | None = None
+    ) -> "RowParallelLinear":
+        """Split a layer that is the same on all ranks.
+
+        Args:
+            linear: weight (out, in).
+            axis: the ranks.
+            split_input: the input is whole on all ranks: take this rank's features of it first.
+            sequence_dim: leave the output split along this dim. The gradient of the bias is then this
+                rank's share of it, to be summed over the axis: see `synchronize_replicated_gradients`.
+
+        Raises:
+            ValueError: the ranks do not divide the input features.
+        """
+        return cls(linear, axis, split_input=split_input, sequence_dim=sequence_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.split_input:
+            x = scatter_to(x, self.axis)
+        partial = F.linear(x, self.weight)
+        if self.sequence_dim is None:
+            y = reduce_from(partial, self.axis)
+        else:
+            y = reduce_scatter_from(partial, self.axis, dim=self.sequence_dim)
+        return y if self.bias is None else y + self.bias
+
+
+def synchronize_replicated_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
+    """Sum the gradients of whole parameters of which each rank saw a part of the sequence: one all-reduce.
+
+    Args:
+        parameters: of one dtype and device; LayerNorms, row-parallel biases, position embeddings. Every
+            one has a gradient, or is frozen.
+        axis: the ranks.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if axis.size == 1 or not gradients:
+        return
+    total = torch.cat([gradient.flatten() for gradient in gradients])
+    axis.all_reduce(total, purpose=REPLICATED_GRADIENTS)
+    for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A GPT whose layers are split over an axis.
+
+    Attributes:
+        axis: the ranks.
+        splits: how a parameter is cut, by its name in the model; the others are whole.
+        partial: whole parameters whose gradient is this rank's part of it, by name.
+    """
+
+    axis: Axis
+    splits: dict[str, Split]
+    partial: dict[str, nn.Parameter]
+
+    def finish_gradient_synchronization(self) -> None:
+        """Complete the gradients of `partial`, once a step."""
+        synchronize_replicated_gradients(self.partial.values(), self.axis)
+
+    def gather(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of what has the shape of the parameter `name`: a weight, its gradient or a moment."""
+        return self.splits[name].gather(part, self.axis) if name in self.splits else part
+
+
+def tensor_parallel(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> TensorParallel:
+    """Swap the layers of a GPT for split ones, from outside; names of parameters stay.
+
+    Attention is split by head, the MLP by its inner features, embedding, head and loss by vocabulary, which
+    is padded where the ranks do not divide it.
+
+    Args:
+        model: whole, and the same on all ranks. Call it with targets: without any, no rank has the logits.
+        axis: its size divides the heads, and under sequence parallelism the positions of a batch.
+        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
+    """
+    sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+    column = partial(ColumnParallelLinear.from_linear, axis=axis, sequence_dim=sequence_dim)
+    row = partial(RowParallelLinear.from_linear, axis=axis, sequence_dim=sequence_dim)
+    embedding = partial(VocabParallelEmbedding.from_embedding, axis=axis, sequence_dim=sequence_dim)
+    vocab_size = model.config.vocab_size
+    swap(
+        model,
+        {
+            "transformer.h.*.attn.c_attn": partial(column, groups=QKV),
+            "transformer.h.*.attn.c_proj": row,
+            "transformer.h.*.mlp.c_fc": column,
+            "transformer.h.*.mlp.c_proj": row,
+            "transformer.wte": embedding,
+            "lm_head": partial(column, padded=True),
+            "loss": lambda loss: VocabParallelCrossEntropy(axis, vocab_size=vocab_size),
+        },
+    )
+    if sequence_parallel:
+        position = model.get_submodule("transformer.wpe")
+        position.register_forward_pre_hook(lambda module, args: (scatter_to(args[0], axis, dim=0),))
+    model.register_forward_pre_hook(_require_targets, with_kwargs=True)
+    splits = _splits(model)
+    whole = {name: p for name, p in model.named_parameters() if name not in splits}
+    return TensorParallel(axis, splits, whole if sequence_parallel else {})
+
+
+def swap(model: nn.Module, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
+    """Replace submodules, in place. Tied weights stay tied, names of parameters stay.
+
+    Args:
+        model: any module.
+        makers: by path, `*` standing for anything: what makes the new module from the old one.
+
+    Raises:
+        ValueError: a path that nothing in the model matches.
+    """
+    tied: dict[int, nn.Parameter] = {}
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    for pattern, make in makers.items():
+        matching = fnmatch.filter(paths, pattern)
+        if not matching:
+            raise ValueError(f"{pattern} matches no submodule of {type(model).__name__}")
+        for path in matching:
+            old = model.get_submodule(path)
+            new = make(old)
+            for name, parameter in new.named_parameters():
+                first = tied.setdefault(id(getattr(old, name)), parameter)
+                setattr(new, name, first)
+            model.set_submodule(path, new)
+
+
+def _splits(model: nn.Module) -> dict[str, Split]:
+    splits = {}
+    for path, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+            splits[f"{path}.weight"] = module.split
+            if isinstance(module, ColumnParallelLinear) and module.bias is not None:
+                splits[f"{path}.bias"] = module.split
+    return splits
+
+
+def _require_targets(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    if len(args) < 2 and kwargs.get("targets") is None:
+        raise ValueError("a tensor-parallel model needs targets: its logits are split over the vocabulary")
