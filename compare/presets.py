@@ -39,15 +39,22 @@ def _halves(name: str, other: str, *, factor: int = 2, **more: object) -> Callab
     return fields
 
 
-def _thirds(**more: object) -> Callable[[int], Fields]:
+def _thirds(*, rest: str, **given: object) -> Callable[[int], Fields]:
+    """Two devices along each of two axes, the others along the axis `rest`."""
+
     def fields(devices: int) -> Fields:
         if devices % 4 or devices == 4:
             raise ExperimentError(
                 f"--devices {devices}: this preset needs a multiple of 4 above it, such as 8"
             )
-        return {"dp_replicate": 2, "dp_shard": 2, "tp": devices // 4, **more}
+        return {**given, rest: devices // 4}
 
     return fields
+
+
+def _pipeline(schedule: str, *, chunks: int = 1) -> Callable[[int], Fields]:
+    """All devices along the pipeline, with as many microbatches in a pass."""
+    return lambda devices: {"pp": devices, "schedule": schedule, "chunks": chunks, "microbatches": devices}
 
 
 PRESETS = {
@@ -73,10 +80,35 @@ PRESETS = {
         "fully sharded x tensor and sequence parallel",
         _halves("dp_shard", "tp", zero=3, sequence_parallel=True),
     ),
-    "hsdp_tp": Preset("replicas x fully sharded x tensor parallel", _thirds(zero=3), devices=8),
+    "hsdp_tp": Preset(
+        "replicas x fully sharded x tensor parallel",
+        _thirds(dp_replicate=2, dp_shard=2, zero=3, rest="tp"),
+        devices=8,
+    ),
+    "pp": Preset("pipeline, 1F1B", _pipeline("1f1b")),
+    "pp_gpipe": Preset("pipeline, GPipe", _pipeline("gpipe")),
+    "pp_interleaved": Preset("pipeline, interleaved 1F1B", _pipeline("interleaved", chunks=2), devices=2),
+    "pp_zero_bubble": Preset("pipeline, zero bubble (ZB-H1)", _pipeline("zero_bubble")),
+    "ddp_pp": Preset("data x pipeline parallel", _halves("dp_replicate", "pp", microbatches=4)),
+    "fsdp_pp": Preset("fully sharded x pipeline parallel", _halves("dp_shard", "pp", zero=3, microbatches=4)),
+    "tp_pp": Preset("tensor x pipeline parallel", _halves("tp", "pp", microbatches=4)),
+    "ddp_tp_pp": Preset(
+        "data x tensor x pipeline parallel",
+        _thirds(dp_replicate=2, tp=2, microbatches=4, rest="pp"),
+        devices=8,
+    ),
+    "fsdp_tp_pp": Preset(
+        "fully sharded x tensor x pipeline parallel",
+        _thirds(dp_shard=2, zero=3, tp=2, microbatches=4, rest="pp"),
+        devices=8,
+    ),
 }
 
 _SPREAD_OVER_NOTHING: Fields = {
+    "pp": 1,
+    "schedule": "1f1b",
+    "chunks": 1,
+    "microbatches": 1,
     "dp_replicate": 1,
     "dp_shard": 1,
     "zero": 0,

@@ -56,6 +56,12 @@ SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias
         ("[layout]\ntp = 3", "layout.tp = 3 does not divide model.n_head = 4"),
         ("[layout]\nsequence_parallel = true", "layout.sequence_parallel = true with layout.tp = 1"),
         ("[layout]\ntp = 4\nsequence_parallel = true\n[model]\nblock_size = 30", "model.block_size = 30"),
+        ("[layout]\nmicrobatches = 4", "layout.microbatches = 4 with layout.pp = 1"),
+        ("[layout]\npp = 8", "stages do not divide model.n_layer = 4"),
+        ("[layout]\npp = 4\nmicrobatches = 3", "layout.microbatches = 3 does not divide the 16 sequences"),
+        ("[layout]\npp = 4\nmicrobatches = 2", "has 2 microbatches for layout.pp = 4 stages"),
+        ('[layout]\npp = 2\nschedule = "interleaved"', "interleaved has 2 or more chunks"),
+        ("[layout]\npp = 2\nchunks = 2\nmicrobatches = 4", "layout.schedule = 1f1b with layout.chunks = 2"),
         ("[model\n", "line 1"),
     ],
 )

@@ -25,7 +25,8 @@ class Run(Spec, frozen=True, kw_only=True):
     """Which engines, the first being what the others are held against. Default: all four."""
     preset: str = ""
     """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
-    hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp."""
+    hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp, pp, pp_gpipe, pp_interleaved, pp_zero_bubble,
+    ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp."""
     devices: int = 4
     """How many devices --preset spreads over."""
 

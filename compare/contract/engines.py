@@ -19,6 +19,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The ZeRO stages it can split over dp_shard."""
     tp: bool = False
     """Whether it has tensor parallelism, with and without sequence parallelism."""
+    schedules: tuple[str, ...] = ()
+    """The pipeline schedules it has."""
 
     @property
     def offers_choice(self) -> bool:
@@ -46,6 +48,9 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
         if layout.tp > 1 and not self.tp:
             raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
+        if layout.pp > 1 and layout.schedule not in self.schedules:
+            have = ", ".join(self.schedules) or "no pipeline"
+            raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}")
         replicated = layout.dp_replicate > 1 and layout.dp_shard == 1
         if replicated and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(

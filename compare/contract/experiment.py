@@ -129,6 +129,14 @@ class Layout(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensor parallelism: attention heads, MLP and vocabulary are split (Megatron)."""
     sequence_parallel: bool = False
     """Between tensor-parallel regions, split activations along the sequence too."""
+    pp: Positive = 1
+    """Pipeline parallelism: ranks that hold a share of the blocks each."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """In which order the pipeline's ranks work on the microbatches (`shardpair schedule` draws them)."""
+    chunks: Positive = 1
+    """Stages on each rank of the pipeline; 2 or more for interleaved."""
+    microbatches: Positive = 1
+    """Microbatches that a pipeline cuts each pass into; those of all accumulated passes share a schedule."""
     gradient_sync: Literal["naive", "flat", "overlapped", "bucketed"] = "bucketed"
     """How the manual engines reduce gradients over dp_replicate: naive (per parameter, after backward), flat
     (one tensor, after backward), overlapped (per parameter, during backward), bucketed (during backward).
@@ -142,7 +150,12 @@ class Layout(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def axes(self) -> dict[str, int]:
         """The mesh: degree by axis name, outermost first. tp talks most, so it is innermost."""
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "tp": self.tp,
+        }
 
     @property
     def devices(self) -> int:
@@ -219,6 +232,7 @@ def check(experiment: Experiment) -> Experiment:
             f"model.dropout = {model.dropout} must be 0: random streams cannot match across frameworks"
         )
     _check_layout(model, train, layout)
+    _check_pipeline(model, train, layout)
     optimizer = experiment.optimizer
     if optimizer.decay_lr and optimizer.lr_decay_iters < optimizer.warmup_iters:
         raise ExperimentError(
@@ -262,6 +276,45 @@ def _check_layout(model: Model, train: Train, layout: Layout) -> None:
         raise ExperimentError(
             f"layout.sequence_parallel = true: layout.tp = {layout.tp} does not divide model.block_size = "
             f"{model.block_size}: change one of them"
+        )
+
+
+def _check_pipeline(model: Model, train: Train, layout: Layout) -> None:
+    if layout.pp == 1:
+        for key in ("chunks", "microbatches"):
+            if getattr(layout, key) > 1:
+                raise ExperimentError(
+                    f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: there is no pipeline; raise "
+                    f"layout.pp, or accumulate with train.gradient_accumulation_steps"
+                )
+        return
+    if (layout.chunks > 1) != (layout.schedule == "interleaved"):
+        raise ExperimentError(
+            f"layout.schedule = {layout.schedule} with layout.chunks = {layout.chunks}: interleaved has 2 or "
+            f"more chunks, every other schedule 1"
+        )
+    stages = layout.pp * layout.chunks
+    if model.n_layer % stages:
+        raise ExperimentError(
+            f"layout.pp = {layout.pp} x layout.chunks = {layout.chunks} stages do not divide model.n_layer = "
+            f"{model.n_layer}: change one of them"
+        )
+    share = train.batch_size // layout.data_parallel
+    if share % layout.microbatches:
+        raise ExperimentError(
+            f"layout.microbatches = {layout.microbatches} does not divide the {share} sequences of a "
+            f"data-parallel share: change it or train.batch_size"
+        )
+    in_schedule = layout.microbatches * train.gradient_accumulation_steps
+    if layout.schedule != "gpipe" and in_schedule < layout.pp:
+        raise ExperimentError(
+            f"layout.schedule = {layout.schedule} has {in_schedule} microbatches for layout.pp = {layout.pp} "
+            f"stages: raise layout.microbatches, or use gpipe"
+        )
+    if layout.schedule == "interleaved" and in_schedule % layout.pp:
+        raise ExperimentError(
+            f"layout.schedule = interleaved has {in_schedule} microbatches, which layout.pp = {layout.pp} "
+            f"does not divide: change layout.microbatches"
         )
 
 
