@@ -7,13 +7,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from compare.console import results_console
 from compare.costs import Cost
 from compare.faults import planted
 from compare.numerics import RUNGS, Verdict
 from compare.pairing import Comparison
 from compare.units import human_bytes
-
-PIPE_WIDTH = 160  # a table in a log should not be cut to 80 columns
 
 
 def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
@@ -21,7 +20,7 @@ def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
     if as_json:
         _print_json(comparison)
         return
-    console = _console()
+    console = results_console()
     if comparison.verdicts:
         console.print(ladder_table(comparison))
     console.print(cost_table(comparison))
@@ -34,7 +33,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
     if as_json:
         _print_json(comparison)
         return
-    console = _console()
+    console = results_console()
     table = Table(
         title=f"Relative errors against one unsharded device ({comparison.experiment.precision.dtype})"
     )
@@ -62,7 +61,7 @@ def print_faults(comparison: Comparison, *, as_json: bool) -> None:
     if as_json:
         _print_json(comparison)
         return
-    console = _console()
+    console = results_console()
     table = Table(title="Planted faults, and the rung that caught each")
     for column in ("fault", "engine", "expected rung", "caught at", "where", "error", ""):
         table.add_column(column)
@@ -121,11 +120,6 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
 def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """The rows of the cost table, as text: what the terminal and the report both show."""
     return [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def _print_json(comparison: Comparison) -> None:

@@ -5,9 +5,9 @@ import sys
 
 import msgspec
 from msgspec import Struct
-from rich.console import Console
 from rich.table import Table
 
+from compare.console import results_console
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 
@@ -34,7 +34,7 @@ class Doctor(Struct, frozen=True, kw_only=True):
         """Examine both sides. Returns 0 if both work, 3 if one does not."""
         pythons = {"jaxpar": self.jax_python, "torchpar": self.torch_python}
         sides = {side: examine(side, python) for side, python in pythons.items()}
-        console = Console(highlight=False)
+        console = results_console()
         for side, found in sides.items():
             console.print(_side_table(side, found) if isinstance(found, SideReport) else f"[red]{found}")
         console.print(_engine_table(sides))

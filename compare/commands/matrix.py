@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from compare.arguments import EngineName, Spec, chosen_engines
+from compare.console import results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.matrix import LAYOUTS, STUDIES, Cell, cell_text, make_cells, markdown, matrix_cases, study
@@ -77,7 +77,7 @@ def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> Non
         print(msgspec.json.encode(cells).decode())
         return
     engines = list(dict.fromkeys(cell.engine for cell in cells))
-    console = Console(highlight=False)
+    console = results_console()
     for name in studies:
         table = Table(title=f"{name}: worst gradient error / worst weight error after 20 steps")
         for column in ("layout", "devices", *engines):

@@ -7,9 +7,9 @@ import tokenize
 from pathlib import Path
 
 from msgspec import Struct
-from rich.console import Console
 from rich.table import Table
 
+from compare.console import results_console
 from compare.contract.experiment import Experiment
 
 FOLDERS = ("jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library")
@@ -38,7 +38,7 @@ class Mirror(Struct, frozen=True, kw_only=True):
             table.add_column(folder, justify="right")
         for strategy in STRATEGIES:
             table.add_row(f"{strategy}.py", *(_cell(folder, strategy) for folder in FOLDERS))
-        Console(highlight=False).print(table)
+        results_console().print(table)
         return 0
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
-from rich.console import Console
 from rich.table import Table
 
+from compare.console import results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.contract.schedule_checks import bubble_fraction, makespan, peak_in_flight, run
@@ -52,7 +52,7 @@ class Draw(Struct, frozen=True, kw_only=True):
             )
             for name in self.names
         }
-        Console(highlight=False).print(_table(schedules))
+        results_console().print(_table(schedules))
         if self.picture:
             from compare.report.timeline import save_timelines  # matplotlib takes seconds to import
 
