@@ -5,10 +5,12 @@ Patching torch.distributed would miss what the library wrappers send from C++.
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchpar.collectives import Axis, Call, Traffic
+from torchpar.collectives import Axis
+from torchpar.traffic import Call, Traffic
 
 # c10d and functional names without punctuation -> the ledger's kind
 _KINDS = {
@@ -33,7 +35,7 @@ _KINDS = {
     "recv": "receive",
     "recvanysource": "receive",
 }
-_IGNORED = {"waittensor", "barrier", "monitoredbarrier"}
+_IGNORED = {"waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 
 
 class CommunicationMode(TorchDispatchMode):
@@ -53,12 +55,14 @@ class CommunicationMode(TorchDispatchMode):
         self.seen = Traffic()
         self._door = door
         self._default_purpose = default_purpose
-        self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group is not None}
+        self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor first: what it makes of the operator comes back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and not self._door.is_paused:
             self._count(func, args, kwargs, result)
         return result
 

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,8 @@ class StorageMode(TorchDispatchMode):
             self._see(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor first: what it makes of the operator comes back here
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):
@@ -40,6 +43,7 @@ class StorageMode(TorchDispatchMode):
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:

@@ -14,6 +14,7 @@ from torchpar.collectives import Axis
 from torchpar.manual.conjugates import Split, gather_parts, reduce_from, reduce_scatter_from, take_parameter
 
 LOSS = "loss"
+ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # what a split embedding has not
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -28,8 +29,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None):
         super().__init__()
-        odd = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-        set_ones = [name for name in odd if str(getattr(embedding, name)) not in ("None", "False")]
+        odd = {name: getattr(embedding, name) for name in ODD}
+        set_ones = [name for name, value in odd.items() if value is not None and value is not False]
         if set_ones:
             raise ValueError(f"an embedding with {', '.join(set_ones)} cannot be split: leave it whole")
         self.axis, self.sequence_dim = axis, sequence_dim
