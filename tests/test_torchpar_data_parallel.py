@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from torchpar import collectives
-from torchpar.collectives import Axis, Call
+from torchpar.collectives import Axis
 from torchpar.launch import bind_to_loopback, launch
 from torchpar.ledger import CommunicationMode
 from torchpar.manual.data_parallel import DataParallel, make_buckets
 from torchpar.rank import Rank
+from torchpar.traffic import Call
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

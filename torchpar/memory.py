@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchpar.plan import local
+
 CPU_METHOD = "bytes of all tensors alive at once (weights, gradients, optimizer, buckets, activations)"
 GPU_METHOD = "torch.cuda.max_memory_allocated"
 
@@ -21,15 +23,18 @@ class StorageMode(TorchDispatchMode):
 
     Args:
         resident: tensors that are there already, the optimizer's among them.
+        transient: tensors whose storage is resized while this runs, which no operator shows.
 
     Attributes:
         peak: the most bytes alive at once.
     """
 
-    def __init__(self, resident: Iterable[torch.Tensor]):
+    def __init__(self, resident: Iterable[torch.Tensor], transient: Iterable[torch.Tensor] = ()):
         super().__init__()
         self._alive: dict[int, tuple[weakref.ref, int]] = {}
         self._current = self.peak = 0
+        self._transient = {storage._cdata: storage for storage in map(_storage, transient)}
+        self._transient_bytes = 0
         for tensor in resident:
             self._see(tensor)
 
@@ -37,6 +42,7 @@ class StorageMode(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor first: what it makes of the operator comes back here
         result = func(*args, **(kwargs or {}))
+        self._transient_bytes = sum(storage.nbytes() for storage in self._transient.values())
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
@@ -44,9 +50,10 @@ class StorageMode(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         key = storage._cdata
-        if key in self._alive:
+        if key in self._alive or key in self._transient:
+            self.peak = max(self.peak, self._current + self._transient_bytes)
             return
         size = storage.nbytes()
 
@@ -56,7 +63,7 @@ class StorageMode(TorchDispatchMode):
 
         self._alive[key] = (weakref.ref(storage, gone), size)
         self._current += size
-        self.peak = max(self.peak, self._current)
+        self.peak = max(self.peak, self._current + self._transient_bytes)
 
 
 class PeakMemory:
@@ -66,14 +73,26 @@ class PeakMemory:
 
 
 @contextmanager
-def track_peak(device: torch.device, resident: Iterable[torch.Tensor]) -> Generator[PeakMemory]:
-    """Find the peak of what runs inside. `resident`: tensors that are there already (CPU only)."""
+def track_peak(
+    device: torch.device, resident: Iterable[torch.Tensor], transient: Iterable[torch.Tensor] = ()
+) -> Generator[PeakMemory]:
+    """Find the peak of what runs inside. The tensors are those of `StorageMode` (CPU only)."""
     peak = PeakMemory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated(device)
     else:
-        with StorageMode(resident) as mode:
+        with StorageMode(resident, transient) as mode:
             yield peak
         peak.bytes = mode.peak
+
+
+def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each storage once."""
+    storages = (_storage(local(tensor)) for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()

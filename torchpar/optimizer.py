@@ -1,50 +1,114 @@
-"""AdamW and SGD as `compare.contract.optimizer` defines them, by torch.optim."""
+"""AdamW and SGD as `compare.contract.optimizer` defines them, by torch.optim; the norm over all ranks."""
+
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 
-from compare.contract.experiment import Optimizer
+from compare.contract.experiment import Experiment, Optimizer
 from compare.contract.learning_rate import learning_rate
-from compare.contract.parameters import decays
-from torchpar.model import GPT
-from torchpar.weights import canonical_parameters
+from compare.contract.optimizer import CLIP_EPS
+from compare.contract.parameters import decays, parameter_table
+from torchpar.collectives import Axis
+from torchpar.plan import Plan, local
+from torchpar.weights import nanogpt_name
 
 
-def make_optimizer(model: GPT, config: Optimizer) -> torch.optim.Optimizer:
-    """The experiment's optimizer over the model's parameters, in two groups: what decays, and the rest.
+def unwrapped(
+    params: list[dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs
+) -> torch.optim.Optimizer:
+    """The optimizer as PyTorch has it: what a sharding wrapper stands in for."""
+    return optimizer_cls(params, **kwargs)
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    experiment: Experiment,
+    *,
+    wrap: Callable[..., torch.optim.Optimizer] = unwrapped,
+) -> torch.optim.Optimizer:
+    """The experiment's optimizer over a model's parameters, in two groups: what decays, and the rest.
 
     What decays comes from the canonical table and not from a tensor's dimensions, which a sharded layout
     changes. Fused kernels: foreach would make a temporary as large as the model.
+
+    Args:
+        parameters: by nanoGPT's names; whole, or this rank's pieces.
+        experiment: its optimizer, and the model that the names belong to.
+        wrap: makes the optimizer from (params, optimizer_cls, **kwargs).
     """
-    groups: dict[float, list[torch.nn.Parameter]] = {}
-    for row, parameter in canonical_parameters(model):
+    config = experiment.optimizer
+    groups: dict[float, list[nn.Parameter]] = {}
+    for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
-        groups.setdefault(weight_decay, []).append(parameter)
+        groups.setdefault(weight_decay, []).append(parameters[nanogpt_name(row.name)])
     params = [{"params": group, "weight_decay": weight_decay} for weight_decay, group in groups.items()]
     lr = learning_rate(config, 0)
     if config.name == "adamw":
-        return torch.optim.AdamW(
-            params, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-        )
-    return torch.optim.SGD(params, lr=lr, momentum=config.momentum, fused=True)
+        betas = (config.beta1, config.beta2)
+        return wrap(params, torch.optim.AdamW, lr=lr, betas=betas, eps=config.eps, fused=True)
+    return wrap(params, torch.optim.SGD, lr=lr, momentum=config.momentum, fused=True)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, config: Optimizer, step: int) -> torch.Tensor:
+def optimizer_step(plan: Plan, config: Optimizer, step: int) -> torch.Tensor:
     """Clip by the global norm, update the weights, and drop the gradients.
 
     Args:
-        optimizer: from `make_optimizer`; every parameter has its synchronised gradient.
+        plan: every one of its parameters has its synchronised gradient.
         config: the experiment's optimizer section.
         step: optimizer steps already taken.
 
     Returns:
         The global gradient norm before clipping, a scalar tensor.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if config.grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)  # adds CLIP_EPS itself
-    for group in optimizer.param_groups:
+    norm = clip_gradients(plan.parameters, plan.sharded_over, max_norm=config.grad_clip)
+    for group in plan.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    plan.optimizer.step()
+    plan.optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    sharded_over: Callable[[str], tuple[Axis, ...]],
+    *,
+    max_norm: float,
+) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them).
+
+    Args:
+        parameters: this rank's pieces by name; those without a gradient do not count.
+        sharded_over: by name, the axes over which pieces are spread, the same on all ranks.
+        max_norm: see above.
+
+    Returns:
+        The norm before, over all elements of all ranks, each counted once: a scalar.
+    """
+    norms = []
+    for axes, gradients in _gradients_by_axes(parameters, sharded_over).items():
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if axes:
+            square = norm.square()
+            for axis in axes:
+                axis.all_reduce(square, purpose="norm")
+            norm = square.sqrt()
+        norms.append(norm)
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    if max_norm:
+        scale = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
+        torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def _gradients_by_axes(
+    parameters: Mapping[str, nn.Parameter], sharded_over: Callable[[str], tuple[Axis, ...]]
+) -> dict[tuple[Axis, ...], list[torch.Tensor]]:
+    groups: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        gradients = groups.setdefault(sharded_over(name), [local(parameter.detach()).new_zeros(())])
+        if parameter.grad is not None:
+            gradients.append(local(parameter.grad))
+    return groups

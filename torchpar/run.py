@@ -12,16 +12,15 @@ import torch
 from compare.contract.data import Corpus
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
-from compare.contract.optimizer import moment_names
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
-from torchpar.memory import CPU_METHOD, GPU_METHOD
+from torchpar.memory import CPU_METHOD, GPU_METHOD, resident_bytes
 from torchpar.mesh import Mesh
 from torchpar.model import GPT
-from torchpar.plan import Plan
+from torchpar.plan import Named, Plan
 from torchpar.rank import Rank
 from torchpar.remat import resolve_remat
-from torchpar.weights import read_gradients, read_moments, read_weights
+from torchpar.weights import moment_keys, to_arrays
 
 _MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
 PACKAGES = ("torch", "numpy")
@@ -37,11 +36,11 @@ class Run:
     corpus: Corpus
     model: GPT
     plan: Plan
-    optimizer: torch.optim.Optimizer
     started_utc: str
     initial_weights_sha256: str
     ledger: list[Communication] = field(default_factory=list)
     peak_bytes: int = 0
+    gradient_bytes: int = 0
     first_step_s: float = 0.0
 
     @property
@@ -49,39 +48,42 @@ class Run:
         """What is trained."""
         return self.request.experiment
 
+    def leave(self, recorder: Recorder | None, rung: Rung, pieces: Named) -> None:
+        """Put every rank's pieces of weights, gradients or moments together, and record them on rank 0."""
+        with self.mesh.traffic.paused():
+            full = self.plan.full(pieces)
+        if recorder:
+            recorder.tensors(rung, to_arrays(full, self.experiment.model))
+
 
 def record_start(run: Run, recorder: Recorder | None, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Leave the first batch, put together again from what each rank received, and the initial weights."""
-    shares = run.mesh.dp_replicate.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
+    shares = run.mesh.data.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
     inputs, targets = (np.concatenate(parts, axis=1) for parts in zip(*shares, strict=True))
     if recorder:
         recorder.tensors(Rung.BATCH, {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)})
-        recorder.tensors(Rung.INITIAL_WEIGHTS, read_weights(run.model))
+    run.leave(recorder, Rung.INITIAL_WEIGHTS, run.plan.weights())
 
 
 def record_gradients(run: Run, recorder: Recorder | None) -> None:
     """Leave the gradients as they are before clipping."""
-    if recorder:
-        recorder.tensors(Rung.GRADIENTS, read_gradients(run.model))
+    run.leave(recorder, Rung.GRADIENTS, run.plan.gradients())
 
 
 def record_after(run: Run, recorder: Recorder | None, step: int) -> None:
     """Leave weights and moments after step `step`, where the ladder asks for them."""
-    if not recorder:
-        return
     if step == 0:
-        recorder.tensors(Rung.FIRST_WEIGHTS, read_weights(run.model))
-        moments = read_moments(run.model, run.optimizer, run.experiment.optimizer)
-        for name in moment_names(run.experiment.optimizer):
-            recorder.tensors(_MOMENT_RUNGS[name], moments[name])
+        run.leave(recorder, Rung.FIRST_WEIGHTS, run.plan.weights())
+        for name, key in moment_keys(run.experiment.optimizer).items():
+            run.leave(recorder, _MOMENT_RUNGS[name], run.plan.moments(key))
     if step + 1 == run.request.later_step:
-        recorder.tensors(Rung.LATER_WEIGHTS, read_weights(run.model))
+        run.leave(recorder, Rung.LATER_WEIGHTS, run.plan.weights())
 
 
 def finish(run: Run, recorder: Recorder | None) -> None:
     """Put the ranks' costs together and complete the record."""
-    cost = (run.peak_bytes, _cpu_seconds())
-    peaks, cpu_seconds = zip(*run.mesh.dp_replicate.all_gather_objects(cost), strict=True)
+    cost = (run.peak_bytes, _cpu_seconds(), _resident(run))
+    peaks, cpu_seconds, residents = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
     if not recorder:
         return
     request, experiment = run.request, run.experiment
@@ -104,8 +106,20 @@ def finish(run: Run, recorder: Recorder | None) -> None:
         cpu_time_s=sum(cpu_seconds) + run.rank.launcher_cpu_s,
         peak_memory_bytes=list(peaks),
         peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
+        resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
     )
     recorder.finish(manifest, run.ledger)
+
+
+def _resident(run: Run) -> dict[str, int]:
+    """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
+    plan = run.plan
+    state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+    return {
+        "parameters": resident_bytes([*plan.module.parameters(), *plan.parameters.values()]),
+        "gradients": run.gradient_bytes,
+        "optimizer": resident_bytes(state),
+    }
 
 
 def versions() -> dict[str, str]:

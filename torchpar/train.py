@@ -1,5 +1,6 @@
 """The training loop of both engines, as one rank runs it, and the record that rank 0 leaves."""
 
+import functools
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +17,11 @@ from compare.contract.record import Recorder, Request, Step
 from torchpar import collectives, library, manual
 from torchpar.ledger import CommunicationMode
 from torchpar.manual.data_parallel import GRADIENTS
-from torchpar.memory import track_peak
+from torchpar.memory import resident_bytes, track_peak
 from torchpar.mesh import Mesh, make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.plan import local
 from torchpar.rank import Rank
 from torchpar.run import Run, finish, record_after, record_gradients, record_start
 from torchpar.weights import load_weights, read_weights
@@ -63,16 +65,22 @@ def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
     dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
     model = GPT(experiment.model).to(device=mesh.device, dtype=dtype)
     load_weights(model, initial_parameters(experiment))
+    initial_weights_sha256 = fingerprint(read_weights(model))
+    plan = PARALLELIZE[request.engine](
+        model,
+        mesh=mesh,
+        layout=experiment.layout,
+        make_optimizer=functools.partial(make_optimizer, experiment=experiment),
+    )
     return Run(
         request=request,
         mesh=mesh,
         rank=rank,
         corpus=open_corpus(experiment, validated_sha256=request.corpus_sha256),
         model=model,
-        plan=PARALLELIZE[request.engine](model, mesh=mesh, layout=experiment.layout),
-        optimizer=make_optimizer(model, experiment.optimizer),
+        plan=plan,
         started_utc=started_utc,
-        initial_weights_sha256=fingerprint(read_weights(model)),
+        initial_weights_sha256=initial_weights_sha256,
     )
 
 
@@ -86,9 +94,11 @@ def train_step(run: Run, recorder: Recorder | None, step: int) -> None:
         gradients_s = _now(run) - start
         if step == 0 and run.request.ladder:
             record_gradients(run, recorder)
+        if instrumented:
+            run.gradient_bytes = resident_bytes(_gradients(run))
         start = _now(run)
         run.rank.at(step, "optimizer")
-        norm = optimizer_step(run.optimizer, run.experiment.optimizer, step)
+        norm = optimizer_step(run.plan, run.experiment.optimizer, step)
         seconds = gradients_s + _now(run) - start
     run.rank.at(step, "record")
     if step == 0:
@@ -116,8 +126,9 @@ def compute_gradients(
     Returns:
         The mean loss over the global batch, a scalar.
     """
-    passes, replicas = len(inputs_ABT), run.mesh.dp_replicate
-    loss = torch.zeros((), dtype=run.model.lm_head.weight.dtype, device=run.mesh.device)
+    passes, data = len(inputs_ABT), run.mesh.data
+    dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
+    loss = torch.zeros((), dtype=dtype, device=run.mesh.device)
     for index, (inputs_BT, targets_BT) in enumerate(zip(inputs_ABT, targets_ABT, strict=True)):
         is_last = index == passes - 1
         with nullcontext() if is_last else run.plan.no_sync():  # reduce once a step
@@ -125,44 +136,59 @@ def compute_gradients(
             with autocast(run):
                 _, mean = run.plan.module(inputs_BT, targets_BT)
             run.rank.at(step, "backward")
-            (mean / passes).backward()
+            backward(run, mean / passes)
         loss += mean.detach() / passes
     run.rank.at(step, "synchronisation")
     run.plan.finish_gradient_synchronization()
-    if replicas.size > 1:
-        replicas.all_reduce(loss, purpose="loss")
-        loss /= replicas.size
+    if data.size > 1:
+        data.all_reduce(loss, purpose="loss")
+        loss /= data.size
     return loss
 
 
+def backward(run: Run, share: torch.Tensor) -> None:
+    """Add the gradients of one pass's share of the loss to those of the passes before it."""
+    share.backward()
+
+
 def to_device(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """This replica's rows of the global batch, on its device, as int64."""
-    replicas = run.mesh.dp_replicate
-    share = inputs_ABT.shape[1] // replicas.size
-    rows = slice(replicas.rank * share, (replicas.rank + 1) * share)
+    """This rank's rows of the global batch, on its device, as int64; the same for all ranks of tp."""
+    data = run.mesh.data
+    share = inputs_ABT.shape[1] // data.size
+    rows = slice(data.rank * share, (data.rank + 1) * share)
     inputs, targets = (torch.from_numpy(array[:, rows]) for array in (inputs_ABT, targets_ABT))
     return inputs.to(run.mesh.device, torch.int64), targets.to(run.mesh.device, torch.int64)
 
 
 def autocast(run: Run) -> AbstractContextManager:
-    """bfloat16 mixed precision, as nanoGPT does it; else nothing."""
+    """bfloat16 mixed precision, as nanoGPT does it; else nothing.
+
+    Without autocast's cache of cast weights: it would keep every weight that a sharded layout has freed.
+    """
     if run.experiment.precision.dtype != "bfloat16":
         return nullcontext()
-    return torch.autocast(run.mesh.device.type, dtype=torch.bfloat16)
+    return torch.autocast(run.mesh.device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 @contextmanager
 def instrument(run: Run) -> Generator[None]:
     """Watch one step: peak memory, and the ledger. torch-manual's ledger comes from its own door."""
-    state = [t for entry in run.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
-    axis, traffic = run.mesh.dp_replicate, run.mesh.traffic
+    plan, traffic = run.plan, run.mesh.traffic
+    state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+    resident = [*run.model.parameters(), *run.model.buffers(), *plan.parameters.values(), *state]
     traffic.clear()
-    mode = CommunicationMode([axis], door=traffic, default_purpose=GRADIENTS)
-    with track_peak(run.mesh.device, [*run.model.parameters(), *run.model.buffers(), *state]) as peak, mode:
+    mode = CommunicationMode(run.mesh.axes, door=traffic, default_purpose=GRADIENTS)
+    with track_peak(run.mesh.device, map(local, resident), plan.transient) as peak, mode:
         yield
     counted = mode.seen if run.request.engine == "torch-library" else traffic
     run.ledger = counted.ledger(run.mesh.sizes)
     run.peak_bytes = peak.bytes
+
+
+def _gradients(run: Run) -> list[torch.Tensor]:
+    """All that is allocated: a module may hold whole gradients of which this rank updates a piece."""
+    parameters = [*run.plan.module.parameters(), *run.plan.parameters.values()]
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _now(run: Run) -> float:

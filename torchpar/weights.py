@@ -76,31 +76,26 @@ def load_weights(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def read_weights(model: GPT) -> dict[str, np.ndarray]:
-    """The model's weights by canonical name, in canonical shapes; copies."""
-    return {row.name: _to_numpy(row, parameter) for row, parameter in canonical_parameters(model)}
+    """An unsharded model's weights by canonical name, in canonical shapes; copies."""
+    return to_arrays(dict(model.named_parameters()), model.config)
 
 
-def read_gradients(model: GPT) -> dict[str, np.ndarray]:
-    """The gradients that `backward` left, by canonical name, in canonical shapes; copies."""
-    gradients = {}
-    for row, parameter in canonical_parameters(model):
-        assert parameter.grad is not None, f"{row.name} has no gradient"
-        gradients[row.name] = _to_numpy(row, parameter.grad)
-    return gradients
+def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, np.ndarray]:
+    """Weights, gradients or moments as the record wants them.
+
+    Args:
+        tensors: whole ones by nanoGPT's names, in nanoGPT's shapes.
+        config: the model's sizes.
+
+    Returns:
+        Copies by canonical name, in canonical shapes.
+    """
+    return {row.name: _to_numpy(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
 
 
-def read_moments(
-    model: GPT, optimizer: torch.optim.Optimizer, config: Optimizer
-) -> dict[str, dict[str, np.ndarray]]:
-    """The optimizer's moments after a step, m and v as it keeps them, by canonical name; copies."""
-    keys = _TORCH_MOMENTS[config.name]
-    return {
-        moment: {
-            row.name: _to_numpy(row, optimizer.state[parameter][keys[moment]])
-            for row, parameter in canonical_parameters(model)
-        }
-        for moment in moment_names(config)
-    }
+def moment_keys(config: Optimizer) -> dict[str, str]:
+    """torch.optim's name of each moment that this optimizer keeps: m and v, m, or none."""
+    return {name: _TORCH_MOMENTS[config.name][name] for name in moment_names(config)}
 
 
 def load_nanogpt(model: GPT, state: Mapping[str, torch.Tensor]) -> None:

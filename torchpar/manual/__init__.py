@@ -4,22 +4,30 @@ from compare.contract.experiment import Layout
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.mesh import Mesh
 from torchpar.model import GPT
-from torchpar.plan import Plan
+from torchpar.plan import OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
 
 
-def parallelize(model: GPT, *, mesh: Mesh, layout: Layout) -> Plan:
+def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
     """The model under the layout. The order: recomputation, then data parallelism around everything.
 
     One device gets the plain module: the reference that every other run is held against.
     """
     apply_remat(model.blocks, resolve_remat(layout))
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(parameters)
     if mesh.dp_replicate.size == 1:
-        return Plan(model)
+        return Plan(module=model, optimizer=optimizer, parameters=parameters)
     replicas = DataParallel(
         model,
         gradient_sync=layout.gradient_sync,
         bucket_size_mb=layout.bucket_mb,
         group=mesh.dp_replicate,
     )
-    return Plan(replicas, replicas.no_sync, replicas.finish_gradient_synchronization)
+    return Plan(
+        module=replicas,
+        optimizer=optimizer,
+        parameters=parameters,
+        no_sync=replicas.no_sync,
+        finish_gradient_synchronization=replicas.finish_gradient_synchronization,
+    )
