@@ -29,13 +29,13 @@ def axis_size(axis: str) -> int:
     return lax.axis_size(axis)
 
 
-def all_reduce(x: jax.Array, axis: str) -> jax.Array:
-    """The sum of x over a mesh axis, on every device of it."""
+def all_reduce(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """The sum of x over a mesh axis, or several, on every device of it."""
     return lax.psum(x, axis)
 
 
-def all_reduce_mean(x: jax.Array, axis: str) -> jax.Array:
-    """The mean of x over a mesh axis, on every device of it."""
+def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """The mean of x over a mesh axis, or several, on every device of it."""
     return lax.pmean(x, axis)
 
 
@@ -46,3 +46,24 @@ def to_varying(tree: Any, axis: str) -> Any:
     Of a value marked varying the gradient stays local, and reducing it is up to us.
     """
     return jax.tree.map(lambda x: lax.pcast(x, axis, to="varying"), tree)
+
+
+def all_gather(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """The shards of a dim, joined on every device of a mesh axis. Its transpose is `reduce_scatter`."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def all_gather_equal(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """`all_gather`, its result marked as equal on all devices: for parameters after an update."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+
+
+def reduce_scatter(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """This device's shard, along a dim, of the sum over a mesh axis."""
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """This device's shard of an array that is whole on every device: no communication."""
+    size = x.shape[dim] // axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)

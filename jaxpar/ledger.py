@@ -33,7 +33,9 @@ _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computati
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
+_DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)|device_ids=\(([\d,]+)\)")
+_PURPOSE = re.compile(r'op_name="[^"]*\bfor_(\w+?)\b')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,14 @@ class Collective:
         groups: device positions that speak with each other; for a permute, (source, target) pairs.
         arrays: bytes of each array that it moves, full (gathered) size.
         calls: how often it runs in one step.
+        purpose: from a named scope `for_PURPOSE` around what made it; or "".
     """
 
     kind: str
     groups: tuple[tuple[int, ...], ...]
     arrays: tuple[int, ...]
     calls: int = 1
+    purpose: str = ""
 
 
 def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communication]:
@@ -61,9 +65,10 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
         axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
 
     Returns:
-        One entry per kind, axis and purpose, per device and per call of the function. Purpose: scalars are
-        for the loss and its like, "metrics"; everything else is "gradients". A collective over one
-        device is none.
+        One entry per kind, axis and purpose, per device and per call of the function. Purpose: what a
+        named scope `for_PURPOSE` says; else scalars are for the loss and its like, "metrics", what runs
+        along tp is for "activations", a gather along dp for "parameters", and a reduction for
+        "gradients". A collective over one device is none.
 
     Raises:
         ValueError: a collective in a loop of unknown length, or replica groups in an unknown spelling.
@@ -75,7 +80,7 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
         axis, group_size = _axis(collective, axis_sizes)
         if group_size == 1:
             continue
-        purpose = "metrics" if max(collective.arrays) <= 8 else "gradients"
+        purpose = collective.purpose or _purpose(collective, axis)
         key = (collective.kind, axis, purpose)
         calls[key] += collective.calls
         size[key] += collective.calls * sum(collective.arrays)
@@ -87,6 +92,14 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
         for key in sorted(calls)
         for kind, axis, purpose in [key]
     ]
+
+
+def _purpose(collective: Collective, axis: str) -> str:
+    if max(collective.arrays) <= 8:
+        return "metrics"
+    if axis == "tp":
+        return "activations"
+    return "parameters" if collective.kind == "all_gather" else "gradients"
 
 
 def collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
@@ -159,7 +172,8 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         arrays = arrays[len(arrays) // 2 :]  # (operands, results)
     if kind == "reduce_scatter":
         arrays = [array * len(groups[0]) for array in arrays]
-    return Collective(kind=kind, groups=groups, arrays=tuple(arrays))
+    said = _PURPOSE.search(text)
+    return Collective(kind=kind, groups=groups, arrays=tuple(arrays), purpose=said[1] if said else "")
 
 
 def _bytes(dtype: str, dims: str) -> int:
@@ -175,19 +189,35 @@ def _groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], 
         return tuple(tuple(map(int, group.split(","))) for group in groups) or (tuple(range(everyone)),)
     if match := _IOTA.search(text):
         shape, source = (tuple(map(int, match[i].split(","))) for i in (1, 2))
-        ids = np.arange(math.prod(source)).reshape(source)
-        if match[3]:
-            ids = ids.transpose([int(dim) for dim in match[3].split(",")])
+        ids = _transposed(source, match[3])
         return tuple(tuple(int(i) for i in row) for row in ids.reshape(shape))
     if match := _NAMED.search(text):
         sizes = {name: int(size) for name, size in re.findall(r"'?([\w]+)'?=(\d+)", match[1])}
-        return _groups_along(tuple(re.findall(r"\w+", match[2])), sizes)
+        return _groups_along(tuple(re.findall(r"\w+", match[3])), sizes, _device_ids(match[2]))
     raise ValueError(f"a collective whose replica groups cannot be read: {text[:200]}")
 
 
-def _groups_along(axes: tuple[str, ...], axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    """The groups of devices that differ only along `axes`."""
-    ids = np.arange(math.prod(axis_sizes.values())).reshape(tuple(axis_sizes.values()))
+def _device_ids(text: str) -> np.ndarray | None:
+    """The devices of a named mesh that XLA has ordered anew: ([2,2]T(1,0)) or (0,2,1,3)."""
+    match = _DEVICE_IDS.search(text)
+    if not match:
+        return None
+    if match[3]:
+        return np.array([int(i) for i in match[3].split(",")])
+    return _transposed(tuple(map(int, match[1].split(","))), match[2])
+
+
+def _transposed(shape: tuple[int, ...], dims: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose([int(dim) for dim in dims.split(",")]) if dims else ids
+
+
+def _groups_along(
+    axes: tuple[str, ...], axis_sizes: Mapping[str, int], ids: np.ndarray | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of devices that differ only along `axes`; `ids` if they are not in order."""
+    ids = np.arange(math.prod(axis_sizes.values())) if ids is None else ids
+    ids = ids.reshape(tuple(axis_sizes.values()))
     last = [list(axis_sizes).index(axis) for axis in axes]
     ids = np.moveaxis(ids, last, range(-len(axes), 0))
     size = math.prod(axis_sizes[axis] for axis in axes)

@@ -1,8 +1,10 @@
 """What a run cost, and on what: memory, CPU time, threads, versions."""
 
 import importlib.metadata
+import math
 import os
 import platform
+from typing import Any
 
 import jax
 
@@ -30,6 +32,16 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
         - analysis.alias_size_in_bytes
     )
     return [planned] * len(devices), "XLA's buffer assignment of one step: argument + temp + output - alias"
+
+
+def resident_bytes(tree: Any, devices: list[jax.Device]) -> list[int]:
+    """Bytes of a tree's shards on each device; leaves have shape, dtype and sharding."""
+    total = dict.fromkeys(devices, 0)
+    for leaf in jax.tree.leaves(tree):
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for device in leaf.sharding.device_set:
+            total[device] += size
+    return list(total.values())
 
 
 def cpu_seconds() -> float:

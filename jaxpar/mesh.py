@@ -11,11 +11,9 @@ from jax.sharding import AxisType, Mesh
 from compare.contract.experiment import Layout
 from jaxpar.errors import MissingDevicesError
 
-AXES = ("dp_replicate",)
-
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
-    """A mesh over the first `layout.devices` local devices, with axes `AXES`.
+    """A mesh over the first `layout.devices` local devices: the axes are `layout.axes`, of size 1 included.
 
     The axes are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual.
 
@@ -37,11 +35,11 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     if len(devices) < layout.devices:
         raise MissingDevicesError(
             f"the layout needs {layout.devices} {platform} devices and JAX finds {len(devices)}: lower "
-            f"layout.dp_replicate, or use platform cpu, whose devices are virtual"
+            f"a degree of the layout, or use platform cpu, whose devices are virtual"
         )
-    shape = tuple(getattr(layout, axis) for axis in AXES)
-    grid = np.array(devices[: layout.devices]).reshape(shape)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    axes = layout.axes
+    grid = np.array(devices[: layout.devices]).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def device_kind(device: jax.Device) -> str:

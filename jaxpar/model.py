@@ -10,6 +10,7 @@ Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, M = 4C, 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -149,11 +150,17 @@ class GPT(nnx.Module):
         spec: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
         remat: none, dots or full: see `jaxpar.remat`.
+
+    Attributes:
+        wrap_layer: applied to the scanned `block(x_BTC, layer) -> (x_BTC, None)`, `layer` being a nested
+            dict of one layer's parameters. Whoever edits the model from outside may put another there.
+        cross_entropy: (logits, targets) -> mean loss.
     """
 
     def __init__(self, spec: Model, *, precision: Precision, remat: Remat):
         dtypes = Dtypes(precision)
-        self.remat = remat
+        self.wrap_layer = partial(apply_remat, remat=remat)
+        self.cross_entropy = cross_entropy
         self.embedding = Embedding(spec, dtypes)
         self.blocks = nnx.vmap(lambda: Block(spec, dtypes), axis_size=spec.n_layer)()
         self.norm = layer_norm(spec, dtypes)
@@ -165,8 +172,13 @@ class GPT(nnx.Module):
         def block(x_BTC: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graph, layer)(x_BTC), None
 
-        x_BTC, _ = lax.scan(apply_remat(block, self.remat), self.embedding(tokens_BT), layers)
+        embedded_BTC = self.embedding(tokens_BT)
+        x_BTC, _ = lax.scan(self.wrap_layer(block), embedded_BTC, nnx.to_pure_dict(layers))
         return self.embedding.logits(self.norm(x_BTC))
+
+    def loss(self, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Mean cross-entropy in nats of the targets, a scalar."""
+        return self.cross_entropy(self(tokens_BT), targets_BT)
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -175,17 +187,30 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
 
 
-def make_loss(spec: Model, *, precision: Precision, remat: Remat) -> tuple[Callable[..., jax.Array], Any]:
+def make_loss(
+    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
+) -> tuple[Callable[..., jax.Array], Any]:
     """The model as a pure function.
+
+    Args:
+        spec: sizes, bias, activation, epsilon.
+        precision: storage and compute dtypes.
+        remat: none, dots or full.
+        edit: may swap the model's modules and functions before it is split; parameter paths stay.
 
     Returns:
         `loss(params, batch)`, the mean cross-entropy of `batch = {"inputs": (B, T), "targets": (B, T)}`;
         and the tree of `params` as `jax.ShapeDtypeStruct`s: nested dicts, layers stacked.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(spec, precision=precision, remat=remat)))
+
+    def edited() -> GPT:
+        model = GPT(spec, precision=precision, remat=remat)
+        edit(model)
+        return model
+
+    graph, state = nnx.split(nnx.eval_shape(edited))
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        model = nnx.merge(graph, params)
-        return cross_entropy(model(batch["inputs"]), batch["targets"])
+        return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
 
     return loss, nnx.to_pure_dict(state)

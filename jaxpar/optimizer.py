@@ -36,6 +36,12 @@ def moments(state: Any) -> dict[str, Any]:
     return state[-1]
 
 
+def state_like(optimizer: optax.GradientTransformationExtraArgs, params: Any, tree: Any) -> Any:
+    """The state of `make_optimizer` with `tree` in place of every moment: for shardings and specs."""
+    state = jax.eval_shape(optimizer.init, params)
+    return (*state[:-1], dict.fromkeys(moments(state), tree))
+
+
 def global_norm(tree: Any) -> jax.Array:
     """Euclidean norm over all leaves, which must be whole on every device."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))

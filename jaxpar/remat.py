@@ -8,12 +8,13 @@ import jax
 from compare.contract.experiment import Layout
 
 Remat = Literal["none", "dots", "full"]
+IsGather = Callable[..., bool]
+"""(primitive, **its parameters) -> whether it makes a whole parameter out of shards."""
 
-# What forward may keep of a layer; the rest is computed again.
-POLICIES = {
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+# What only casts or reshapes: kept in place of a gathered parameter, it would be the parameter again.
+VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "transpose"})
+# The result of a sum over devices is dear in the way that a matrix product is: dots keeps it as well.
+REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 def resolve_remat(layout: Layout) -> Remat:
@@ -21,9 +22,34 @@ def resolve_remat(layout: Layout) -> Remat:
     return "dots" if layout.remat == "auto" else layout.remat
 
 
-def apply_remat(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A scanned layer that keeps of its forward pass what `remat` allows."""
-    if remat == "none":
+def apply_remat(
+    layer: Callable[..., Any],
+    remat: Remat,
+    *,
+    is_gather: IsGather | None = None,
+    keep_gathered: bool = False,
+) -> Callable[..., Any]:
+    """A scanned layer that keeps of its forward pass what `remat` allows.
+
+    Args:
+        layer: what lax.scan runs.
+        remat: none keeps all, dots matrix products and sums over devices, full nothing.
+        is_gather: which of its operations gather parameters; None if it gathers none.
+        keep_gathered: keep what was gathered until backward; otherwise it is gathered again, whatever
+            `remat` says.
+    """
+    if remat == "none" and (is_gather is None or keep_gathered):
         return layer
+
+    def policy(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+        if is_gather is not None and is_gather(primitive, **parameters):
+            return keep_gathered
+        if remat == "none":
+            return primitive.name not in VIEWS
+        return remat == "dots" and (
+            primitive.name in REDUCTIONS
+            or bool(jax.checkpoint_policies.dots_saveable(primitive, *arguments, **parameters))
+        )
+
     # A scan compiles its body apart from its backward: nothing has to be kept from merging the two (CSE).
-    return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)

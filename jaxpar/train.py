@@ -21,11 +21,11 @@ from compare.contract.parameters import fingerprint, initial_parameters, paramet
 from compare.contract.record import Manifest, Recorder, Request, Rung, Step
 from jaxpar import compiler, manual, weights
 from jaxpar.ledger import communications
-from jaxpar.measure import cpu_seconds, peak_memory, threads, versions
+from jaxpar.measure import cpu_seconds, peak_memory, resident_bytes, threads, versions
 from jaxpar.mesh import device_kind, make_mesh
 from jaxpar.model import make_loss
-from jaxpar.optimizer import make_optimizer, moments
-from jaxpar.plan import Plan
+from jaxpar.optimizer import make_optimizer, moments, state_like
+from jaxpar.plan import Plan, Problem
 from jaxpar.remat import Remat, resolve_remat
 
 PARALLELIZE = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}
@@ -61,7 +61,7 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] 
     progress()
 
     plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat)
-    initial_weights = weights.to_canonical(state.params, experiment.model)
+    initial_weights = weights.to_canonical(plan.strip(state.params), experiment.model)
     begun = time.perf_counter()
     step = compile_step(plan, state, experiment)
     compile_s = time.perf_counter() - begun
@@ -96,6 +96,11 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] 
         cpu_time_s=cpu_seconds(),
         peak_memory_bytes=peak_memory_bytes,
         peak_memory_method=peak_memory_method,
+        resident_bytes={
+            "parameters": resident_bytes(state.params, devices),
+            "gradients": resident_bytes(gradients_at_rest(plan, state), devices),
+            "optimizer": resident_bytes(state.opt_state, devices),
+        },
     )
     recorder.finish(manifest, communications(hlo, mesh.shape))
 
@@ -103,13 +108,28 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] 
 def prepare(engine: str, experiment: Experiment, *, mesh: Mesh, remat: Remat) -> tuple[Plan, TrainState]:
     """The engine's step for an experiment, and the state at step 0, placed on the devices."""
     model = experiment.model
-    loss, _ = make_loss(model, precision=experiment.precision, remat=remat)
     decay = weights.decay_mask(model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    plan = PARALLELIZE[engine](loss, optimizer, mesh=mesh, layout=experiment.layout)
-    params = jax.device_put(weights.from_canonical(initial_parameters(experiment), model), plan.state)
-    opt_state = jax.jit(optimizer.init, out_shardings=plan.state)(params)
+    problem = make_problem(experiment, remat=remat)
+    plan = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
+    initial = plan.pad(weights.from_canonical(initial_parameters(experiment), model))
+    params = jax.device_put(initial, plan.params)
+    moments = state_like(optimizer, params, plan.moments)
+    opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     return plan, TrainState(params=params, opt_state=opt_state)
+
+
+def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
+    """nanoGPT as the engines see it: a loss that can be edited, and what its leaves' dims mean."""
+    model, precision = experiment.model, experiment.precision
+    _, shapes = make_loss(model, precision=precision, remat=remat)
+    return Problem(
+        build=lambda edit: make_loss(model, precision=precision, remat=remat, edit=edit)[0],
+        shapes=shapes,
+        axes=weights.logical_axes(model),
+        remat=remat,
+        stacked=weights.STACKED,
+    )
 
 
 def compile_step(
@@ -128,10 +148,11 @@ def compile_step(
     train = experiment.train
     shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
     batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
+    moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     jitted = jax.jit(
         step,
-        in_shardings=(plan.state, plan.state, plan.batch, plan.scalars),
-        out_shardings=(plan.state, plan.state, plan.scalars, plan.state),
+        in_shardings=(plan.params, moments, plan.batch, plan.scalars),
+        out_shardings=(plan.params, moments, plan.scalars, plan.moments if with_gradients else None),
         donate_argnums=(0, 1),
     )
     lowered = jitted.lower(state.params, state.opt_state, batch, device_scalars(experiment, 0))
@@ -179,25 +200,44 @@ def loop(
             )
         )
         if request.ladder:
-            capture(request, recorder, state, done=index + 1, batch=batch, gradients=gradients)
+            capture(request, recorder, plan, state, done=index + 1, batch=batch, gradients=gradients)
         progress()
     return first_step_s
 
 
 def capture(
-    request: Request, recorder: Recorder, state: TrainState, *, done: int, batch: Any, gradients: Any
+    request: Request,
+    recorder: Recorder,
+    plan: Plan,
+    state: TrainState,
+    *,
+    done: int,
+    batch: Any,
+    gradients: Any,
 ) -> None:
     """Leave the ladder's tensors that exist after `done` steps, read back from the devices."""
-    model = request.experiment.model
+
+    def write(rung: Rung, tree: Any) -> None:
+        recorder.tensors(rung, weights.to_canonical(plan.strip(tree), request.experiment.model))
+
     if done == 1:
         recorder.tensors(Rung.BATCH, jax.device_get(batch))
-        recorder.tensors(Rung.GRADIENTS, weights.to_canonical(gradients, model))
-        recorder.tensors(Rung.FIRST_WEIGHTS, weights.to_canonical(state.params, model))
+        write(Rung.GRADIENTS, gradients)
+        write(Rung.FIRST_WEIGHTS, state.params)
         rungs = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
         for name, tree in moments(state.opt_state).items():
-            recorder.tensors(rungs[name], weights.to_canonical(tree, model))
+            write(rungs[name], tree)
     if done == request.later_step:
-        recorder.tensors(Rung.LATER_WEIGHTS, weights.to_canonical(state.params, model))
+        write(Rung.LATER_WEIGHTS, state.params)
+
+
+def gradients_at_rest(plan: Plan, state: TrainState) -> Any:
+    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it."""
+    return jax.tree.map(
+        lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
+        state.params,
+        plan.accumulated,
+    )
 
 
 def device_scalars(experiment: Experiment, step: int) -> dict[str, np.ndarray]:

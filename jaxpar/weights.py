@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from compare.contract.experiment import Model
 from compare.contract.parameters import Parameter, decays, parameter_table
+from jaxpar.placement import LAYER
 
 STACKED = "blocks"
 
@@ -44,6 +45,16 @@ def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]
         slices = leaf if path[0] == STACKED else leaf[None]
         named |= {parameter.name: tensor for parameter, tensor in zip(parameters, slices, strict=True)}
     return {parameter.name: named[parameter.name] for parameter in parameter_table(model)}
+
+
+def logical_axes(model: Model) -> dict[str, Any]:
+    """A tree with each leaf's logical axes, `LAYER` first where layers are stacked."""
+    return unflatten_dict(
+        {
+            path: ((LAYER,) if path[0] == STACKED else ()) + parameters[0].axes
+            for path, parameters in _parameters_by_path(model).items()
+        }
+    )
 
 
 def decay_mask(model: Model, decay: str) -> dict[str, Any]:

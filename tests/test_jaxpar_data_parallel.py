@@ -77,8 +77,10 @@ def compile_by_compiler(params, batch):
     gradients_of = functools.partial(
         by_compiler.reduce_after_accumulation, functools.partial(accumulated_gradients, loss), mesh=mesh
     )
-    shardings = by_compiler.parameter_sharding(mesh), by_compiler.batch_sharding(mesh)
-    jitted = jax.jit(gradients_of, in_shardings=shardings, out_shardings=NamedSharding(mesh, P()))
+    whole = NamedSharding(mesh, P())
+    jitted = jax.jit(
+        gradients_of, in_shardings=(whole, by_compiler.batch_sharding(mesh)), out_shardings=whole
+    )
     return jitted.lower(params, batch).compile()
 
 
@@ -92,7 +94,7 @@ def worst(actual, expected) -> float:
 
 
 def gradient_calls(compiled) -> int:
-    entries = communications(compiled.as_text(), {AXIS: REPLICAS})
+    entries = communications(compiled.as_text(), Layout(dp_replicate=REPLICAS).axes)
     return sum(entry.calls for entry in entries if entry.kind == "all_reduce")
 
 
@@ -118,7 +120,7 @@ def test_by_hand_equals_one_device(params, batch, expected, how, calls):
 def test_by_compiler_equals_one_device_and_reduces_once(params, batch, expected):
     compiled = compile_by_compiler(params, batch)
     assert worst(compiled(params, batch), expected) <= 1e-12
-    (entry,) = communications(compiled.as_text(), {AXIS: REPLICAS})
+    (entry,) = communications(compiled.as_text(), Layout(dp_replicate=REPLICAS).axes)
     used = sum(leaf.nbytes for name, leaf in params.items() if name not in ("layers", "unused"))
     used += sum(leaf.nbytes for leaf in params["layers"])
     assert entry.bytes == used + 8  # and the loss; three times that if it reduced every microbatch

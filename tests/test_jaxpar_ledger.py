@@ -21,46 +21,60 @@ GRID = {"dp": 2, "tp": 2}
 CASES = {
     "listed groups along the last axis": (
         "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add",
-        ("all_reduce", "tp", 1, 128, 128),
+        ("all_reduce", "tp", 1, 128, 128, "activations"),
     ),
     "iota groups, transposed, along the first axis": (
         "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add",
-        ("all_reduce", "dp", 1, 128, 128),
+        ("all_reduce", "dp", 1, 128, 128, "gradients"),
     ),
     "named mesh axes": (
         "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups=mesh['dp'=2,'tp'=2] {'dp'}, to_apply=%add",
-        ("all_reduce", "dp", 1, 128, 128),
+        ("all_reduce", "dp", 1, 128, 128, "gradients"),
+    ),
+    "named mesh axes over devices in another order": (
+        "%x = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=1,'b'=2,'c'=2], "
+        "device_ids=([2,2]T(1,0)) {'b'}, dimensions={0}",
+        ("all_gather", "tp", 1, 32, 16, "activations"),
+    ),
+    "named mesh axes over listed devices": (
+        "%x = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}",
+        ("all_gather", "dp", 1, 32, 16, "parameters"),
+    ),
+    "a named scope says what it is for": (
+        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, "
+        'metadata={op_name="jit(step)/for_gradients/psum"}',
+        ("all_reduce", "tp", 1, 128, 128, "gradients"),
     ),
     "empty groups are everyone": (
         "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add",
-        ("all_reduce", "dp+tp", 1, 128, 192),
+        ("all_reduce", "dp+tp", 1, 128, 192, "gradients"),
     ),
     "a tuple counts every operand": (
         "%x = (f32[4]{0}, bf16[8]{0}, pred[]) all-reduce(%p, %p, %p), replica_groups=[1,4]<=[4]",
-        ("all_reduce", "dp+tp", 1, 33, 49),
+        ("all_reduce", "dp+tp", 1, 33, 49, "gradients"),
     ),
     "a gather counts its result": (
         "%x = f32[8]{0} all-gather(%p), replica_groups=[2,2]<=[4], dimensions={0}",
-        ("all_gather", "tp", 1, 32, 16),
+        ("all_gather", "tp", 1, 32, 16, "activations"),
     ),
     "a scatter counts its operand": (
         "%x = f32[8]{0} reduce-scatter(%p), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add",
-        ("reduce_scatter", "tp", 1, 64, 32),
+        ("reduce_scatter", "tp", 1, 64, 32, "activations"),
     ),
     "pairs of a permute stay along an axis": (
         "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}",
-        ("permute", "tp", 1, 32, 32),
+        ("permute", "tp", 1, 32, 32, "activations"),
     ),
     "start and done are one gather": (
         "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4], dimensions={0}\n"
         "  %x = f32[8]{0} all-gather-done(%s)",
-        ("all_gather", "tp", 1, 32, 16),
+        ("all_gather", "tp", 1, 32, 16, "activations"),
     ),
     "start and done are one permute": (
         "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), "
         "source_target_pairs={{0,2},{1,3}}\n"
         "  %x = f32[8]{0} collective-permute-done(%s)",
-        ("permute", "dp", 1, 32, 32),
+        ("permute", "dp", 1, 32, 32, "gradients"),
     ),
 }
 
@@ -74,9 +88,9 @@ def module(entry: str, others: str = "") -> str:
 @pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
 def test_spellings(text, expected):
     (entry,) = communications(module(text), GRID)
-    kind, axis, calls, size, wire = expected
+    kind, axis, calls, size, wire, purpose = expected
     assert entry == Communication(
-        kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose="gradients"
+        kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
     )
 
 

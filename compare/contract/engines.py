@@ -68,12 +68,14 @@ ENGINES = {
             side="jaxpar",
             gradient_sync=("xla",),
             decides="XLA: jit with Mesh and NamedSharding",
+            zero=(1, 2, 3),
         ),
         Engine(
             name="jax-manual",
             side="jaxpar",
             gradient_sync=("naive", "flat", "bucketed"),
             decides="we do: shard_map and lax collectives",
+            zero=(1, 2, 3),
         ),
         Engine(
             name="torch-manual",

@@ -8,40 +8,75 @@ from functools import partial
 from typing import Any
 
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
-from jaxpar.compiler import data_parallel
+from jaxpar.compiler import data_parallel, fully_sharded
 from jaxpar.optimizer import global_norm
-from jaxpar.plan import Loss, Plan, accumulated_gradients
+from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
 
 
 def parallelize(
-    loss: Loss, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
+    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
 ) -> Plan:
-    """The training step of any loss over a pytree, as the compiler partitions it.
+    """The training step of a problem, as the compiler partitions it.
 
     Args:
-        loss: see `Loss`.
+        problem: what is trained.
         optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
-        mesh: has an axis dp_replicate.
-        layout: leaves the compiler no choice yet.
+        mesh: has the axes of `layout.axes`.
+        layout: all of it but gradient_sync, which is the compiler's own choice.
     """
-    gradients_of = partial(accumulated_gradients, loss)
+    placements = problem.place(split={}, tp=layout.tp, shards=layout.dp_shard)
+    loss = _loss(problem, placements, mesh=mesh, layout=layout)
+    shard = partial(fully_sharded.shard, placements=placements, mesh=mesh)
+    # Gradients that pile up whole (zero 0 and 1) can wait for the end, each device's own until then.
+    late = data_parallel.BATCH if layout.zero < 2 else (data_parallel.AXIS,)
+    accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
+
+    def gradients_of(params: Any, batch: Any):
+        return accumulated_gradients(loss, params, batch, reduce=shard if layout.zero >= 2 else _same)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        value, gradients = data_parallel.reduce_after_accumulation(gradients_of, params, batch, mesh=mesh)
+        value, gradients = data_parallel.reduce_after_accumulation(
+            gradients_of, params, batch, mesh=mesh, axes=late
+        )
+        gradients = shard(lax.with_sharding_constraint(gradients, accumulated))
         grad_norm = global_norm(gradients)
+        params = shard(params)
         updates, opt_state = optimizer.update(
             gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars
         )
         metrics = {"loss": value, "grad_norm": grad_norm}
-        return optax.apply_updates(params, updates), opt_state, metrics, gradients
+        return shard(optax.apply_updates(params, updates)), opt_state, metrics, gradients
 
     return Plan(
         step=step,
-        state=data_parallel.parameter_sharding(mesh),
+        placements=placements,
+        params=shardings(mesh, placements, sharded=layout.zero == 3),
+        moments=shardings(mesh, placements, sharded=True),
+        accumulated=accumulated,
         batch=data_parallel.batch_sharding(mesh),
         scalars=NamedSharding(mesh, P()),
     )
+
+
+def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> Loss:
+    """The problem's loss over stored parameters."""
+    if layout.zero != 3:
+        loss = problem.build(_same)
+        return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+    edit = fully_sharded.gather_layers(
+        placements[problem.stacked],
+        mesh=mesh,
+        remat=problem.remat,
+        reshard_after_forward=layout.reshard_after_forward,
+    )
+    loss = problem.build(edit)
+    return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=problem.stacked)
+
+
+def _same(tree: Any) -> Any:
+    return tree

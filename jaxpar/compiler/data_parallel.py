@@ -5,6 +5,7 @@ it needs a sum over devices, and its gradients too, is for the partitioner to fi
 where a gradient is made: inside the backward loop over layers, and inside a loop over microbatches, too.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXIS = "dp_replicate"
+BATCH = ("dp_replicate", "dp_shard")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a batch (A, B, ...): B is split."""
-    return NamedSharding(mesh, P(None, AXIS))
+    """Of a batch (A, B, ...): B is split, over replicas outermost."""
+    return NamedSharding(mesh, P(None, BATCH))
 
 
 def parameter_sharding(mesh: Mesh) -> NamedSharding:
@@ -27,7 +29,12 @@ def parameter_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def reduce_after_accumulation(
-    gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]], params: Any, batch: Any, *, mesh: Mesh
+    gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]],
+    params: Any,
+    batch: Any,
+    *,
+    mesh: Mesh,
+    axes: tuple[str, ...] = (AXIS,),
 ) -> tuple[jax.Array, Any]:
     """Keep the sum over devices out of the loop over microbatches.
 
@@ -38,17 +45,24 @@ def reduce_after_accumulation(
     Args:
         gradients_of: (params, batch) -> (mean loss, gradients), accumulating over A.
         params: any pytree.
-        batch: a pytree of (A, B, ...), B split over `AXIS`. With A = 1 XLA does as it likes.
+        batch: a pytree of (A, B, ...), B split as `batch_sharding` says. With A = 1 XLA does as it likes.
+        mesh: has `axes`.
+        axes: the mesh axes that become a dim, the first ones of `BATCH`.
     """
-    replicas, accumulation = mesh.shape[AXIS], jax.tree.leaves(batch)[0].shape[0]
+    replicas = math.prod(mesh.shape[axis] for axis in axes)
+    accumulation = jax.tree.leaves(batch)[0].shape[0]
     if replicas == 1 or accumulation == 1:
         return gradients_of(params, batch)
+    inner = tuple(axis for axis in BATCH if axis not in axes and axis in mesh.shape)
 
     def with_replica_dim(x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], replicas, x.shape[1] // replicas, *x.shape[2:])
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, AXIS)))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, axes, inner)))
 
-    each_replica = jax.vmap(gradients_of, in_axes=(None, 1), spmd_axis_name=AXIS)
+    def replica_dim_split(x: jax.Array) -> jax.Array:
+        free = (P.UNCONSTRAINED,) * (x.ndim - 1)
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(axes, *free)))
+
+    each_replica = jax.vmap(gradients_of, in_axes=(None, 1), spmd_axis_name=axes)
     per_replica = each_replica(params, jax.tree.map(with_replica_dim, batch))
-    per_replica = lax.with_sharding_constraint(per_replica, NamedSharding(mesh, P(AXIS)))
-    return jax.tree.map(lambda x: x.mean(axis=0), per_replica)
+    return jax.tree.map(lambda x: replica_dim_split(x).mean(axis=0), per_replica)

@@ -11,43 +11,91 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
 from jaxpar import collectives
-from jaxpar.manual import data_parallel
-from jaxpar.optimizer import global_norm
-from jaxpar.plan import Loss, Plan, accumulated_gradients
+from jaxpar.manual import data_parallel, fully_sharded
+from jaxpar.manual.global_norm import global_norm
+from jaxpar.optimizer import state_like
+from jaxpar.placement import specs
+from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
+
+REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
 
 
 def parallelize(
-    loss: Loss, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
+    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
 ) -> Plan:
-    """The training step of any loss over a pytree, with the layout's collectives written out.
+    """The training step of a problem, with the layout's collectives written out.
 
     Args:
-        loss: see `Loss`; each device calls it on its share of the batch.
+        problem: its loss runs on each device, on its share of the batch.
         optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
-        mesh: has an axis dp_replicate.
-        layout: gradient_sync (naive, flat, bucketed) and bucket_mb.
+        mesh: has the axes of `layout.axes`.
+        layout: all of it.
     """
+    placements = problem.place(split={}, tp=layout.tp, shards=layout.dp_shard)
+    loss = _loss(problem, placements, layout)
     # One replica: a psum over one device is nothing, and XLA removes it.
     method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
 
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        local = collectives.to_varying(params, data_parallel.AXIS)
-        value, gradients = accumulated_gradients(loss, local, batch)
-        gradients = data_parallel.synchronize_gradients(gradients, method=method, bucket_mb=layout.bucket_mb)
-        grad_norm = global_norm(gradients)
-        updates, opt_state = optimizer.update(
-            gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars
+    def gradients_of(params: Any, batch: Any):
+        """This device's part of the mean loss and of its gradients, reduced over nothing but dp_shard."""
+        local = collectives.to_varying(params, REPLICATE)
+        local = fully_sharded.own_copies(local, placements, stage=layout.zero)
+        if layout.zero != 2:
+            value, gradients = accumulated_gradients(loss, local, batch)
+            if layout.zero == 3:
+                return value, gradients
+            return value, fully_sharded.scatter_gradients(gradients, placements)
+        return accumulated_gradients(
+            loss,
+            local,
+            batch,
+            reduce=lambda gradients: fully_sharded.scatter_gradients(gradients, placements),
+            like=fully_sharded.own_shards(local, placements),
         )
-        metrics = {"loss": collectives.all_reduce_mean(value, data_parallel.AXIS), "grad_norm": grad_norm}
-        return optax.apply_updates(params, updates), opt_state, metrics, gradients
 
-    batch_spec = P(None, data_parallel.AXIS)
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+        value, gradients = gradients_of(params, batch)
+        gradients = fully_sharded.mean_gradients(gradients, placements)
+        gradients = data_parallel.synchronize_gradients(gradients, method=method, bucket_mb=layout.bucket_mb)
+        grad_norm = global_norm(gradients, placements)
+        shards = params if layout.zero == 3 else fully_sharded.own_shards(params, placements)
+        updates, opt_state = optimizer.update(
+            gradients, opt_state, shards, grad_norm=grad_norm, scalars=scalars
+        )
+        shards = optax.apply_updates(shards, updates)
+        params = shards if layout.zero == 3 else fully_sharded.whole_again(shards, placements)
+        metrics = {"loss": collectives.all_reduce_mean(value, (REPLICATE, SHARD)), "grad_norm": grad_norm}
+        return params, opt_state, metrics, gradients
+
+    batch_spec = P(None, (REPLICATE, SHARD))
+    at_rest = specs(placements, sharded=layout.zero == 3)
+    sharded = specs(placements, sharded=True)
+    moments = state_like(optimizer, problem.shapes, sharded)
     return Plan(
         step=collectives.per_device(
-            step, mesh=mesh, in_specs=(P(), P(), batch_spec, P()), out_specs=(P(), P(), P(), P())
+            step,
+            mesh=mesh,
+            in_specs=(at_rest, moments, batch_spec, P()),
+            out_specs=(at_rest, moments, P(), sharded),
         ),
-        state=NamedSharding(mesh, P()),
+        placements=placements,
+        params=shardings(mesh, placements, sharded=layout.zero == 3),
+        moments=shardings(mesh, placements, sharded=True),
+        accumulated=shardings(mesh, placements, sharded=layout.zero >= 2),
         batch=NamedSharding(mesh, batch_spec),
         scalars=NamedSharding(mesh, P()),
         compiler_options=collectives.KEEP_COLLECTIVES_APART,
     )
+
+
+def _loss(problem: Problem, placements: Any, layout: Layout) -> Loss:
+    """The problem's loss over one device's stored parameters."""
+    if layout.zero != 3:
+        loss = problem.build(lambda model: None)
+        return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+    edit = fully_sharded.gather_layers(
+        placements[problem.stacked],
+        remat=problem.remat,
+        reshard_after_forward=layout.reshard_after_forward,
+    )
+    return fully_sharded.gather_the_rest(problem.build(edit), placements, stacked=problem.stacked)

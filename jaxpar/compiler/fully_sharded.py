@@ -1,0 +1,77 @@
+"""Fully sharded data parallelism by the compiler: say where state lives, and XLA moves it.
+
+    zero   constrained to shards of dp_shard          what XLA makes of it
+    1      moments, and the update                    gradients reduced once, parameters gathered once
+    2      + gradients, as they pile up               gradients reduced once a microbatch
+    3      + parameters                               gathered in the layer loop, forward and backward
+
+Stage 3 needs the scan: unrolled layers would be gathered once and kept whole. In the loop each layer says
+that it wants its parameters whole; what a remat policy refuses to keep, backward gathers again. On a CPU
+XLA makes no reduce-scatter: it all-reduces and takes a slice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxpar.placement import one_layer
+from jaxpar.plan import Edit, Loss, shardings
+from jaxpar.remat import Remat, apply_remat
+
+AXIS = "dp_shard"
+
+
+def shard(tree: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """Say that gradients, parameters or moments are split over dp_shard."""
+    return lax.with_sharding_constraint(tree, shardings(mesh, placements, sharded=True))
+
+
+def whole(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """Say that parameters are whole along dp_shard, and take its padding off."""
+    gathered = lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
+    return strip_padding(gathered, placements)
+
+
+def strip_padding(params: Any, placements: Any) -> Any:
+    """Parameters without what only makes shards equal in size."""
+    return jax.tree.map(lambda p, x: p.strip_shards(x), placements, params)
+
+
+def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool) -> Edit:
+    """An edit of the model: every scanned layer wants its own parameters whole.
+
+    Args:
+        placements: of the stacked layers' leaves.
+        mesh: has an axis dp_shard.
+        remat: what forward may keep, gathered parameters aside.
+        reshard_after_forward: gather again in backward; false keeps what forward gathered.
+    """
+    placements = one_layer(placements)
+    gathered = set(jax.tree.leaves(shardings(mesh, placements, sharded=False)))
+
+    def is_gather(primitive: Any, **parameters: Any) -> bool:
+        return primitive.name == "sharding_constraint" and parameters["sharding"] in gathered
+
+    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def gathering(x: Any, shards: Any) -> Any:
+            return layer(x, whole(shards, placements, mesh=mesh))
+
+        return apply_remat(gathering, remat, is_gather=is_gather, keep_gathered=not reshard_after_forward)
+
+    def edit(model: Any) -> None:
+        model.wrap_layer = wrap_layer
+
+    return edit
+
+
+def gather_the_rest(loss: Loss, placements: Any, *, mesh: Mesh, stacked: str) -> Loss:
+    """The loss of a model whose layers want themselves whole: all else is gathered up front, and kept."""
+
+    def gathering(params: Any, batch: Any) -> jax.Array:
+        rest = {key: p for key, p in placements.items() if key != stacked}
+        return loss({**params, **whole({key: params[key] for key in rest}, rest, mesh=mesh)}, batch)
+
+    return gathering

@@ -1,0 +1,143 @@
+"""Where every dim of every leaf lives: mesh axes by dim, padded so that each device holds an equal part.
+
+Both engines store the same arrays in the same places; they differ in who moves them. `tp` takes the dim
+whose logical axis its table names. `dp_shard` then takes, of all dims but the layers (a scan walks along
+them, and a layer must be gathered by itself), the largest that it divides, one that tp left alone if there
+is such a one. If it divides none, the largest is padded with zeros. A padded entry has no gradient, so
+that it stays zero: it costs bytes, at most one row less than there are devices, and changes no number.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+TP, SHARD = "tp", "dp_shard"
+LAYER = "layer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One leaf's.
+
+    Attributes:
+        shape: the true shape, over all devices.
+        tp_dim: the dim that tp splits, or None.
+        shard_dim: the dim that dp_shard splits, within a tp part if it is the same one; or None.
+        tp: the degree of tp.
+        shards: the degree of dp_shard.
+    """
+
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    shard_dim: int | None = None
+    tp: int = 1
+    shards: int = 1
+
+    def spec(self, *, sharded: bool) -> P:
+        """The leaf's PartitionSpec; without dp_shard unless `sharded`."""
+        by_dim: list[Any] = [None] * len(self.shape)
+        if self.tp_dim is not None:
+            by_dim[self.tp_dim] = TP
+        if sharded and self.shard_dim is not None:
+            by_dim[self.shard_dim] = SHARD if self.shard_dim != self.tp_dim else (TP, SHARD)
+        return P(*by_dim)
+
+    def part(self, dim: int, *, sharded: bool) -> int:
+        """Size of a dim on one device, padding for tp included; for dp_shard, too, if `sharded`."""
+        size = self.shape[dim]
+        size = -(-size // self.tp) if dim == self.tp_dim else size
+        return -(-size // self.shards) if sharded and dim == self.shard_dim else size
+
+    def pad(self, x: np.ndarray) -> np.ndarray:
+        """The true array as it is stored: zeros where a part is short."""
+        if self.tp_dim is not None:
+            x = _pad(x, self.tp_dim, self.tp * self.part(self.tp_dim, sharded=False))
+        if self.shard_dim is not None:
+            parts = self._tp_parts(x)
+            size = self.shards * self.part(self.shard_dim, sharded=True)
+            x = self._joined(_pad(parts, self.shard_dim + 1, size))
+        return x
+
+    def strip_shards(self, x: Any) -> Any:
+        """Take dp_shard's padding off a whole array (NumPy or JAX); what tp padded stays."""
+        if self.shard_dim is None:
+            return x
+        size = self.part(self.shard_dim, sharded=False)
+        if x.shape[self.shard_dim] == size * (self.tp if self.shard_dim == self.tp_dim else 1):
+            return x
+        return self._joined(_head(self._tp_parts(x), self.shard_dim + 1, size))
+
+    def strip(self, x: Any) -> Any:
+        """The true array again."""
+        x = self.strip_shards(x)
+        return x if self.tp_dim is None else _head(x, self.tp_dim, self.shape[self.tp_dim])
+
+    def _tp_parts(self, x: Any) -> Any:
+        """Split tp's dim off, if dp_shard splits within its parts: (..., n, ...) -> (..., tp, n/tp, ...).
+
+        Always one dim more, at shard_dim, so that the part itself is at shard_dim + 1.
+        """
+        dim, parts = self.shard_dim, self.tp if self.shard_dim == self.tp_dim else 1
+        assert dim is not None
+        return x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+
+    def _joined(self, x: Any) -> Any:
+        dim = self.shard_dim
+        assert dim is not None
+        return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def place(
+    shape: tuple[int, ...], axes: tuple[str, ...], *, split: Mapping[str, str], tp: int, shards: int
+) -> Placement:
+    """Where one leaf lives.
+
+    Args:
+        shape: its true shape.
+        axes: a logical axis for each dim; `LAYER` for a dim of stacked layers.
+        split: logical axis -> mesh axis, tensor parallelism's table.
+        tp: the degree of tp.
+        shards: the degree of dp_shard.
+    """
+    tp_dims = [dim for dim, axis in enumerate(axes) if tp > 1 and split.get(axis) == TP]
+    tp_dim = tp_dims[0] if tp_dims else None
+    candidates = [dim for dim, axis in enumerate(axes) if axis != LAYER]
+    if shards == 1 or not candidates or not math.prod(shape):
+        return Placement(shape=shape, tp_dim=tp_dim, tp=tp, shards=shards)
+
+    def preference(dim: int) -> tuple[bool, bool, int]:
+        size = -(-shape[dim] // tp) if dim == tp_dim else shape[dim]
+        return size % shards == 0, dim != tp_dim, size
+
+    shard_dim = max(candidates, key=preference)
+    return Placement(shape=shape, tp_dim=tp_dim, shard_dim=shard_dim, tp=tp, shards=shards)
+
+
+def specs(placements: Any, *, sharded: bool) -> Any:
+    """A tree of PartitionSpecs for a tree of placements."""
+    return jax.tree.map(lambda p: p.spec(sharded=sharded), placements)
+
+
+def one_layer(placements: Any) -> Any:
+    """The placements of one layer of stacked leaves: the leading dim taken off."""
+
+    def without_layer(p: Placement) -> Placement:
+        dims = (dim if dim is None else dim - 1 for dim in (p.tp_dim, p.shard_dim))
+        tp_dim, shard_dim = dims
+        return Placement(shape=p.shape[1:], tp_dim=tp_dim, shard_dim=shard_dim, tp=p.tp, shards=p.shards)
+
+    return jax.tree.map(without_layer, placements)
+
+
+def _pad(x: np.ndarray, dim: int, size: int) -> np.ndarray:
+    widths = [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)]
+    return np.pad(x, widths) if size > x.shape[dim] else x
+
+
+def _head(x: Any, dim: int, size: int) -> Any:
+    return x if x.shape[dim] == size else x[(slice(None),) * dim + (slice(size),)]
