@@ -82,6 +82,7 @@ ENGINES = {
             side="torchpar",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
             decides="we do: torch.distributed collectives",
+            tp=True,
         ),
         Engine(
             name="torch-library",

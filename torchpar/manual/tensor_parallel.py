@@ -10,8 +10,8 @@ Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -33,6 +33,7 @@ from torchpar.manual.conjugates import (
 )
 from torchpar.manual.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
+from torchpar.plan import Named, Plan
 
 REPLICATED_GRADIENTS = "replicated gradients"
 
@@ -146,15 +147,13 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def synchronize_replicated_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
-    """Sum the gradients of whole parameters of which each rank saw a part of the sequence: one all-reduce.
+def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:
+    """Sum gradients of whole parameters, of which each rank saw a part of the sequence, in one all-reduce.
 
     Args:
-        parameters: of one dtype and device; LayerNorms, row-parallel biases, position embeddings. Every
-            one has a gradient, or is frozen.
+        gradients: of LayerNorms, row-parallel biases, position embeddings; of one dtype and device.
         axis: the ranks.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     if axis.size == 1 or not gradients:
         return
     total = torch.cat([gradient.flatten() for gradient in gradients])
@@ -165,25 +164,44 @@ def synchronize_replicated_gradients(parameters: Iterable[nn.Parameter], axis: A
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A GPT whose layers are split over an axis.
+    """What `tensor_parallel` did to a module.
 
     Attributes:
         axis: the ranks.
-        splits: how a parameter is cut, by its name in the model; the others are whole.
-        partial: whole parameters whose gradient is this rank's part of it, by name.
+        splits: how a parameter is cut, by its name; the others are whole.
+        partial: names of whole parameters whose gradient is this rank's part of it.
     """
 
     axis: Axis
-    splits: dict[str, Split]
-    partial: dict[str, nn.Parameter]
+    splits: Mapping[str, Split]
+    partial: frozenset[str]
 
-    def finish_gradient_synchronization(self) -> None:
-        """Complete the gradients of `partial`, once a step."""
-        synchronize_replicated_gradients(self.partial.values(), self.axis)
+    def around(self, plan: Plan) -> Plan:
+        """The plan of what is done to each rank's share of the model, completed by what that share is."""
 
-    def gather(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of what has the shape of the parameter `name`: a weight, its gradient or a moment."""
-        return self.splits[name].gather(part, self.axis) if name in self.splits else part
+        def finish() -> None:
+            plan.finish_gradient_synchronization()
+            # Whole or this rank's piece of it: pieces are cut alike on all ranks of this axis.
+            parameters = [parameter for name, parameter in plan.parameters.items() if name in self.partial]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            synchronize_replicated_gradients(gradients, self.axis)
+
+        def sharded_over(name: str) -> tuple[Axis, ...]:
+            return (*plan.sharded_over(name), *((self.axis,) if name in self.splits else ()))
+
+        return replace(
+            plan,
+            finish_gradient_synchronization=finish,
+            sharded_over=sharded_over,
+            gathers=(*plan.gathers, self.gather),
+        )
+
+    def gather(self, parts: Named) -> Named:
+        """Whole weights, gradients or moments by name, from every rank's part."""
+        return {
+            name: self.splits[name].gather(part, self.axis) if name in self.splits else part
+            for name, part in parts.items()
+        }
 
 
 def tensor_parallel(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> TensorParallel:
@@ -219,8 +237,8 @@ def tensor_parallel(model: GPT, axis: Axis, *, sequence_parallel: bool = False) 
         position.register_forward_pre_hook(lambda module, args: (scatter_to(args[0], axis, dim=0),))
     model.register_forward_pre_hook(_require_targets, with_kwargs=True)
     splits = _splits(model)
-    whole = {name: p for name, p in model.named_parameters() if name not in splits}
-    return TensorParallel(axis, splits, whole if sequence_parallel else {})
+    whole = frozenset(name for name, _ in model.named_parameters() if name not in splits)
+    return TensorParallel(axis, splits, whole if sequence_parallel else frozenset())
 
 
 def swap(model: nn.Module, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
