@@ -35,6 +35,14 @@ _KINDS = {
     "recv": "receive",
     "recvanysource": "receive",
 }
+# What PyTorch's wrappers use a collective for, where that is not to reduce gradients.
+_WRAPPERS = {
+    ("dp_shard", "all_gather"): "parameters",
+    ("dp_shard", "broadcast"): "parameters",
+    ("tp", "all_gather"): "activations",
+    ("tp", "all_reduce"): "activations",
+    ("tp", "reduce_scatter"): "activations",
+}
 _IGNORED = {"waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 
 
@@ -76,8 +84,9 @@ class CommunicationMode(TorchDispatchMode):
             size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
         group = _group_name((*args, *kwargs.values()))
         assert group in self._axis_names, f"{name} over process group {group!r}, which is no axis of the mesh"
-        purpose = self._door.purpose or self._default_purpose
-        self.seen.add(Call(_KINDS.get(name, name), self._axis_names[group], purpose), size)
+        kind, axis = _KINDS.get(name, name), self._axis_names[group]
+        purpose = self._door.purpose or _WRAPPERS.get((axis, kind), self._default_purpose)
+        self.seen.add(Call(kind, axis, purpose), size)
 
 
 def _nbytes(tree: object) -> int:

@@ -1,5 +1,7 @@
 """The four engines, and which choices of a layout each one honours."""
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from compare.contract.experiment import ExperimentError, Layout
@@ -19,6 +21,10 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The ZeRO stages it can split over dp_shard."""
     tp: bool = False
     """Whether it has tensor parallelism, with and without sequence parallelism."""
+    no_zero_with_tp: Mapping[int, str] = {}
+    """ZeRO stages that it cannot combine with tp, and why."""
+    gradient_sync_with_tp: str = ""
+    """What reduces over dp_replicate where tp has split the parameters, if that is something else."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
 
@@ -38,6 +44,8 @@ class Engine(Struct, frozen=True, kw_only=True):
             return f"zero{layout.zero}"
         if layout.dp_replicate == 1:
             return "none"
+        if layout.tp > 1 and self.gradient_sync_with_tp:
+            return self.gradient_sync_with_tp
         if not self.offers_choice:
             return self.gradient_sync[0]
         return layout.gradient_sync
@@ -48,6 +56,9 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
         if layout.tp > 1 and not self.tp:
             raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
+        if layout.tp > 1 and layout.zero in self.no_zero_with_tp:
+            why = self.no_zero_with_tp[layout.zero]
+            raise ExperimentError(f"layout.zero = {layout.zero} with layout.tp = {layout.tp}: {why}")
         if layout.pp > 1 and layout.schedule not in self.schedules:
             have = ", ".join(self.schedules) or "no pipeline"
             raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}")
@@ -82,13 +93,21 @@ ENGINES = {
             side="torchpar",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
             decides="we do: torch.distributed collectives",
+            zero=(1, 2, 3),
             tp=True,
         ),
         Engine(
             name="torch-library",
             side="torchpar",
             gradient_sync=("ddp",),
-            decides="PyTorch: DistributedDataParallel",
+            decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor",
+            zero=(1, 2, 3),
+            tp=True,
+            no_zero_with_tp={
+                1: "torch-library's ZeRO-1 is DistributedDataParallel and ZeroRedundancyOptimizer, and DDP takes "
+                "no DTensor: choose layout.zero = 2 or 3"
+            },
+            gradient_sync_with_tp="fsdp2",
         ),
     )
 }

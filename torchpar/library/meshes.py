@@ -1,0 +1,40 @@
+"""PyTorch's DeviceMesh over the process groups that the axes of our mesh have already; reading DTensors."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchpar.collectives import Axis
+from torchpar.mesh import Mesh
+from torchpar.plan import Named
+
+
+def make_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """A mesh of (pp, dp_replicate, dp_shard, tp), to be cut by name: `devices["dp_shard"]`."""
+    axes = [mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp]
+    # An axis of one rank has no group, but a DeviceMesh wants one.
+    alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
+    assert isinstance(alone, dist.ProcessGroup)
+    return DeviceMesh.from_group(
+        [axis.group or alone for axis in axes],
+        mesh.device.type,
+        mesh=np.arange(mesh.world.size).reshape([axis.size for axis in axes]),
+        mesh_dim_names=tuple(axis.name for axis in axes),
+    )
+
+
+def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes over which a DTensor is split."""
+    assert isinstance(tensor, DTensor)
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    # Not is_shard: what two axes split along one dim is a placement of its own kind.
+    cut = [name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()]
+    return tuple(axis for axis in mesh.axes if axis.name in cut and axis.size > 1)
+
+
+def full_tensors(parts: Named) -> Named:
+    """Whole tensors by name, from DTensors."""
+    return {name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)}
