@@ -104,8 +104,8 @@ ENGINES = {
             zero=(1, 2, 3),
             tp=True,
             no_zero_with_tp={
-                1: "torch-library's ZeRO-1 is DistributedDataParallel and ZeroRedundancyOptimizer, and DDP takes "
-                "no DTensor: choose layout.zero = 2 or 3"
+                1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
+                "takes no DTensor: choose layout.zero = 2 or 3"
             },
             gradient_sync_with_tp="fsdp2",
         ),
