@@ -1,11 +1,18 @@
 """torch-manual: we decide where data moves, with the collectives of `torch.distributed`."""
 
+from functools import partial
+
+from torch import nn
+
 from compare.contract.experiment import Layout
 from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import tensor_parallel
+from torchpar.manual.vocab_parallel import VocabParallelEmbedding
 from torchpar.mesh import Mesh
 from torchpar.model import GPT
-from torchpar.plan import OptimizerMaker, Plan
+from torchpar.plan import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
 
 
@@ -18,12 +25,16 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     if mesh.tp.size > 1:
         split = tensor_parallel(model, mesh.tp, sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
-    plan = _share_data(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+    if layout.zero >= 2:
+        plan = _fully_sharded(model, mesh, layout, make_optimizer)
+    elif layout.zero == 1:
+        plan = _sharded_optimizer(model, mesh, make_optimizer)
+    else:
+        plan = _replicated(model, mesh, layout, make_optimizer)
     return split.around(plan) if split else plan
 
 
-def _share_data(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
-    """Data parallelism, around what tensor parallelism has left of the model."""
+def _replicated(model: GPT, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters)
     if mesh.dp_replicate.size == 1:
@@ -40,4 +51,51 @@ def _share_data(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
         parameters=parameters,
         no_sync=replicas.no_sync,
         finish_gradient_synchronization=replicas.finish_gradient_synchronization,
+    )
+
+
+def _fully_sharded(model: GPT, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
+    """ZeRO-2 and 3. The ends of the model are one unit, because the tied weight is used at both."""
+    ends = [model.get_submodule(path) for path in ("transformer.wte", "transformer.wpe", "transformer.ln_f")]
+    sharded = FSDP(
+        model,
+        units=[[*ends, model.lm_head], *model.blocks],
+        group=mesh.dp_shard,
+        replicate_group=mesh.dp_replicate,
+        zero=3 if layout.zero == 3 else 2,
+        reshard_after_forward=layout.reshard_after_forward,
+        inputs_only=(nn.Embedding, VocabParallelEmbedding),
+    )
+    return Plan(
+        module=sharded,
+        optimizer=make_optimizer(sharded.pieces),
+        parameters=sharded.pieces,
+        no_sync=sharded.no_sync,
+        finish_gradient_synchronization=sharded.finish_gradient_synchronization,
+        sharded_over=lambda name: (mesh.dp_shard,),
+        gathers=(sharded.gather,),
+        transient=sharded.transient,
+    )
+
+
+def _sharded_optimizer(model: GPT, mesh: Mesh, make_optimizer: OptimizerMaker) -> Plan:
+    """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
+    whole = dict(model.named_parameters())
+    wrap = partial(
+        ShardedOptimizer, group=mesh.dp_shard, replicate_group=mesh.dp_replicate, reduce_gradients=True
+    )
+    optimizer = make_optimizer(whole, wrap=wrap)
+    assert isinstance(optimizer, ShardedOptimizer)
+
+    def gather(pieces: Named) -> Named:
+        gathered = optimizer.gather({whole[name]: piece for name, piece in pieces.items()})
+        return {name: gathered[whole[name]] for name in pieces}
+
+    return Plan(
+        module=model,
+        optimizer=optimizer,
+        parameters={name: optimizer.piece_of(parameter) for name, parameter in whole.items()},
+        finish_gradient_synchronization=optimizer.finish_gradient_synchronization,
+        sharded_over=lambda name: (mesh.dp_shard,),
+        gathers=(gather,),
     )

@@ -1,0 +1,216 @@
+"""Parameters end to end in one flat buffer, cut over the ranks: what all of ZeRO is made of.
+
+A `Flat` holds, for parameters of one dtype and device,
+
+    full      the buffer of all of them; the parameters are views of it, and its storage may come and go
+    shard     this rank's cut of it, which an optimizer updates
+    pieces    a view of the shard for each parameter: 1-D, perhaps empty, named as the parameter is
+
+and the same for gradients: they are added up in a flat buffer, whose sum over the ranks is scattered.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from torchpar.collectives import Axis
+from torchpar.pieces import pieces
+from torchpar.works import Work
+
+PARAMETERS, GRADIENTS, REPLICATE, RECORD = "parameters", "gradients", "replicate", "record"
+
+
+class Flat:
+    """Some parameters, cut over an axis. They keep their identity: hooks and tied uses stay.
+
+    Args:
+        named: of one dtype and device, by name; their values become those of the first rank.
+        axis: the ranks that share them out.
+        replicas: ranks that hold the same shard, or None: gradients are averaged over both axes.
+        keeps_full: the buffer stays in memory, and the shard is a view of it (ZeRO-1 and 2).
+        keeps_gradients: the buffer of gradients stays until `drop_gradients` (ZeRO-1).
+        compute_dtype: of the parameters while they are whole; None for that of the shard.
+
+    Attributes:
+        names, parameters, pieces: in the same order.
+        full: the flat buffer (n,), without memory while `is_whole` is false and it is not kept.
+        is_whole: the parameters hold what the optimizers of all ranks made of them.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        axis: Axis,
+        *,
+        replicas: Axis | None = None,
+        keeps_full: bool = False,
+        keeps_gradients: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ):
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.axis, self.replicas = axis, replicas
+        self.keeps_gradients = keeps_gradients
+        # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
+        self._places = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
+        self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
+        self.own = pieces(self._starts[-1], axis.size)[axis.rank]
+        whole = self._broadcast_whole()
+        is_cast = compute_dtype not in (None, whole.dtype)
+        self.keeps_full = keeps_full and not is_cast
+        self.full = whole.to(compute_dtype) if is_cast else whole
+        self.shard = self.full[self.own] if self.keeps_full else whole[self.own].clone()
+        self.pieces = [
+            nn.Parameter(self.shard[self._cut(place)], requires_grad=parameter.requires_grad)
+            for place, parameter in enumerate(self.parameters)
+        ]
+        for parameter, view in zip(self.parameters, self.views(self.full), strict=True):
+            parameter.data = view
+        self.is_whole = True
+        self._gather: Work | None = None
+        self._gradients: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
+        self._reduction: Work | None = None
+        self._used: set[int] = set()
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What a flat tensor (n,) holds for each parameter, in its shape."""
+        return [
+            flat.as_strided(shape, strides, start)
+            for (shape, strides), start in zip(self._places, self._starts, strict=False)
+        ]
+
+    def gather(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole tensors in the parameters' shapes from every rank's pieces of them: for the record."""
+        piece = torch.cat([value.reshape(-1) for value in values])
+        flat = piece.new_empty(self._starts[-1])
+        self.axis.all_gather(flat, piece, purpose=RECORD)
+        return self.views(flat)
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Begin to make the parameters whole; they are after `finish_gather`."""
+        if self.is_whole or self._gather:
+            return
+        if not self.keeps_full:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            self.full[self.own] = self.shard
+        mine = self.full[self.own]
+        self._gather = self.axis.start_all_gather(self.full, mine, purpose=PARAMETERS)
+
+    def finish_gather(self) -> None:
+        """Wait until the parameters are whole."""
+        if self._gather:
+            self._gather.wait()
+            self._gather, self.is_whole = None, True
+
+    def free(self) -> None:
+        """The parameters are no longer whole, and cost no memory unless they are kept."""
+        self.finish_gather()
+        self.is_whole = False
+        if not self.keeps_full:
+            # Not a new tensor: what autograd saved for backward are views of this storage.
+            self.full.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def add_gradient(self, place: int) -> None:
+        """Take the gradient that backward left on the parameter at `place`, and add it to the buffer."""
+        parameter = self.parameters[place]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
+        if self._gradients is None:
+            self._gradients = self.shard.new_empty(self._starts[-1])
+        slot = self.views(self._gradients)[place]
+        self.accumulate(slot, gradient, is_first=place not in self._used)
+        self._used.add(place)
+
+    @staticmethod
+    def accumulate(slot: torch.Tensor, gradient: torch.Tensor, *, is_first: bool) -> None:
+        """Add one pass's gradient to those of the passes before it."""
+        if is_first:
+            slot.copy_(gradient)
+        else:
+            slot.add_(gradient)
+
+    @torch.no_grad()
+    def take_mean_gradients(self) -> None:
+        """Give each piece its part of a whole gradient that is the mean already: a view of it."""
+        for place, (parameter, piece) in enumerate(zip(self.parameters, self.pieces, strict=True)):
+            gradient, (shape, strides) = parameter.grad, self._places[place]
+            if gradient is not None and gradient.stride() != strides:
+                gradient = torch.empty_strided(shape, strides, dtype=piece.dtype).copy_(gradient)
+            piece.grad = None
+            if gradient is not None:
+                flat = gradient.as_strided((gradient.numel(),), (1,))
+                first = max(self.own.start - self._starts[place], 0)
+                piece.grad = flat[first : first + piece.numel()]
+
+    @torch.no_grad()
+    def start_reduction(self) -> None:
+        """Begin to sum the gradients over the ranks; without any on this step there is nothing to do."""
+        if self._gradients is None:
+            return
+        if self._reduced is not None:  # a second backward before the first was asked for
+            self.finish_reduction()
+        for place, slot in enumerate(self.views(self._gradients)):
+            if place not in self._used:
+                slot.zero_()
+        mine = self._gradients[self.own]
+        self._reduced = mine if self.keeps_gradients else torch.empty_like(mine)
+        self._reduction = self.axis.start_reduce_scatter(self._reduced, self._gradients, purpose=GRADIENTS)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the sum over the shards, let the whole gradients go, and begin that over the replicas."""
+        if self._reduction is None or self._gradients is None:
+            return
+        self._reduction.wait()
+        self._reduction = self._gradients = None
+        if self.replicas and self.replicas.size > 1:
+            assert self._reduced is not None
+            self._reduction = self.replicas.start_all_reduce(self._reduced, purpose=GRADIENTS)
+
+    @torch.no_grad()
+    def finish_reduction(self) -> None:
+        """Leave each piece its part of the mean gradient, added to one that is there already."""
+        self.settle()
+        if self._reduction:
+            self._reduction.wait()
+        if self._reduced is None:
+            return
+        self._reduced /= self.axis.size * (self.replicas.size if self.replicas else 1)
+        for place in sorted(self._used):
+            piece, gradient = self.pieces[place], self._reduced[self._cut(place)]
+            piece.grad = gradient if piece.grad is None else piece.grad + gradient
+        self._reduction = self._reduced = None
+        self._used = set()
+
+    def _cut(self, place: int) -> slice:
+        """Where in the shard the piece of the parameter at `place` lies."""
+        first = max(self._starts[place], self.own.start)
+        last = min(self._starts[place + 1], self.own.stop)
+        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
+
+    @torch.no_grad()
+    def _broadcast_whole(self) -> torch.Tensor:
+        whole = self.parameters[0].detach().new_empty(self._starts[-1])
+        for view, parameter in zip(self.views(whole), self.parameters, strict=True):
+            view.copy_(parameter)
+        for axis in (self.axis, self.replicas):
+            if axis and axis.size > 1:
+                axis.broadcast(whole, purpose=REPLICATE)
+        return whole
+
+
+def make_flats(named: Sequence[tuple[str, nn.Parameter]], axis: Axis, **options) -> list[Flat]:
+    """Flats of some parameters: one for each dtype and device, frozen ones apart. Options: those of Flat."""
+    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(
+            (name, parameter)
+        )
+    return [Flat(group, axis, **options) for group in kinds.values()]

@@ -1,0 +1,261 @@
+"""Fully sharded data parallelism by hand: every rank keeps a cut of the parameters, gradients and moments.
+
+A unit of the module is gathered when it begins to run, and freed when the next one does; meanwhile the next
+one's gather is under way, so that two are whole at a time. In backward the same in reverse, and as soon as a
+unit's gradients are all there, their sum over the ranks is scattered: each rank is left with its cut.
+
+    zero=3                             gathered for forward, freed, gathered again for backward (FULL_SHARD)
+    zero=3, reshard_after_forward=False    gathered once a step, freed at its end (SHARD_GRAD_OP)
+    zero=2                             always in memory, gathered once a step, after the optimizer
+    replicate_group                    the shards are summed over replicas too (HSDP)
+
+ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
+Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from torchpar.collectives import Axis, ProcessGroup
+from torchpar.manual.flat import Flat
+from torchpar.manual.units import Unit, Units, make_units, tensors_in
+from torchpar.optimizer import clip_gradients
+
+
+class FSDP(nn.Module):
+    """Shards the parameters, gradients and optimizer state of any module over the ranks of a group.
+
+    Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step an
+    optimizer over `parameters()`, which are this rank's pieces: 1-D, perhaps empty, under the original
+    names. Everything that treats elements one by one works on them (SGD, Adam, ...).
+
+        >>> model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))  # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(model.parameters())                           # doctest: +SKIP
+        >>> for x in batches:                                                           # doctest: +SKIP
+        ...     model(x).square().mean().backward()      # the mean over this rank's share of the batch
+        ...     model.finish_gradient_synchronization()  # the mean over all ranks
+        ...     model.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+
+    Every rank must run the same units in the same order. A parameter is whole only while a module of its
+    unit runs: a model that reads another layer's weight directly wants both in one unit.
+
+    Args:
+        module: tied and frozen parameters, custom layers, mixed dtypes, fewer elements than ranks are fine.
+            Its values become those of the first rank.
+        units: submodules to gather one after the other, or lists of them that are gathered together; what is
+            in none, or tied between two, stays gathered throughout. None: the elements of the outermost
+            ModuleLists and Sequentials. (): everything at once.
+        group: the ranks: an Axis, a torch ProcessGroup, or None for all.
+        replicate_group: ranks that hold the same shard as this one: hybrid sharding.
+        zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
+        reshard_after_forward: zero 3: free after forward, and gather again in backward.
+        compute_dtype: gather and compute in this dtype, floating-point inputs too; shards and gradients stay
+            in the parameters' own, and are summed in it.
+        inputs_only: modules whose backward does not read their weights need not be gathered for it.
+
+    Attributes:
+        module: with pieces for parameters, except while it runs.
+        pieces: by the original names, what an optimizer is to update.
+        units: in the order of the argument.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        units: Units | None = None,
+        group: Axis | ProcessGroup | None = None,
+        replicate_group: Axis | ProcessGroup | None = None,
+        zero: Literal[2, 3] = 3,
+        reshard_after_forward: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
+    ):
+        super().__init__()
+        if zero not in (2, 3):
+            raise ValueError(f"zero = {zero}: FSDP has 2 and 3; for 1 use ShardedOptimizer")
+        self.module = module
+        self.axis = Axis.of(group)
+        self.replicas = None if replicate_group is None else Axis.of(replicate_group)
+        self._compute_dtype = compute_dtype
+        self._inputs_only = inputs_only
+        self._reshards = zero == 3 and reshard_after_forward
+        self._synchronizing = True
+        options = {"replicas": self.replicas, "keeps_full": zero == 2, "compute_dtype": compute_dtype}
+        self._broadcast_buffers()
+        self.units = make_units(module, units, self.axis, **options)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        by_name = {name: p for flat in flats for name, p in zip(flat.names, flat.pieces, strict=True)}
+        self.pieces = {name: by_name[name] for name, _ in module.named_parameters()}
+        self._forward_order: list[tuple[Unit, bool]] = []  # of the pass before
+        self._visits: list[tuple[Unit, bool]] = []  # of this one: which unit, and whether backward reads it
+        self._gathered: list[Unit] = []
+        self._current: Unit | None = None
+        self._launched: Unit | None = None
+        self._hooked: set[nn.Parameter] = set()
+        for unit in self.units:
+            unit.free()
+            for each in unit.modules:
+                each.register_forward_pre_hook(self._make_before(unit), prepend=True)
+                each.register_forward_hook(self._make_after(unit), always_call=True)
+
+    @property
+    def transient(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers, whose storage comes and goes."""
+        return tuple(flat.full for unit in self.units for flat in unit.flats if not flat.keeps_full)
+
+    def forward(self, *args, **kwargs):
+        """The module's own."""
+        self._forward_order, self._visits = self._visits or self._forward_order, []
+        for unit in self.units:
+            unit.begin_pass()
+        if self._compute_dtype:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._free_all()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate: put it around forward and backward of every pass of a step but the last.
+
+        The unreduced gradients of all units stay in memory meanwhile.
+        """
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every piece has its part of the mean gradient over all ranks; free what is gathered.
+
+        A parameter that took no part in the loss keeps the gradient None, as on one device.
+        """
+        for unit in reversed(self.units):
+            self._launch(unit)
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.finish_reduction()
+        self._launched = None
+        self._free_all()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
+        return clip_gradients(self.pieces, lambda name: (self.axis,), max_norm=max_norm)
+
+    def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole tensors from every rank's pieces: weights, gradients or moments by the original names."""
+        whole: dict[str, torch.Tensor] = {}
+        for unit in self.units:
+            for flat in unit.flats:
+                whole.update(zip(flat.names, flat.gather([pieces[n] for n in flat.names]), strict=True))
+        return {name: whole[name] for name in pieces}
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The wrapped module's unsharded parameters and buffers, on every rank; tied names once."""
+        weights = self.gather({name: piece.detach() for name, piece in self.pieces.items()})
+        return {**weights, **dict(self.module.named_buffers())}
+
+    def _make_before(self, unit: Unit):
+        def before_forward(module: nn.Module, args: tuple) -> None:
+            unit.running += 1
+            if unit is not self._current or not self._visits:
+                self._visits.append((unit, False))
+                self._enter(unit, self._next(self._forward_order, len(self._visits)))
+
+        return before_forward
+
+    def _make_after(self, unit: Unit):
+        def after_forward(module: nn.Module, args: tuple, output: object) -> None:
+            unit.running -= 1
+            if isinstance(module, self._inputs_only) or not torch.is_grad_enabled():
+                return
+            tensors = tensors_in(output)
+            if not tensors and output is not None:  # None: a recomputation that was stopped early
+                unit.spans = True  # nothing to hang a hook on: backward would find the unit freed
+            for tensor in tensors:
+                tensor.register_hook(lambda gradient: self._before_backward(unit))
+            if unit is self._visits[-1][0]:
+                self._visits[-1] = (unit, True)
+
+        return after_forward
+
+    def _before_backward(self, unit: Unit) -> None:
+        order = [visit for visit in reversed(self._visits) if visit[1]]
+        place = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
+        self._enter(unit, self._next(order, place + 1))
+
+    @staticmethod
+    def _next(order: list[tuple[Unit, bool]], place: int) -> Unit | None:
+        return order[place][0] if place < len(order) else None
+
+    def _enter(self, unit: Unit, upcoming: Unit | None) -> None:
+        """Make a unit whole, free those that are not running, and begin to gather the one to come."""
+        if unit is not self._current or unit not in self._gathered:
+            self._current = unit
+            for other in [other for other in self._gathered if other is not unit]:
+                if self._reshards and other.is_idle:
+                    self._gathered.remove(other)
+                    other.free()
+            self._start(unit)
+            unit.finish_gather()
+            self._watch(unit)
+        if upcoming:
+            self._start(upcoming)
+
+    def _start(self, unit: Unit) -> None:
+        if unit not in self._gathered:
+            self._gathered.append(unit)
+            unit.start_gather()
+
+    def _free_all(self) -> None:
+        for unit in self._gathered:
+            unit.free()
+        self._gathered, self._current = [], None
+
+    def _watch(self, unit: Unit) -> None:
+        """Have the gradients of a unit's parameters taken in; also of one that was frozen before."""
+        for flat in unit.flats:
+            for place, parameter in enumerate(flat.parameters):
+                if parameter.requires_grad and parameter not in self._hooked:
+                    self._hooked.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(self._make_take(unit, flat, place))
+
+    def _make_take(self, unit: Unit, flat: Flat, place: int):
+        def take_gradient(parameter: torch.Tensor) -> None:
+            if unit.add_gradient(flat, place) and self._synchronizing:
+                self._launch(unit)
+
+        return take_gradient
+
+    def _launch(self, unit: Unit) -> None:
+        """Begin to reduce a unit, and settle the one before: at most two hold whole gradients."""
+        if self._launched:
+            for flat in self._launched.flats:
+                flat.settle()
+        for flat in unit.flats:
+            flat.start_reduction()
+        self._launched = unit
+
+    def _broadcast_buffers(self) -> None:
+        for buffer in self.module.buffers():
+            whole = buffer.contiguous()
+            for axis in (self.axis, self.replicas):
+                if axis and axis.size > 1:
+                    axis.broadcast(whole, purpose="replicate")
+            if whole is not buffer:
+                buffer.copy_(whole)
+
+    def _cast(self, value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(self._compute_dtype)
+        return value

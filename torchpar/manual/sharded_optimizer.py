@@ -1,0 +1,178 @@
+"""ZeRO-1 by hand: each rank keeps the optimizer's state for its cut of the parameters, and updates that.
+
+The module stays whole on every rank. After a step the ranks gather each other's cuts.
+Source: ZeRO (arXiv 1910.02054), stage 1.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchpar.collectives import Axis, ProcessGroup
+from torchpar.manual.flat import Flat, make_flats
+from torchpar.optimizer import clip_gradients
+
+_PARAMS = "params"
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any optimizer that treats elements one by one (SGD, Adam, ...), its state shared out over a group.
+
+    It is a torch Optimizer over the whole parameters: param groups, `add_param_group`, `step(closure)`,
+    learning-rate schedulers and `state_dict` work as ever; the state is this rank's.
+
+        >>> model = DataParallel(module)                                              # doctest: +SKIP
+        >>> optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
+        >>> for x in batches:                                                         # doctest: +SKIP
+        ...     model(x).square().mean().backward()
+        ...     model.finish_gradient_synchronization()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+
+    Instead of DataParallel, which leaves the mean of every gradient on every rank, it can reduce gradients
+    itself, each to the rank that needs it: two thirds of the traffic. With `reduce_gradients=True` call
+    `optimizer.finish_gradient_synchronization()` after the last backward, and clip with `clip_grad_norm_`.
+
+    Args:
+        params: as for any optimizer: tensors, or groups. Their values become those of the first rank, and
+            their memory becomes part of a flat buffer for each group.
+        optimizer_cls: such as torch.optim.AdamW.
+        group: the ranks: an Axis, a torch ProcessGroup, or None for all.
+        replicate_group: ranks that hold the same shard as this one; for reduce_gradients.
+        reduce_gradients: average gradients over the ranks here, and nowhere else.
+        kwargs: for optimizer_cls.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        group: Axis | ProcessGroup | None = None,
+        replicate_group: Axis | ProcessGroup | None = None,
+        reduce_gradients: bool = False,
+        **kwargs: Any,
+    ):
+        self.axis = Axis.of(group)
+        self._replicas = None if replicate_group is None else Axis.of(replicate_group)
+        self._reduces = reduce_gradients
+        self._make: Callable[..., torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
+        self._inner: torch.optim.Optimizer | None = None
+        self._flats: list[Flat] = []
+        self._piece_of: dict[torch.Tensor, nn.Parameter] = {}
+        super().__init__(params, {})
+        self.state = self.inner.state
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer over this rank's pieces, whose state this one shows."""
+        assert self._inner is not None
+        return self._inner
+
+    def piece_of(self, parameter: torch.Tensor) -> nn.Parameter:
+        """This rank's piece of a parameter: 1-D, perhaps empty; the key of its state."""
+        return self._piece_of[parameter]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; later ones than the first step too."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        named = [(str(index), parameter) for index, parameter in enumerate(group[_PARAMS])]
+        flats = make_flats(
+            named, self.axis, replicas=self._replicas, keeps_full=True, keeps_gradients=self._reduces
+        )
+        for flat in flats:
+            self._piece_of.update(zip(flat.parameters, flat.pieces, strict=True))
+            if self._reduces:
+                _take_gradients_into(flat)
+        self._flats += flats
+        pieces = {**_options(group), _PARAMS: [self._piece_of[p] for p in group[_PARAMS]]}
+        if self._inner is None:
+            self._inner = self._make([pieces])
+            self.defaults = self._inner.defaults
+        else:
+            self._inner.add_param_group(pieces)
+        for key, value in _options(self._inner.param_groups[-1]).items():
+            group.setdefault(key, value)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's cut of the parameters, and gather the others'. Returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._push_options()
+        if not self._reduces:
+            for flat in self._flats:
+                flat.take_mean_gradients()
+        self.inner.step()
+        for flat in self._flats:
+            flat.is_whole = False
+            flat.start_gather()
+        for flat in self._flats:
+            flat.finish_gather()
+        return loss
+
+    def finish_gradient_synchronization(self) -> None:
+        """With reduce_gradients: leave each rank the mean gradient of its pieces."""
+        for flat in self._flats:
+            flat.start_reduction()
+        for flat in self._flats:
+            flat.finish_reduction()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
+        pieces = {f"{i}.{j}": p for i, flat in enumerate(self._flats) for j, p in enumerate(flat.pieces)}
+        return clip_gradients(pieces, lambda name: (self.axis,), max_norm=max_norm)
+
+    def gather(self, pieces: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Whole tensors, by parameter, from every rank's pieces of them, such as moments; on all ranks."""
+        whole: dict[torch.Tensor, torch.Tensor] = {}
+        for flat in self._flats:
+            gathered = flat.gather([pieces[p] for p in flat.parameters])
+            whole.update(zip(flat.parameters, gathered, strict=True))
+        return whole
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters and of the pieces, or make them zero."""
+        super().zero_grad(set_to_none)
+        for piece in self._piece_of.values():
+            piece.grad = None  # set anew from the parameter's, or by the next reduction
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, and which part it is."""
+        self._push_options()
+        return {**self.inner.state_dict(), "shard": {"rank": self.axis.rank, "size": self.axis.size}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank saved.
+
+        Raises:
+            ValueError: it is another rank's part, or of another number of ranks.
+        """
+        shard = {"rank": self.axis.rank, "size": self.axis.size}
+        if state_dict.get("shard") != shard:
+            raise ValueError(f"a state of shard {state_dict.get('shard')} cannot be loaded into {shard}")
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "shard"})
+        self.state = self.inner.state
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_options(inner))
+
+    def _push_options(self) -> None:
+        """Schedulers and users change this optimizer's groups: the inner one follows."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_options(group))
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in (_PARAMS, "param_names")}
+
+
+def _take_gradients_into(flat: Flat) -> None:
+    for place, parameter in enumerate(flat.parameters):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p, place=place: flat.add_gradient(place))

@@ -1,0 +1,129 @@
+"""Which parameters are gathered together: the units of a fully sharded module."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchpar.collectives import Axis
+from torchpar.manual.flat import Flat, make_flats
+
+Units = Iterable[nn.Module | Iterable[nn.Module]]
+Use = tuple[nn.Module, str, nn.Parameter]  # a module, and under which name it has a parameter
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called themselves
+
+
+class Unit:
+    """Parameters that are gathered and freed together, whenever one of some modules runs.
+
+    Attributes:
+        modules: while one of these runs, the parameters are whole.
+        flats: the parameters, as they are cut.
+        spans: other units run inside of one of its modules, so that it is kept until the end of backward.
+        running: how many of its modules are just now in their forward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], flats: list[Flat], uses: list["Use"]):
+        self.modules = modules
+        self.flats = flats
+        self.spans = False
+        self.running = 0
+        self._arrived: set[nn.Parameter] = set()
+        piece_of = {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
+        self._swaps = [(module, name, p, piece_of[p]) for module, name, p in uses]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its parameters may be freed while others run."""
+        return not self.running and not self.spans
+
+    def start_gather(self) -> None:
+        """Begin to make the parameters whole."""
+        for flat in self.flats:
+            flat.start_gather()
+
+    def finish_gather(self) -> None:
+        """Wait for them, and show them to the modules."""
+        for flat in self.flats:
+            flat.finish_gather()
+        for module, name, parameter, piece in self._swaps:
+            parameter.requires_grad_(piece.requires_grad)  # a user freezes what he sees at rest
+            module._parameters[name] = parameter
+
+    def free(self) -> None:
+        """Show the modules this rank's pieces, and free the whole parameters."""
+        for module, name, _, piece in self._swaps:
+            module._parameters[name] = piece
+        for flat in self.flats:
+            flat.free()
+
+    def add_gradient(self, flat: Flat, place: int) -> bool:
+        """Take in a gradient. Returns whether it was the unit's last of this backward."""
+        flat.add_gradient(place)
+        self._arrived.add(flat.parameters[place])
+        expected = sum(p.requires_grad for f in self.flats for p in f.parameters)
+        if len(self._arrived) < expected:
+            return False
+        self._arrived.clear()
+        return True
+
+    def begin_pass(self) -> None:
+        """Another forward begins: gradients of parameters that the last one did not use will not come."""
+        self._arrived.clear()
+
+
+def default_units(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost ModuleLists and Sequentials: the layers of most models."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        for child in module.children():
+            if isinstance(child, _CONTAINERS):
+                yield from default_units(child)
+            else:
+                yield child
+    else:
+        for child in module.children():
+            yield from default_units(child)
+
+
+def make_units(module: nn.Module, units: Units | None, axis: Axis, **options) -> list[Unit]:
+    """Share a module's parameters out over units: its own, or the innermost that contains them.
+
+    What is in none, or tied between two, goes to the unit of the module itself, which comes last.
+
+    Args:
+        module: the whole.
+        units: submodules, or lists of them that are one unit together; None for `default_units`.
+        axis, options: as for `make_flats`.
+    """
+    chosen = default_units(module) if units is None else units
+    groups = [[one] if isinstance(one, nn.Module) else list(one) for one in chosen]
+    groups.append([module])
+    roots = [(sum(1 for _ in root.modules()), index, root) for index, g in enumerate(groups) for root in g]
+    innermost: dict[nn.Module, int] = {}
+    for _, index, root in sorted(roots, key=lambda entry: entry[:2], reverse=True):
+        innermost.update(dict.fromkeys(root.modules(), index))
+    uses: dict[nn.Parameter, list[Use]] = {}
+    for submodule in innermost:
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                uses.setdefault(parameter, []).append((submodule, name, parameter))
+    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in groups]
+    for name, parameter in module.named_parameters():
+        indices = {innermost[submodule] for submodule, _, _ in uses[parameter]}
+        members[indices.pop() if len(indices) == 1 else -1].append((name, parameter))
+    made = [
+        Unit(roots, make_flats(named, axis, **options), [use for _, p in named for use in uses[p]])
+        for roots, named in zip(groups, members, strict=True)
+        if named
+    ]
+    for unit in made:
+        inside = {sub for root in unit.modules for sub in root.modules()}
+        unit.spans = any(root in inside for other in made if other is not unit for root in other.modules)
+    return made
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of a module's output that backward goes through."""
+    leaves = tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
