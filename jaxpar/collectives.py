@@ -39,6 +39,11 @@ def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
     return lax.pmean(x, axis)
 
 
+def all_reduce_max(x: jax.Array, axis: str) -> jax.Array:
+    """The maximum of x over a mesh axis, on every device of it. Not differentiable."""
+    return lax.pmax(x, axis)
+
+
 def to_varying(tree: Any, axis: str) -> Any:
     """Mark values that are equal along an axis as each device's own.
 

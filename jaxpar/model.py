@@ -54,8 +54,12 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, dtypes.storage)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.tensordot(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
+        y = self.product(x)
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The affine map without its bias."""
+        return jnp.tensordot(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 
 def layer_norm(spec: Model, dtypes: Dtypes) -> nnx.LayerNorm:

@@ -8,7 +8,7 @@ that it stays zero: it costs bytes, at most one row less than there are devices,
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,23 @@ def place(
 
     shard_dim = max(candidates, key=preference)
     return Placement(shape=shape, tp_dim=tp_dim, shard_dim=shard_dim, tp=tp, shards=shards)
+
+
+def map_alike(f: Callable[[list[Any], tuple[str, ...]], list[Any]], placements: Any, tree: Any) -> Any:
+    """Apply `f` to the leaves that are split over the same mesh axes together: to a list, and these axes."""
+    leaves, structure = jax.tree.flatten(tree)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for i, p in enumerate(jax.tree.leaves(placements)):
+        alike.setdefault(split_axes(p), []).append(i)
+    for axes, at in alike.items():
+        for i, leaf in zip(at, f([leaves[i] for i in at], axes), strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def split_axes(p: Placement) -> tuple[str, ...]:
+    """The mesh axes whose devices hold different parts of a leaf; along the others it is repeated."""
+    return tuple(axis for axis, dim in ((SHARD, p.shard_dim), (TP, p.tp_dim)) if dim is not None)
 
 
 def specs(placements: Any, *, sharded: bool) -> Any:

@@ -3,7 +3,7 @@
 Legend: A gradient accumulation, B batch, T position.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,26 @@ class Problem:
     """What is to be trained: a loss over a pytree, and what its leaves' dims mean."""
 
     build: Callable[[Edit], Loss]
-    """The loss of the model after an edit. Data parallelism and ZeRO 1 and 2 edit nothing."""
+    """The loss of the model after an edit. Data parallelism and ZeRO 1 and 2 edit nothing: under these any
+    loss will do, `lambda edit: loss`."""
     shapes: Any
     """The parameters: a nested dict of arrays or `jax.ShapeDtypeStruct`s."""
     axes: Any
     """Like `shapes`, with a tuple of logical axis names, one for each dim, for a leaf."""
     remat: Remat
+    vocab_size: int = 0
+    """Of a language model, without padding; tensor parallelism needs it."""
     stacked: str = "blocks"
     """The key of `shapes` whose leaves stack the layers that the model scans over."""
+
+    def edited(self, edits: Sequence[Edit]) -> Loss:
+        """The loss of the model after several edits, in order."""
+
+        def edit(model: Any) -> None:
+            for each in edits:
+                each(model)
+
+        return self.build(edit)
 
     def place(self, *, split: dict[str, str], tp: int, shards: int) -> Any:
         """Where every leaf lives: a tree of `Placement`s. See `placement.place`."""

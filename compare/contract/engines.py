@@ -80,6 +80,7 @@ ENGINES = {
             gradient_sync=("xla",),
             decides="XLA: jit with Mesh and NamedSharding",
             zero=(1, 2, 3),
+            tp=True,
         ),
         Engine(
             name="jax-manual",
@@ -87,6 +88,7 @@ ENGINES = {
             gradient_sync=("naive", "flat", "bucketed"),
             decides="we do: shard_map and lax collectives",
             zero=(1, 2, 3),
+            tp=True,
         ),
         Engine(
             name="torch-manual",

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
-from jaxpar.compiler import data_parallel, fully_sharded
+from jaxpar.compiler import data_parallel, fully_sharded, tensor_parallel
 from jaxpar.optimizer import global_norm
 from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
 
@@ -29,7 +29,7 @@ def parallelize(
         mesh: has the axes of `layout.axes`.
         layout: all of it but gradient_sync, which is the compiler's own choice.
     """
-    placements = problem.place(split={}, tp=layout.tp, shards=layout.dp_shard)
+    placements = problem.place(split=tensor_parallel.SPLIT, tp=layout.tp, shards=layout.dp_shard)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
     shard = partial(fully_sharded.shard, placements=placements, mesh=mesh)
     # Gradients that pile up whole (zero 0 and 1) can wait for the end, each device's own until then.
@@ -64,18 +64,27 @@ def parallelize(
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> Loss:
-    """The problem's loss over stored parameters."""
-    if layout.zero != 3:
-        loss = problem.build(_same)
-        return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
-    edit = fully_sharded.gather_layers(
-        placements[problem.stacked],
-        mesh=mesh,
-        remat=problem.remat,
-        reshard_after_forward=layout.reshard_after_forward,
-    )
-    loss = problem.build(edit)
-    return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=problem.stacked)
+    """The problem's loss over stored parameters: what tp splits, then what dp_shard gathers."""
+    edits, zero3 = [], layout.zero == 3
+    if layout.tp > 1:
+        edits.append(
+            tensor_parallel.place_activations(
+                mesh=mesh, sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
+            )
+        )
+    if zero3:
+        edits.append(
+            fully_sharded.gather_layers(
+                placements[problem.stacked],
+                mesh=mesh,
+                remat=problem.remat,
+                reshard_after_forward=layout.reshard_after_forward,
+            )
+        )
+    loss = problem.edited(edits)
+    if zero3:
+        return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=problem.stacked)
+    return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
 
 
 def _same(tree: Any) -> Any:

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
 from jaxpar import collectives
-from jaxpar.manual import data_parallel, fully_sharded
+from jaxpar.manual import data_parallel, fully_sharded, tensor_parallel
 from jaxpar.manual.global_norm import global_norm
 from jaxpar.optimizer import state_like
-from jaxpar.placement import specs
+from jaxpar.placement import map_alike, specs
 from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
 
 REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
@@ -31,7 +31,7 @@ def parallelize(
         mesh: has the axes of `layout.axes`.
         layout: all of it.
     """
-    placements = problem.place(split={}, tp=layout.tp, shards=layout.dp_shard)
+    placements = problem.place(split=tensor_parallel.SPLIT, tp=layout.tp, shards=layout.dp_shard)
     loss = _loss(problem, placements, layout)
     # One replica: a psum over one device is nothing, and XLA removes it.
     method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
@@ -40,6 +40,8 @@ def parallelize(
         """This device's part of the mean loss and of its gradients, reduced over nothing but dp_shard."""
         local = collectives.to_varying(params, REPLICATE)
         local = fully_sharded.own_copies(local, placements, stage=layout.zero)
+        if layout.sequence_parallel:
+            local = tensor_parallel.own_copies(local, placements)
         if layout.zero != 2:
             value, gradients = accumulated_gradients(loss, local, batch)
             if layout.zero == 3:
@@ -56,7 +58,16 @@ def parallelize(
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         value, gradients = gradients_of(params, batch)
         gradients = fully_sharded.mean_gradients(gradients, placements)
-        gradients = data_parallel.synchronize_gradients(gradients, method=method, bucket_mb=layout.bucket_mb)
+        if layout.sequence_parallel:
+            gradients = tensor_parallel.sum_partial_gradients(gradients, placements)
+        # A bucket has leaves of one kind: joined with one that is split, a repeated one would count as split.
+        gradients = map_alike(
+            lambda alike, _: data_parallel.synchronize_gradients(
+                alike, method=method, bucket_mb=layout.bucket_mb
+            ),
+            placements,
+            gradients,
+        )
         grad_norm = global_norm(gradients, placements)
         shards = params if layout.zero == 3 else fully_sharded.own_shards(params, placements)
         updates, opt_state = optimizer.update(
@@ -89,13 +100,23 @@ def parallelize(
 
 
 def _loss(problem: Problem, placements: Any, layout: Layout) -> Loss:
-    """The problem's loss over one device's stored parameters."""
-    if layout.zero != 3:
-        loss = problem.build(lambda model: None)
-        return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
-    edit = fully_sharded.gather_layers(
-        placements[problem.stacked],
-        remat=problem.remat,
-        reshard_after_forward=layout.reshard_after_forward,
-    )
-    return fully_sharded.gather_the_rest(problem.build(edit), placements, stacked=problem.stacked)
+    """The problem's loss over one device's stored parameters: what tp splits, then what dp_shard gathers."""
+    edits, zero3 = [], layout.zero == 3
+    if layout.tp > 1:
+        edits.append(
+            tensor_parallel.split_modules(
+                sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
+            )
+        )
+    if zero3:
+        edits.append(
+            fully_sharded.gather_layers(
+                placements[problem.stacked],
+                remat=problem.remat,
+                reshard_after_forward=layout.reshard_after_forward,
+            )
+        )
+    loss = problem.edited(edits)
+    if zero3:
+        return fully_sharded.gather_the_rest(loss, placements, stacked=problem.stacked)
+    return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)

@@ -6,12 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import collectives
-from jaxpar.placement import SHARD, TP, Placement
-
-
-def split_axes(p: Placement) -> tuple[str, ...]:
-    """The mesh axes whose devices hold different parts of a leaf; along the others it is repeated."""
-    return tuple(axis for axis, dim in ((SHARD, p.shard_dim), (TP, p.tp_dim)) if dim is not None)
+from jaxpar.placement import split_axes
 
 
 def global_norm(gradients: Any, placements: Any) -> jax.Array:

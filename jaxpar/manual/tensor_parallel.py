@@ -1,0 +1,171 @@
+"""Tensor parallelism by hand: Megatron's split of heads, MLP and vocabulary, by swapping the model's modules.
+
+A region of split work begins with `enter` and ends with `leave`, which are each other's transposes:
+
+                         enter (backward)                    leave (backward)
+    tp                   mark as own (all_reduce)            all_reduce (mark as own)
+    sequence parallel    all_gather T (reduce_scatter T)     reduce_scatter T (all_gather T)
+
+Two regions a layer: attention and MLP; one each for the embedding, which only leaves, and for the head,
+which only enters: its logits stay split, and the loss is computed on them as they are. q, k and v are one
+product, so that entering costs one reduction in backward, and not three.
+
+Without sequence parallelism everything outside the regions is equal on all devices of tp, gradients too.
+With it each device normalises its own positions: the gradients of LayerNorms, row biases and positions are
+partial, and are summed once a step.
+
+Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198.
+
+Legend: B batch, T position (T/t between the regions under sequence parallelism), C n_embd, V this device's
+part of the vocabulary, t the degree of tp.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar import collectives
+from jaxpar.model import Embedding, Linear
+from jaxpar.placement import Placement
+from jaxpar.plan import Edit
+
+AXIS = "tp"
+POSITION_DIM = 1
+SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
+"""Logical axis -> mesh axis: what is split, in every leaf that has it."""
+
+Border = Callable[[jax.Array], jax.Array]
+
+
+def enter(x_BTC: jax.Array) -> jax.Array:
+    """Megatron's f: the identity; its transpose is an all-reduce."""
+    return collectives.to_varying(x_BTC, AXIS)
+
+
+def leave(partial_BTC: jax.Array) -> jax.Array:
+    """Megatron's g: an all-reduce; its transpose is the identity."""
+    return collectives.all_reduce(partial_BTC, AXIS)
+
+
+def enter_from_sequence(x_BTC: jax.Array) -> jax.Array:
+    """All positions from each device's own; the transpose is a reduce-scatter."""
+    return collectives.all_gather(x_BTC, AXIS, dim=POSITION_DIM)
+
+
+def leave_to_sequence(partial_BTC: jax.Array) -> jax.Array:
+    """This device's positions of the sum; the transpose is an all-gather."""
+    return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM)
+
+
+class ColumnParallelLinear(Linear):
+    """A Linear whose outputs are split: of the weight and bias each device has its columns."""
+
+    def __init__(self, linear: Linear, *, enter: Border):
+        self.contracted, self.compute = linear.contracted, linear.compute
+        self.weight, self.bias = linear.weight, linear.bias
+        self.enter = enter
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.enter(x))
+
+
+class RowParallelLinear(Linear):
+    """A Linear whose inputs are split: partial products are summed, then the bias is added, once."""
+
+    def __init__(self, linear: Linear, *, leave: Border):
+        self.contracted, self.compute = linear.contracted, linear.compute
+        self.weight, self.bias = linear.weight, linear.bias
+        self.leave = leave
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.leave(self.product(x))
+        return y if self.bias is None else y + self.bias[...].astype(self.compute)
+
+
+class VocabParallelEmbedding(Embedding):
+    """Each device looks up the tokens whose rows it has; the head gives it its part of the logits."""
+
+    def __init__(self, embedding: Embedding, *, enter: Border, leave: Border):
+        self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
+        self.enter, self.leave = enter, leave
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        row_BT, mine_BT = own_rows(tokens_BT, self.token.shape[0])
+        partial_BTC = jnp.where(mine_BT[..., None], self.token[...][row_BT], 0)
+        x_BTC = self.leave(partial_BTC)
+        position_TC = self.position[...][: tokens_BT.shape[1]]
+        if x_BTC.shape[POSITION_DIM] < position_TC.shape[0]:  # sequence parallel
+            position_TC = collectives.own_shard(position_TC, AXIS, dim=0)
+        return x_BTC + position_TC
+
+    def logits(self, x_BTC: jax.Array) -> jax.Array:
+        return super().logits(self.enter(x_BTC))
+
+
+def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Where tokens are in this device's `rows` of the vocabulary, and whether they are there at all."""
+    row_BT = tokens_BT - lax.axis_index(AXIS) * rows
+    return jnp.clip(row_BT, 0, rows - 1), (row_BT >= 0) & (row_BT < rows)
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: int) -> jax.Array:
+    """Mean cross-entropy in nats of split logits: three all-reduces of (B, T), and never the logits.
+
+    Args:
+        logits_BTV: this device's part of the vocabulary, the last device's perhaps padded.
+        targets_BT: ids in the whole vocabulary.
+        vocab_size: ids from here on are padding and get no probability.
+    """
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+    rows = logits_BTV.shape[-1]
+    id_V = lax.axis_index(AXIS) * rows + jnp.arange(rows)
+    logits_BTV = jnp.where(id_V < vocab_size, logits_BTV, -jnp.inf)
+    top_BT = collectives.all_reduce_max(lax.stop_gradient(logits_BTV).max(-1), AXIS)
+    total_BT = collectives.all_reduce(jnp.exp(logits_BTV - top_BT[..., None]).sum(-1), AXIS)
+    row_BT, mine_BT = own_rows(targets_BT, rows)
+    picked_BT = jnp.take_along_axis(logits_BTV, row_BT[..., None], axis=-1)[..., 0]
+    target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS)
+    return (jnp.log(total_BT) + top_BT - target_BT).mean()
+
+
+def split_modules(*, sequence_parallel: bool, vocab_size: int) -> Edit:
+    """An edit of the model: its linear layers, embedding and loss work on this device's part."""
+    # Looked up when called, not now: a test may put a wrong border in.
+    into: Border = (lambda x: enter_from_sequence(x)) if sequence_parallel else (lambda x: enter(x))
+    out_of: Border = (lambda x: leave_to_sequence(x)) if sequence_parallel else (lambda x: leave(x))
+
+    def edit(model: Any) -> None:
+        attention, mlp = model.blocks.attention, model.blocks.mlp
+        attention.qkv = ColumnParallelLinear(attention.qkv, enter=into)
+        attention.out = RowParallelLinear(attention.out, leave=out_of)
+        mlp.up = ColumnParallelLinear(mlp.up, enter=into)
+        mlp.down = RowParallelLinear(mlp.down, leave=out_of)
+        model.embedding = VocabParallelEmbedding(model.embedding, enter=into, leave=out_of)
+        model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
+
+    return edit
+
+
+def own_copies(params: Any, placements: Any) -> Any:
+    """Sequence parallel: mark what tp does not split as each device's own, so that gradients stay partial."""
+
+    def mark(p: Placement, x: jax.Array) -> jax.Array:
+        return collectives.to_varying(x, AXIS) if p.tp_dim is None else x
+
+    return jax.tree.map(mark, placements, params)
+
+
+def sum_partial_gradients(gradients: Any, placements: Any) -> Any:
+    """Sequence parallel: the sums over tp of gradients of what tp does not split."""
+
+    def reduce(p: Placement, g: jax.Array) -> jax.Array:
+        if p.tp_dim is not None:
+            return g
+        with jax.named_scope("for_gradients"):
+            return collectives.all_reduce(g, AXIS)
+
+    return jax.tree.map(reduce, placements, gradients)
