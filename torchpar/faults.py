@@ -14,9 +14,15 @@ import torch
 from compare.contract.experiment import ExperimentError, Layout
 from torchpar import library, train, weights
 from torchpar.collectives import Axis
+from torchpar.library import tensor_parallel as library_tensor_parallel
+from torchpar.library.faults import take_parts_for_sums, unsummed
+from torchpar.manual import tensor_parallel
+from torchpar.manual.conjugates import scatter_to
 from torchpar.manual.data_parallel import Bucket, DataParallel
+from torchpar.manual.tensor_parallel import RowParallelLinear
 
 NEED_REPLICAS = ("dropped_all_reduce", "sum_for_mean")
+NEED_TP = ("dropped_tp_all_reduce", "doubled_row_bias", "missing_norm_psum")
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 
 
@@ -34,6 +40,10 @@ def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
         raise ExperimentError(
             f"fault = {fault}: nothing is reduced with layout.dp_replicate = 1: give 2 or more"
         )
+    if fault in NEED_TP and layout.tp == 1:
+        raise ExperimentError(f"fault = {fault}: no layer is split with layout.tp = 1: give 2 or more")
+    if fault == "missing_norm_psum" and not layout.sequence_parallel:
+        raise ExperimentError(f"fault = {fault}: needs layout.sequence_parallel = true")
     return FAULTS[fault](engine)
 
 
@@ -88,7 +98,38 @@ def _sum(axis: Axis, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _dropped_tp_all_reduce(engine: str) -> AbstractContextManager:
+    """Each rank goes on with its own part of what attention and MLP add to the stream."""
+    if engine == "torch-library":
+        return patch.object(library_tensor_parallel, "RowwiseParallel", unsummed)
+    return patch.multiple(tensor_parallel, reduce_from=lambda x, axis: x, reduce_scatter_from=scatter_to)
+
+
+def _doubled_row_bias(engine: str) -> AbstractContextManager:
+    """Every rank adds the bias before the sum over ranks. DTensor would not let one."""
+    if engine == "torch-library":
+        raise ExperimentError("fault = doubled_row_bias: torch-library adds the bias, not we: leave it out")
+
+    def forward(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        partial = torch.nn.functional.linear(x, self.weight, self.bias)
+        if self.sequence_dim is None:
+            return tensor_parallel.reduce_from(partial, self.axis)
+        return tensor_parallel.reduce_scatter_from(partial, self.axis, dim=self.sequence_dim)
+
+    return patch.object(RowParallelLinear, "forward", forward)
+
+
+def _missing_norm_psum(engine: str) -> AbstractContextManager:
+    """Gradients of LayerNorms stay those of each rank's part of the sequence."""
+    if engine == "torch-library":
+        return patch.object(library, "complete_gradients", take_parts_for_sums)
+    return patch.object(tensor_parallel, "synchronize_replicated_gradients", lambda *_: None)
+
+
 FAULTS: dict[str, Callable[[str], AbstractContextManager]] = {
+    "dropped_tp_all_reduce": _dropped_tp_all_reduce,
+    "doubled_row_bias": _doubled_row_bias,
+    "missing_norm_psum": _missing_norm_psum,
     "dropped_all_reduce": _dropped_all_reduce,
     "sum_for_mean": _sum_for_mean,
     "moved_weight": _moved_weight,

@@ -12,7 +12,8 @@ from torchpar.collectives import Axis
 from torchpar.library.data_parallel import DataParallel
 from torchpar.library.fully_sharded import FSDP, ShardedOptimizer
 from torchpar.library.meshes import axes_of, full_tensors, make_device_mesh
-from torchpar.library.tensor_parallel import complete_gradients, restore_order, tensor_parallel
+from torchpar.library.tensor_parallel import complete_gradients, restore_order
+from torchpar.library.tensor_parallel import tensor_parallel as split_layers
 from torchpar.mesh import Mesh
 from torchpar.model import GPT
 from torchpar.plan import Named, OptimizerMaker, Plan
@@ -28,7 +29,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     devices = make_device_mesh(mesh) if mesh.tp.size > 1 or layout.zero > 1 else None
     if mesh.tp.size > 1:
         assert devices is not None
-        tensor_parallel(model, devices["tp"], sequence_parallel=layout.sequence_parallel)
+        split_layers(model, devices["tp"], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
     if devices is not None:
         return _distributed(model, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
