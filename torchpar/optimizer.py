@@ -1,6 +1,6 @@
 """AdamW and SGD as `compare.contract.optimizer` defines them, by torch.optim; the norm over all ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ def make_optimizer(
     changes. Fused kernels: foreach would make a temporary as large as the model.
 
     Args:
-        parameters: by nanoGPT's names; whole, or this rank's pieces.
+        parameters: by nanoGPT's names; whole, or this rank's pieces; some of them, in a pipeline.
         experiment: its optimizer, and the model that the names belong to.
         wrap: makes the optimizer from (params, optimizer_cls, **kwargs).
     """
@@ -41,7 +41,8 @@ def make_optimizer(
     groups: dict[float, list[nn.Parameter]] = {}
     for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
-        groups.setdefault(weight_decay, []).append(parameters[nanogpt_name(row.name)])
+        if (name := nanogpt_name(row.name)) in parameters:
+            groups.setdefault(weight_decay, []).append(parameters[name])
     params = [{"params": group, "weight_decay": weight_decay} for weight_decay, group in groups.items()]
     lr = learning_rate(config, 0)
     if config.name == "adamw":
@@ -61,7 +62,7 @@ def optimizer_step(plan: Plan, config: Optimizer, step: int) -> torch.Tensor:
     Returns:
         The global gradient norm before clipping, a scalar tensor.
     """
-    norm = clip_gradients(plan.parameters, plan.sharded_over, max_norm=config.grad_clip)
+    norm = clip_gradients(plan.parameters, plan.sharded_over, max_norm=config.grad_clip, copies=plan.copies)
     for group in plan.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     plan.optimizer.step()
@@ -75,6 +76,7 @@ def clip_gradients(
     sharded_over: Callable[[str], tuple[Axis, ...]],
     *,
     max_norm: float,
+    copies: Collection[str] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm` (0: leave them).
 
@@ -82,12 +84,14 @@ def clip_gradients(
         parameters: this rank's pieces by name; those without a gradient do not count.
         sharded_over: by name, the axes over which pieces are spread, the same on all ranks.
         max_norm: see above.
+        copies: names of what another rank counts.
 
     Returns:
         The norm before, over all elements of all ranks, each counted once: a scalar.
     """
     norms = []
-    for axes, gradients in _gradients_by_axes(parameters, sharded_over).items():
+    counted = {name: parameter for name, parameter in parameters.items() if name not in copies}
+    for axes, gradients in _gradients_by_axes(counted, sharded_over).items():
         norm = torch.nn.utils.get_total_norm(gradients)
         if axes:
             square = norm.square()
@@ -111,4 +115,5 @@ def _gradients_by_axes(
         gradients = groups.setdefault(sharded_over(name), [local(parameter.detach()).new_zeros(())])
         if parameter.grad is not None:
             gradients.append(local(parameter.grad))
-    return groups
+    # Ranks of a pipeline have other parameters, but must reduce in the same order.
+    return dict(sorted(groups.items(), key=lambda group: [axis.name for axis in group[0]]))

@@ -44,7 +44,10 @@ class Plan:
         no_sync: a context for every forward and backward of a step but the last.
         finish_gradient_synchronization: after the last backward; the gradients of `parameters` are complete
             after it.
+        run_pipeline: instead of calling `module`: from the inputs and targets of every microbatch, and a
+            context for each forward, to their mean loss; leaves gradients on the parameters.
         sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
+        copies: names of what another rank along those axes has, too, and counts in the norm.
         gathers: from pieces to whole tensors, innermost first: each takes and returns tensors by name, which
             may be weights, gradients or moments. All ranks call them together.
         transient: flat tensors whose storage comes and goes, for the memory tracker.
@@ -55,7 +58,9 @@ class Plan:
     parameters: Mapping[str, nn.Parameter]
     no_sync: Callable[[], AbstractContextManager] = nullcontext
     finish_gradient_synchronization: Callable[[], None] = _nothing
+    run_pipeline: Callable[..., torch.Tensor] | None = None
     sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
+    copies: frozenset[str] = frozenset()
     gathers: tuple[Gather, ...] = ()
     transient: tuple[torch.Tensor, ...] = ()
 

@@ -16,7 +16,6 @@ from compare.contract.parameters import parameter_count
 from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
 from torchpar.memory import CPU_METHOD, GPU_METHOD, resident_bytes
 from torchpar.mesh import Mesh
-from torchpar.model import GPT
 from torchpar.plan import Named, Plan
 from torchpar.rank import Rank
 from torchpar.remat import resolve_remat
@@ -34,7 +33,6 @@ class Run:
     mesh: Mesh
     rank: Rank
     corpus: Corpus
-    model: GPT
     plan: Plan
     started_utc: str
     initial_weights_sha256: str

@@ -77,7 +77,6 @@ def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
         mesh=mesh,
         rank=rank,
         corpus=open_corpus(experiment, validated_sha256=request.corpus_sha256),
-        model=model,
         plan=plan,
         started_utc=started_utc,
         initial_weights_sha256=initial_weights_sha256,
@@ -126,7 +125,23 @@ def compute_gradients(
     Returns:
         The mean loss over the global batch, a scalar.
     """
-    passes, data = len(inputs_ABT), run.mesh.data
+    data = run.mesh.data
+    if run.plan.run_pipeline:
+        run.rank.at(step, "forward")
+        loss = run.plan.run_pipeline(inputs_ABT, targets_ABT, functools.partial(autocast, run))
+    else:
+        loss = run_passes(run, inputs_ABT, targets_ABT, step=step)
+    run.rank.at(step, "synchronisation")
+    run.plan.finish_gradient_synchronization()
+    if data.size > 1:
+        data.all_reduce(loss, purpose="loss")
+        loss /= data.size
+    return loss
+
+
+def run_passes(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor, *, step: int) -> torch.Tensor:
+    """Forward and backward of one pass after the other. Returns the mean loss over this rank's share."""
+    passes = len(inputs_ABT)
     dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
     loss = torch.zeros((), dtype=dtype, device=run.mesh.device)
     for index, (inputs_BT, targets_BT) in enumerate(zip(inputs_ABT, targets_ABT, strict=True)):
@@ -138,11 +153,6 @@ def compute_gradients(
             run.rank.at(step, "backward")
             backward(run, mean / passes)
         loss += mean.detach() / passes
-    run.rank.at(step, "synchronisation")
-    run.plan.finish_gradient_synchronization()
-    if data.size > 1:
-        data.all_reduce(loss, purpose="loss")
-        loss /= data.size
     return loss
 
 
@@ -175,7 +185,8 @@ def instrument(run: Run) -> Generator[None]:
     """Watch one step: peak memory, and the ledger. torch-manual's ledger comes from its own door."""
     plan, traffic = run.plan, run.mesh.traffic
     state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
-    resident = [*run.model.parameters(), *run.model.buffers(), *plan.parameters.values(), *state]
+    modules = [*plan.module.parameters(), *plan.module.buffers()]
+    resident = [*modules, *plan.parameters.values(), *state]
     traffic.clear()
     mode = CommunicationMode(run.mesh.axes, door=traffic, default_purpose=GRADIENTS)
     with track_peak(run.mesh.device, map(local, resident), plan.transient) as peak, mode:

@@ -97,6 +97,7 @@ ENGINES = {
             decides="we do: torch.distributed collectives",
             zero=(1, 2, 3),
             tp=True,
+            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
         ),
         Engine(
             name="torch-library",

@@ -7,34 +7,40 @@ from torch import nn
 from compare.contract.experiment import Layout
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.gpt_pipeline import gpt_pipeline
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
-from torchpar.manual.tensor_parallel import tensor_parallel
+from torchpar.manual.tensor_parallel import tensor_parallel as split_layers
 from torchpar.manual.vocab_parallel import VocabParallelEmbedding
 from torchpar.mesh import Mesh
 from torchpar.model import GPT
 from torchpar.plan import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
+from torchpar.stages import GPTStages, cut, units_at_ends
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
-    """The model under the layout. The order: tensor parallelism, recomputation, then what is done to a share.
+    """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
+    stages, what is done to this rank's share of all that, and the pipeline that runs it.
 
     One device gets the plain module: the reference that every other run is held against.
     """
     split = None
     if mesh.tp.size > 1:
-        split = tensor_parallel(model, mesh.tp, sequence_parallel=layout.sequence_parallel)
+        split = split_layers(model, mesh.tp, sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
+    part = cut(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else model
     if layout.zero >= 2:
-        plan = _fully_sharded(model, mesh, layout, make_optimizer)
+        plan = _fully_sharded(part, mesh, layout, make_optimizer)
     elif layout.zero == 1:
-        plan = _sharded_optimizer(model, mesh, make_optimizer)
+        plan = _sharded_optimizer(part, mesh, make_optimizer)
     else:
-        plan = _replicated(model, mesh, layout, make_optimizer)
+        plan = _replicated(part, mesh, layout, make_optimizer)
+    if isinstance(part, GPTStages):
+        plan = gpt_pipeline(part, plan, axis=mesh.pp, layout=layout)
     return split.around(plan) if split else plan
 
 
-def _replicated(model: GPT, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
+def _replicated(model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters)
     if mesh.dp_replicate.size == 1:
@@ -54,12 +60,13 @@ def _replicated(model: GPT, mesh: Mesh, layout: Layout, make_optimizer: Optimize
     )
 
 
-def _fully_sharded(model: GPT, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
-    """ZeRO-2 and 3. The ends of the model are one unit, because the tied weight is used at both."""
-    ends = [model.get_submodule(path) for path in ("transformer.wte", "transformer.wpe", "transformer.ln_f")]
+def _fully_sharded(
+    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+) -> Plan:
+    """ZeRO-2 and 3. The ends are one unit, because the tied weight is used at both."""
     sharded = FSDP(
         model,
-        units=[[*ends, model.lm_head], *model.blocks],
+        units=[*units_at_ends(model), *model.blocks],
         group=mesh.dp_shard,
         replicate_group=mesh.dp_replicate,
         zero=3 if layout.zero == 3 else 2,
@@ -78,7 +85,7 @@ def _fully_sharded(model: GPT, mesh: Mesh, layout: Layout, make_optimizer: Optim
     )
 
 
-def _sharded_optimizer(model: GPT, mesh: Mesh, make_optimizer: OptimizerMaker) -> Plan:
+def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: OptimizerMaker) -> Plan:
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
     whole = dict(model.named_parameters())
     wrap = partial(

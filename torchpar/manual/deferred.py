@@ -92,7 +92,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, anchor, factors, parameters):
-        weight, bias = (None if p is None else p.detach().to(x.dtype) for p in parameters)
+        weight = parameters[0].detach().to(x.dtype)
+        bias = None if parameters[1] is None else parameters[1].detach().to(x.dtype)
         ctx.save_for_backward(x, weight)
         ctx.factors, ctx.parameters = factors, parameters
         return F.linear(x, weight, bias)

@@ -33,7 +33,8 @@ class PipelineParallel:
         boundary: from a stage's number and a microbatch's inputs to a tensor that is like the stage's
             output (one on the device "meta" will do): how others know what to receive.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
-        no_sync: a context for every backward but each stage's last: see DataParallel.
+        no_sync: a context for every backward but each stage's last, or for all if the schedule has it in
+            two halves: see DataParallel. Gradients are complete after `finish_gradient_synchronization`.
 
     Attributes:
         peak_in_flight: the most microbatches whose activations were held at once, over all steps.
@@ -66,7 +67,9 @@ class PipelineParallel:
         self._stages = {n: Stage(module, splits_backward=splits) for n, module in stages.items()}
         self._microbatches = 1 + max(task.microbatch for task in tasks)
         self._actions = with_communication(schedule)
-        self._final = set({(task.kind, task.stage): task for task in tasks}.values())
+        # Halves of a backward leave gradients at different times: then nothing is reduced before the end.
+        final = {} if splits else {(task.kind, task.stage): task for task in tasks}
+        self._final = set(final.values())
         self._loss, self._boundary, self._no_sync = loss, boundary, no_sync
         self.peak_in_flight = 0
 

@@ -1,0 +1,107 @@
+"""A GPT cut into the stages of a pipeline, from outside: names of parameters stay.
+
+The first stage has the embeddings, the last one the final norm and the head, and blocks are split evenly. The
+head is tied to the token embedding: the first and the last stage each have a copy of it, under one name.
+
+B batch, T position, C embedding, V vocabulary.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from compare.contract.experiment import Layout
+from torchpar.model import GPT
+
+TIED = "transformer.wte.weight"
+
+
+class GPTStages(nn.Module):
+    """The stages of a GPT that one rank has.
+
+    Args:
+        model: its modules are shared, not copied; whoever drops it frees those of other ranks' stages.
+        own: which stages, along the model.
+        stages: of the whole pipeline; divides the blocks.
+
+    Attributes:
+        stages: of the whole pipeline.
+        blocks_of: the numbers of the blocks of each stage that this rank has.
+        loss: from logits (N, V) and targets (N,) to their mean cross-entropy.
+        width, dtype: of the residual stream: C, and the dtype of the weights.
+    """
+
+    def __init__(self, model: GPT, *, own: Iterable[int], stages: int):
+        super().__init__()
+        self.stages = stages
+        share = len(model.blocks) // stages
+        self.blocks_of = {stage: range(stage * share, (stage + 1) * share) for stage in own}
+        is_first, is_last = 0 in self.blocks_of, stages - 1 in self.blocks_of
+        numbers = [number for blocks in self.blocks_of.values() for number in blocks]
+        have = {"wte": is_first or is_last, "wpe": is_first, "h": True, "ln_f": is_last}
+        parts = {name: model.transformer[name] for name, is_here in have.items() if is_here}
+        parts["h"] = nn.ModuleDict({str(number): model.blocks[number] for number in numbers})
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = model.lm_head if is_last else None
+        self.loss = model.loss
+        self.width, self.dtype = model.config.n_embd, model.lm_head.weight.dtype
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """This rank's blocks."""
+        return [
+            self.get_submodule(f"transformer.h.{n}") for blocks in self.blocks_of.values() for n in blocks
+        ]
+
+    def forward(self, x: torch.Tensor, *, stage: int) -> torch.Tensor:
+        """One stage: from token ids (B, T) or the stream (B, T, C) to the stream, or to logits (B, T, V)."""
+        if stage == 0:
+            position_T = torch.arange(x.shape[1], device=x.device)
+            x = self.transformer["wte"](x) + self.transformer["wpe"](position_T)
+        for number in self.blocks_of[stage]:
+            x = self.get_submodule(f"transformer.h.{number}")(x)
+        if stage < self.stages - 1:
+            return x
+        assert self.lm_head is not None
+        return self.lm_head(self.transformer["ln_f"](x))
+
+    def mean_loss(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The loss of the last stage's output, as the whole model computes it."""
+        at_least_float32 = torch.promote_types(logits_BTV.dtype, torch.float32)  # autocast's are bfloat16
+        return self.loss(logits_BTV.to(at_least_float32).flatten(0, 1), targets_BT.flatten())
+
+
+def units_at_ends(model: GPT | GPTStages) -> list[list[nn.Module]]:
+    """Modules before and after the blocks that must be sharded as one, because the tied weight is theirs.
+
+    In a pipeline they have nothing but the tied weight, so that both stages cut their copies alike.
+    """
+    paths = ["transformer.wte", "lm_head"]
+    if isinstance(model, GPT):
+        paths += ["transformer.wpe", "transformer.ln_f"]
+    here = dict(model.named_modules(remove_duplicate=False))
+    modules = [here[path] for path in paths if path in here]
+    return [modules] if modules else []
+
+
+def cut(model: GPT, *, rank: int, layout: Layout) -> GPTStages:
+    """What one rank of the pipeline has: with v chunks the stages rank, rank + pp, ..."""
+    stages = layout.pp * layout.chunks
+    return GPTStages(model, own=range(rank, stages, layout.pp), stages=stages)
+
+
+class OneStage(nn.Module):
+    """One stage as a module of its own.
+
+    Args:
+        part: a `GPTStages`, or what a layout wrapped around it.
+        stage: which.
+    """
+
+    def __init__(self, part: nn.Module, stage: int):
+        super().__init__()
+        self.part, self.stage = part, stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x, stage=self.stage)
