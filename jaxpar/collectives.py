@@ -72,3 +72,9 @@ def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
     """This device's shard of an array that is whole on every device: no communication."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+
+
+def shift(x: jax.Array, axis: str, *, by: int = 1) -> jax.Array:
+    """What the device `by` places further along a mesh axis, a ring, has."""
+    n = axis_size(axis)
+    return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])

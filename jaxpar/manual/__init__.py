@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.experiment import Layout
 from jaxpar import collectives
 from jaxpar.manual import data_parallel, fully_sharded, tensor_parallel
-from jaxpar.manual.global_norm import global_norm
+from jaxpar.manual.norm import global_norm
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
 from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
