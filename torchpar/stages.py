@@ -72,17 +72,24 @@ class GPTStages(nn.Module):
         return self.loss(logits_BTV.to(at_least_float32).flatten(0, 1), targets_BT.flatten())
 
 
-def units_at_ends(model: GPT | GPTStages) -> list[list[nn.Module]]:
-    """Modules before and after the blocks that must be sharded as one, because the tied weight is theirs.
+def units_of(model: GPT | GPTStages) -> list[list[nn.Module]]:
+    """Modules whose parameters are gathered together, where parameters are sharded.
 
-    In a pipeline they have nothing but the tied weight, so that both stages cut their copies alike.
+    A block each; and in a whole model all that comes before and after them, because the tied weight is used
+    at both ends. In a pipeline the tied weight is a unit of its own, so that both stages cut their copies
+    alike; what else is at an end goes with the block next to it.
     """
-    paths = ["transformer.wte", "lm_head"]
-    if isinstance(model, GPT):
-        paths += ["transformer.wpe", "transformer.ln_f"]
     here = dict(model.named_modules(remove_duplicate=False))
-    modules = [here[path] for path in paths if path in here]
-    return [modules] if modules else []
+    tied, first, last = (
+        [here[path] for path in paths if path in here]
+        for paths in (("transformer.wte", "lm_head"), ("transformer.wpe",), ("transformer.ln_f",))
+    )
+    blocks = [[block] for block in model.blocks]
+    if isinstance(model, GPT):
+        return [tied + first + last, *blocks]
+    blocks[0] += first
+    blocks[-1] += last
+    return [tied, *blocks] if tied else blocks
 
 
 def cut(model: GPT, *, rank: int, layout: Layout) -> GPTStages:

@@ -15,7 +15,7 @@ from torchpar.mesh import Mesh
 from torchpar.model import GPT
 from torchpar.plan import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.stages import GPTStages, cut, units_at_ends
+from torchpar.stages import GPTStages, cut, units_of
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
@@ -63,10 +63,10 @@ def _replicated(model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimiz
 def _fully_sharded(
     model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
 ) -> Plan:
-    """ZeRO-2 and 3. The ends are one unit, because the tied weight is used at both."""
+    """ZeRO-2 and 3."""
     sharded = FSDP(
         model,
-        units=[*units_at_ends(model), *model.blocks],
+        units=units_of(model),
         group=mesh.dp_shard,
         replicate_group=mesh.dp_replicate,
         zero=3 if layout.zero == 3 else 2,
