@@ -70,10 +70,12 @@ class Flat:
             parameter.data = view
         self.is_whole = True
         self._gather: Work | None = None
-        self._gradients: torch.Tensor | None = None
-        self._reduced: torch.Tensor | None = None
+        self._gradients: torch.Tensor | None = None  # those that backward is adding up
+        self._used: set[int] = set()  # places that have one
         self._reduction: Work | None = None
-        self._used: set[int] = set()
+        self._sent: torch.Tensor | None = None  # the gradients that are being summed over the ranks
+        self._reduced: torch.Tensor | None = None  # this rank's cut of the sum
+        self._reduced_places: set[int] = set()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What a flat tensor (n,) holds for each parameter, in its shape."""
@@ -154,40 +156,39 @@ class Flat:
         """Begin to sum the gradients over the ranks; without any on this step there is nothing to do."""
         if self._gradients is None:
             return
-        if self._reduced is not None:  # a second backward before the first was asked for
-            self.finish_reduction()
+        self.finish_reduction()  # of a backward before, if nobody has asked for its gradients yet
         for place, slot in enumerate(self.views(self._gradients)):
             if place not in self._used:
                 slot.zero_()
-        mine = self._gradients[self.own]
+        self._sent, self._reduced_places = self._gradients, self._used
+        self._gradients, self._used = None, set()
+        mine = self._sent[self.own]
         self._reduced = mine if self.keeps_gradients else torch.empty_like(mine)
-        self._reduction = self.axis.start_reduce_scatter(self._reduced, self._gradients, purpose=GRADIENTS)
+        self._reduction = self.axis.start_reduce_scatter(self._reduced, self._sent, purpose=GRADIENTS)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for the sum over the shards, let the whole gradients go, and begin that over the replicas."""
-        if self._reduction is None or self._gradients is None:
+        if self._sent is None or self._reduced is None or self._reduction is None:
             return
         self._reduction.wait()
-        self._reduction = self._gradients = None
+        self._reduction = self._sent = None
         if self.replicas and self.replicas.size > 1:
-            assert self._reduced is not None
             self._reduction = self.replicas.start_all_reduce(self._reduced, purpose=GRADIENTS)
 
     @torch.no_grad()
     def finish_reduction(self) -> None:
         """Leave each piece its part of the mean gradient, added to one that is there already."""
         self.settle()
-        if self._reduction:
-            self._reduction.wait()
         if self._reduced is None:
             return
+        if self._reduction:
+            self._reduction.wait()
         self._reduced /= self.axis.size * (self.replicas.size if self.replicas else 1)
-        for place in sorted(self._used):
+        for place in sorted(self._reduced_places):
             piece, gradient = self.pieces[place], self._reduced[self._cut(place)]
             piece.grad = gradient if piece.grad is None else piece.grad + gradient
         self._reduction = self._reduced = None
-        self._used = set()
 
     def _cut(self, place: int) -> slice:
         """Where in the shard the piece of the parameter at `place` lies."""

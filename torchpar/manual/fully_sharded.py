@@ -201,11 +201,9 @@ class FSDP(nn.Module):
     def _enter(self, unit: Unit, upcoming: Unit | None) -> None:
         """Make a unit whole, free those that are not running, and begin to gather the one to come."""
         if unit is not self._current or unit not in self._gathered:
-            self._current = unit
-            for other in [other for other in self._gathered if other is not unit]:
-                if self._reshards and other.is_idle:
-                    self._gathered.remove(other)
-                    other.free()
+            if not (unit.spans and unit in self._gathered):  # else it is around the current one
+                self._current = unit
+                self._free_idle(unit)
             self._start(unit)
             unit.finish_gather()
             self._watch(unit)
@@ -216,6 +214,12 @@ class FSDP(nn.Module):
         if unit not in self._gathered:
             self._gathered.append(unit)
             unit.start_gather()
+
+    def _free_idle(self, entering: Unit) -> None:
+        for unit in [unit for unit in self._gathered if unit is not entering and unit.is_idle]:
+            if self._reshards:
+                self._gathered.remove(unit)
+                unit.free()
 
     def _free_all(self) -> None:
         for unit in self._gathered:
