@@ -11,7 +11,7 @@ from compare.contract.experiment import Layout
 from torchpar.collectives import Axis
 from torchpar.library.data_parallel import DataParallel
 from torchpar.library.fully_sharded import FSDP, ShardedOptimizer
-from torchpar.library.meshes import axes_of, full_tensors, make_device_mesh
+from torchpar.library.meshes import axes_of, dtensor_optimizer, full_tensors, make_device_mesh
 from torchpar.library.tensor_parallel import complete_gradients, restore_order
 from torchpar.library.tensor_parallel import tensor_parallel as split_layers
 from torchpar.mesh import Mesh
@@ -67,7 +67,7 @@ def _distributed(
     axes = {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
     return Plan(
         module=model,
-        optimizer=make_optimizer(parameters),
+        optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
         parameters=parameters,
         no_sync=no_sync,
         finish_gradient_synchronization=partial(complete_gradients, model),

@@ -1,4 +1,4 @@
-"""PyTorch's DeviceMesh over the process groups that the axes of our mesh have already; reading DTensors."""
+"""PyTorch's DeviceMesh over the process groups that the axes of our mesh have already; DTensors."""
 
 import numpy as np
 import torch
@@ -38,3 +38,12 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
 def full_tensors(parts: Named) -> Named:
     """Whole tensors by name, from DTensors."""
     return {name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)}
+
+
+def dtensor_optimizer(
+    params: list[dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs
+) -> torch.optim.Optimizer:
+    """The optimizer over DTensors, which know PyTorch's fused Adam but not its fused SGD (torch 2.13)."""
+    if optimizer_cls is torch.optim.SGD:
+        kwargs |= {"fused": False, "foreach": True}
+    return optimizer_cls(params, **kwargs)
