@@ -25,7 +25,7 @@ from torchpar.collectives import Axis
 from torchpar.launch import bind_to_loopback, launch
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.deferred import DeferredWeightGradients
-from torchpar.manual.pipeline_parallel import PipelineParallel, sum_tied_gradients
+from torchpar.manual.pipeline_parallel import PipelineParallel
 from torchpar.manual.stage import Stage
 from torchpar.rank import Rank
 from torchpar.traffic import Call

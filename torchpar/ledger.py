@@ -31,19 +31,18 @@ _KINDS = {
     "reduce": "reduce",
     "gather": "gather",
     "scatter": "scatter",
-    "send": "send",
-    "recv": "receive",
-    "recvanysource": "receive",
+    "send": "permute",
 }
 # What PyTorch's wrappers use a collective for, where that is not to reduce gradients.
 _WRAPPERS = {
     ("dp_shard", "all_gather"): "parameters",
     ("dp_shard", "broadcast"): "parameters",
+    ("pp", "permute"): "activations and their gradients",
     ("tp", "all_gather"): "activations",
     ("tp", "all_reduce"): "activations",
     ("tp", "reduce_scatter"): "activations",
 }
-_IGNORED = {"waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
+_IGNORED = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 
 
 class CommunicationMode(TorchDispatchMode):

@@ -26,6 +26,7 @@ def make_optimizer(
     experiment: Experiment,
     *,
     wrap: Callable[..., torch.optim.Optimizer] = unwrapped,
+    apart: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """The experiment's optimizer over a model's parameters, in two groups: what decays, and the rest.
 
@@ -36,14 +37,15 @@ def make_optimizer(
         parameters: by nanoGPT's names; whole, or this rank's pieces; some of them, in a pipeline.
         experiment: its optimizer, and the model that the names belong to.
         wrap: makes the optimizer from (params, optimizer_cls, **kwargs).
+        apart: names that get a group of their own.
     """
     config = experiment.optimizer
-    groups: dict[float, list[nn.Parameter]] = {}
+    groups: dict[tuple[float, str], list[nn.Parameter]] = {}
     for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
         if (name := nanogpt_name(row.name)) in parameters:
-            groups.setdefault(weight_decay, []).append(parameters[name])
-    params = [{"params": group, "weight_decay": weight_decay} for weight_decay, group in groups.items()]
+            groups.setdefault((weight_decay, name if name in apart else ""), []).append(parameters[name])
+    params = [{"params": group, "weight_decay": weight_decay} for (weight_decay, _), group in groups.items()]
     lr = learning_rate(config, 0)
     if config.name == "adamw":
         betas = (config.beta1, config.beta2)

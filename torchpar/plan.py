@@ -1,6 +1,6 @@
 """What an engine makes of a model and its optimizer: the handful of things that the training loop uses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,11 @@ class OptimizerMaker(Protocol):
     """Makes the experiment's optimizer over parameters by the model's names: `optimizer.make_optimizer`."""
 
     def __call__(
-        self, parameters: Mapping[str, nn.Parameter], *, wrap: Callable[..., torch.optim.Optimizer] = ...
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        wrap: Callable[..., torch.optim.Optimizer] = ...,
+        apart: Collection[str] = (),
     ) -> torch.optim.Optimizer:
         """`wrap(params, optimizer_cls, **kwargs)` makes the optimizer itself, if that is not as usual."""
         ...

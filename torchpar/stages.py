@@ -6,15 +6,19 @@ head is tied to the token embedding: the first and the last stage each have a co
 B batch, T position, C embedding, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from compare.contract.experiment import Layout
+from torchpar.collectives import Axis
 from torchpar.model import GPT
+from torchpar.plan import Named, Plan, local
 
-TIED = "transformer.wte.weight"
+TIED, TIED_GRADIENTS = "transformer.wte.weight", "tied gradients"
 
 
 class GPTStages(nn.Module):
@@ -54,8 +58,13 @@ class GPTStages(nn.Module):
             self.get_submodule(f"transformer.h.{n}") for blocks in self.blocks_of.values() for n in blocks
         ]
 
-    def forward(self, x: torch.Tensor, *, stage: int) -> torch.Tensor:
-        """One stage: from token ids (B, T) or the stream (B, T, C) to the stream, or to logits (B, T, V)."""
+    def forward(self, x: torch.Tensor, *, stage: int | None = None) -> torch.Tensor:
+        """One stage: from token ids (B, T) or the stream (B, T, C) to the stream, or to logits (B, T, V).
+
+        A rank that has one stage need not say which.
+        """
+        if stage is None:
+            (stage,) = self.blocks_of
         if stage == 0:
             position_T = torch.arange(x.shape[1], device=x.device)
             x = self.transformer["wte"](x) + self.transformer["wpe"](position_T)
@@ -98,6 +107,12 @@ def cut(model: GPT, *, rank: int, layout: Layout) -> GPTStages:
     return GPTStages(model, own=range(rank, stages, layout.pp), stages=stages)
 
 
+def cut_each(model: GPT, *, rank: int, layout: Layout) -> dict[int, GPTStages]:
+    """The same, each stage by itself."""
+    stages = layout.pp * layout.chunks
+    return {own: GPTStages(model, own=[own], stages=stages) for own in range(rank, stages, layout.pp)}
+
+
 class OneStage(nn.Module):
     """One stage as a module of its own.
 
@@ -112,3 +127,59 @@ class OneStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.part(x, stage=self.stage)
+
+
+def as_pipeline(plan: Plan, *, axis: Axis, run: Callable[..., torch.Tensor]) -> Plan:
+    """The plan of one rank's stages as a part of the whole pipeline's.
+
+    Args:
+        plan: what is done to the rank's stages over the other axes; it cuts both copies of the tied weight
+            alike, so that pieces of their gradients can be added up.
+        axis: the pipeline's ranks.
+        run: see `Plan.run_pipeline`.
+    """
+    tied = plan.parameters.get(TIED)
+    ends = (0, axis.size - 1)
+
+    def finish() -> None:
+        plan.finish_gradient_synchronization()
+        if tied is not None:
+            sum_tied_gradients(tied, axis, ranks=ends)
+
+    return replace(
+        plan,
+        run_pipeline=run,
+        finish_gradient_synchronization=finish,
+        sharded_over=lambda name: (*plan.sharded_over(name), axis),
+        copies=frozenset({TIED} if axis.rank == axis.size - 1 else ()),
+        gathers=(*plan.gathers, partial(gather_stages, axis=axis)),
+    )
+
+
+def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:
+    """Make the gradients of two copies of one parameter, on two stages, the sum of both, on both.
+
+    The copies must have started equal; they then stay so to the last bit, as a + b is b + a.
+
+    Args:
+        parameter: this rank's copy; the other ranks need not call.
+        axis: of the pipeline.
+        ranks: which of the axis have the copies.
+    """
+    assert parameter.grad is not None
+    (other,) = set(ranks) - {axis.rank}
+    gradient = local(parameter.grad)
+    mine, theirs = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    works = (
+        axis.start_send(mine, to=other, purpose=TIED_GRADIENTS),
+        axis.start_receive(theirs, source=other),
+    )
+    for work in works:
+        work.wait()
+    gradient.add_(theirs)
+
+
+def gather_stages(parts: Named, *, axis: Axis) -> Named:
+    """The tensors of all stages by name, the first stage's copy of the tied ones; for the record."""
+    stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in parts.items()})
+    return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}

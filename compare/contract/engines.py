@@ -106,6 +106,7 @@ ENGINES = {
             decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor",
             zero=(1, 2, 3),
             tp=True,
+            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
             no_zero_with_tp={
                 1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
                 "takes no DTensor: choose layout.zero = 2 or 3"

@@ -1,10 +1,12 @@
 """torch-library: PyTorch's own wrappers decide, as a user would pick them."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.experiment import Layout
@@ -12,16 +14,19 @@ from torchpar.collectives import Axis
 from torchpar.library.data_parallel import DataParallel
 from torchpar.library.fully_sharded import FSDP, ShardedOptimizer
 from torchpar.library.meshes import axes_of, dtensor_optimizer, full_tensors, make_device_mesh
+from torchpar.library.pipeline_parallel import Context, PipelineParallel
 from torchpar.library.tensor_parallel import complete_gradients, restore_order
 from torchpar.library.tensor_parallel import tensor_parallel as split_layers
 from torchpar.mesh import Mesh
 from torchpar.model import GPT
 from torchpar.plan import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
+from torchpar.stages import GPTStages, as_pipeline, cut_each
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
-    """The model under the layout. The order: tensor parallelism, recomputation, then data parallelism.
+    """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
+    stages, data parallelism of each, and the pipeline that runs them.
 
     One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
@@ -31,49 +36,91 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
         assert devices is not None
         split_layers(model, devices["tp"], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
+    stages = cut_each(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else {}
+    models = list(stages.values()) or [model]
     if devices is not None:
-        return _distributed(model, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
-    return _replicated(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+        plan = _distributed(models, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+    else:
+        plan = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+    return _pipeline(plan, stages, mesh=mesh, layout=layout) if stages else plan
 
 
-def _replicated(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
+def _replicated(
+    models: Sequence[nn.Module], *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+) -> Plan:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
-    parameters = dict(model.named_parameters())
+    parameters = _named_parameters(models)
     if mesh.data.size == 1:
-        return Plan(module=model, optimizer=make_optimizer(parameters), parameters=parameters)
-    replicas = DataParallel(model, bucket_size_mb=layout.bucket_mb, group=mesh.data.group)
-    wraps = {"wrap": partial(ShardedOptimizer, group=mesh.dp_shard.group)} if layout.zero else {}
+        return Plan(module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters)
+    replicas = [DataParallel(m, bucket_size_mb=layout.bucket_mb, group=mesh.data.group) for m in models]
+    if layout.zero:
+        make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh.dp_shard.group))
     plan = Plan(
-        module=replicas,
-        optimizer=make_optimizer(parameters, **wraps),
+        module=_as_one(replicas),
+        optimizer=make_optimizer(parameters),
         parameters=parameters,
-        no_sync=replicas.no_sync,
-        finish_gradient_synchronization=replicas.finish_gradient_synchronization,
+        no_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
+        finish_gradient_synchronization=replicas[0].finish_gradient_synchronization,
     )
     return DealtStatePlan(**vars(plan), state_axis=mesh.dp_shard) if layout.zero else plan
 
 
 def _distributed(
-    model: GPT, devices: DeviceMesh, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+    models: Sequence[GPT | GPTStages],
+    devices: DeviceMesh,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    make_optimizer: OptimizerMaker,
 ) -> Plan:
     """Parameters as DTensors: FSDP2 over what tensor parallelism has left of them."""
     no_sync = nullcontext
     if mesh.data.size > 1:
         data = ("dp_replicate", "dp_shard") if mesh.dp_replicate.size > 1 else "dp_shard"
-        no_sync = FSDP(
-            model, devices[data], reshard_after_forward=layout.zero == 3 and layout.reshard_after_forward
-        ).no_sync
-    parameters = dict(model.named_parameters())
+        reshards = layout.zero == 3 and layout.reshard_after_forward
+        sharded = [FSDP(model, devices[data], reshard_after_forward=reshards) for model in models]
+        no_sync = sharded[0].no_sync
+    parameters = _named_parameters(models)
     axes = {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
+    module = _as_one(models)
     return Plan(
-        module=model,
+        module=module,
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
         parameters=parameters,
         no_sync=no_sync,
-        finish_gradient_synchronization=partial(complete_gradients, model),
+        finish_gradient_synchronization=partial(complete_gradients, module),
         sharded_over=axes.__getitem__,
         gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),
     )
+
+
+def _pipeline(plan: Plan, stages: Mapping[int, GPTStages], *, mesh: Mesh, layout: Layout) -> Plan:
+    """PyTorch's schedule over this rank's stages, each wrapped by itself."""
+    last = stages[max(stages)]
+    modules = list(plan.module) if isinstance(plan.module, nn.ModuleList) else [plan.module]
+    pipeline = PipelineParallel(
+        dict(zip(stages, modules, strict=True)),
+        count=last.stages,
+        schedule=layout.schedule,
+        loss=last.mean_loss,
+        axis=mesh.pp,
+        device=mesh.device,
+    )
+
+    def run(inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor, context: Context) -> torch.Tensor:
+        microbatches = len(inputs_ABT) * layout.microbatches
+        whole = (inputs_ABT.flatten(0, 1), targets_ABT.flatten(0, 1))
+        return pipeline.run(*whole, microbatches=microbatches, context=context)
+
+    return as_pipeline(plan, axis=mesh.pp, run=run)
+
+
+def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: parameter for model in models for name, parameter in model.named_parameters()}
+
+
+def _as_one(modules: Sequence[nn.Module]) -> nn.Module:
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from torchpar.model import GPT
+from torchpar.stages import GPTStages
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
@@ -49,7 +50,7 @@ class FSDP:
         reshard_after_forward: free gathered blocks after forward and gather them again for backward.
     """
 
-    def __init__(self, model: GPT, mesh: DeviceMesh, *, reshard_after_forward: bool):
+    def __init__(self, model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_forward: bool):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
         # Backward begins where forward ended: with the root's own parameters, the embeddings.

@@ -7,7 +7,7 @@ from torch import nn
 from compare.contract.experiment import Layout
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.gpt_pipeline import gpt_pipeline
+from torchpar.manual.gpt_pipeline import make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import tensor_parallel as split_layers
 from torchpar.manual.vocab_parallel import VocabParallelEmbedding
@@ -15,7 +15,7 @@ from torchpar.mesh import Mesh
 from torchpar.model import GPT
 from torchpar.plan import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.stages import GPTStages, cut, units_of
+from torchpar.stages import TIED, GPTStages, as_pipeline, cut, units_of
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
@@ -36,7 +36,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     else:
         plan = _replicated(part, mesh, layout, make_optimizer)
     if isinstance(part, GPTStages):
-        plan = gpt_pipeline(part, plan, axis=mesh.pp, layout=layout)
+        plan = as_pipeline(plan, axis=mesh.pp, run=make_runner(part, plan, axis=mesh.pp, layout=layout))
     return split.around(plan) if split else plan
 
 
@@ -91,7 +91,8 @@ def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: Optim
     wrap = partial(
         ShardedOptimizer, group=mesh.dp_shard, replicate_group=mesh.dp_replicate, reduce_gradients=True
     )
-    optimizer = make_optimizer(whole, wrap=wrap)
+    # Both stages that have a copy of the tied weight must cut it alike.
+    optimizer = make_optimizer(whole, wrap=wrap, apart={TIED} if isinstance(model, GPTStages) else ())
     assert isinstance(optimizer, ShardedOptimizer)
 
     def gather(pieces: Named) -> Named:

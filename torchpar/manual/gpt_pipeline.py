@@ -1,4 +1,4 @@
-"""The pipeline of a GPT: its stages, the tied embedding, and what is gathered over them for the record.
+"""How `PipelineParallel` runs the stages of a GPT.
 
 A accumulated passes, b sequences of a data-parallel share, M microbatches of a step, B sequences of one,
 T positions, C embedding.
@@ -7,20 +7,19 @@ T positions, C embedding.
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from torchpar.collectives import Axis
-from torchpar.manual.pipeline_parallel import PipelineParallel, sum_tied_gradients
-from torchpar.plan import Named, Plan
-from torchpar.stages import TIED, GPTStages, OneStage
+from torchpar.manual.pipeline_parallel import PipelineParallel
+from torchpar.plan import Plan
+from torchpar.stages import GPTStages, OneStage
 
 
-def gpt_pipeline(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> Plan:
-    """The plan of one rank's stages as a part of the whole pipeline's.
+def make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> Callable[..., torch.Tensor]:
+    """What `Plan.run_pipeline` is to be.
 
     Args:
         part: this rank's stages, which `plan.module` is, or wraps.
@@ -28,29 +27,7 @@ def gpt_pipeline(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> 
         axis: the pipeline's ranks.
         layout: schedule, chunks and microbatches.
     """
-    tied = plan.parameters.get(TIED)
-    ends = (0, axis.size - 1)
 
-    def finish() -> None:
-        # Both copies of the tied weight are cut alike, so that their pieces can be added up. But ZeRO-1 cuts
-        # through all of a rank's parameters as one: there the whole gradients are added up first.
-        if tied is not None and layout.zero == 1:
-            sum_tied_gradients(part.get_parameter(TIED), axis, ranks=ends)
-        plan.finish_gradient_synchronization()
-        if tied is not None and layout.zero != 1:
-            sum_tied_gradients(tied, axis, ranks=ends)
-
-    return replace(
-        plan,
-        run_pipeline=_make_runner(part, plan, axis=axis, layout=layout),
-        finish_gradient_synchronization=finish,
-        sharded_over=lambda name: (*plan.sharded_over(name), axis),
-        copies=frozenset({TIED} if axis.rank == axis.size - 1 else ()),
-        gathers=(*plan.gathers, functools.partial(gather_stages, axis=axis)),
-    )
-
-
-def _make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> Callable[..., torch.Tensor]:
     @functools.cache  # how many passes a step has is seen at the first
     def make_pipeline(microbatches: int) -> PipelineParallel:
         return PipelineParallel(
@@ -75,12 +52,6 @@ def _make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> 
         return pipeline.run(inputs_MBT, targets_MBT, forward_context=forward_context)
 
     return run
-
-
-def gather_stages(parts: Named, *, axis: Axis) -> Named:
-    """The tensors of all stages by name, the first stage's copy of the tied ones; for the record."""
-    stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in parts.items()})
-    return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
 
 
 def boundary(stage: int, ids_BT: torch.Tensor, *, part: GPTStages, layout: Layout) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torchpar.collectives import Axis, ProcessGroup
 from torchpar.manual.messages import ACTIVATION_GRADIENTS, ACTIVATIONS, Mailbox, Message
 from torchpar.manual.stage import Stage
 
-LOSS, TIED = "loss", "tied gradients"
+LOSS = "loss"
 
 
 class PipelineParallel:
@@ -165,25 +165,3 @@ class PipelineParallel:
         if self._axis.size > 1:
             self._axis.all_reduce(total, purpose=LOSS)
         return total
-
-
-def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:
-    """Make the gradients of two copies of one parameter, on two stages, the sum of both, on both.
-
-    The copies must have started equal; they then stay so to the last bit, as a + b is b + a.
-
-    Args:
-        parameter: this rank's copy; the other ranks need not call.
-        axis: of the pipeline.
-        ranks: which of the axis have the copies.
-    """
-    assert parameter.grad is not None
-    (other,) = set(ranks) - {axis.rank}
-    mine, theirs = parameter.grad.contiguous(), torch.empty_like(parameter.grad).contiguous()
-    works = (
-        axis.start_send(mine, to=other, purpose=TIED),
-        axis.start_receive(theirs, source=other),
-    )
-    for work in works:
-        work.wait()
-    parameter.grad.add_(theirs)

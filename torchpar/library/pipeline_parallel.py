@@ -1,0 +1,108 @@
+"""Pipeline parallelism by PyTorch: `torch.distributed.pipelining` has the schedules and moves the data.
+
+What it does not know is a weight that two stages share: a user sums its gradients himself, after the
+schedule (`stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a
+backward in autograd's graph.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from torchpar.collectives import Axis
+
+LOSS = "loss"
+SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+Context = Callable[[], AbstractContextManager]
+
+
+class PipelineParallel:
+    """The stages of one rank, and PyTorch's schedule that takes microbatches through them.
+
+    Args:
+        stages: this rank's modules by their place along the model, plain or wrapped by DDP or FSDP2, which
+            PyTorch's stages hold back from reducing before their last backward.
+        count: of all stages.
+        schedule: gpipe, 1f1b, interleaved or zero_bubble.
+        loss: from the last stage's output and a microbatch's targets to their mean loss, a scalar.
+        axis: the ranks.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        count: int,
+        schedule: str,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        axis: Axis,
+        device: torch.device,
+    ):
+        self._axis, self._device, self._schedule, self._loss = axis, device, schedule, loss
+        self._has_first, self._has_last = 0 in stages, count - 1 in stages
+        self._stages = [
+            PipelineStage(module, stage, count, device, group=axis.group) for stage, module in stages.items()
+        ]
+        self._made = None
+
+    def run(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        microbatches: int,
+        context: Context = nullcontext,
+    ) -> torch.Tensor:
+        """Forward and backward of a batch; adds the gradients of its mean loss to the parameters'.
+
+        Args:
+            inputs, targets: whole, on all ranks; cut along dim 0.
+            microbatches: into how many.
+            context: made anew around every forward, such as autocast.
+
+        `microbatches` and `context` are those of the first step ever after.
+
+        Returns:
+            The mean loss, a scalar, the same on all ranks.
+        """
+        losses: list[torch.Tensor] = []
+        self._made = schedule = self._made or self._make(microbatches, context)
+        last = {"target": targets, "losses": losses} if self._has_last else {}
+        schedule.step(*((inputs,) if self._has_first else ()), **last, return_outputs=False)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for share in losses:
+            total += share.detach() / microbatches
+        self._axis.all_reduce(total, purpose=LOSS)
+        return total
+
+    def _make(self, microbatches: int, context: Context):
+        for stage in self._stages:
+            stage.submod.forward = within(context, stage.submod.forward)
+        loss = within(context, self._loss)
+        if self._schedule in SINGLE:
+            (stage,) = self._stages
+            return SINGLE[self._schedule](stage, microbatches, loss)
+        return MULTI[self._schedule](list(self._stages), microbatches, loss)
+
+
+def within(context: Context, function: Callable) -> Callable:
+    """The function, computed inside of a context made anew for every call, such as autocast."""
+
+    @wraps(function)
+    def inside(*args, **kwargs):
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
