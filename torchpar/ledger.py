@@ -3,12 +3,15 @@
 Patching torch.distributed would miss what the library wrappers send from C++.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from compare.contract.record import Communication
 from torchpar.collectives import Axis
 from torchpar.traffic import Call, Traffic
 
@@ -86,6 +89,16 @@ class CommunicationMode(TorchDispatchMode):
         kind, axis = _KINDS.get(name, name), self._axis_names[group]
         purpose = self._door.purpose or _WRAPPERS.get((axis, kind), self._default_purpose)
         self.seen.add(Call(kind, axis, purpose), size)
+
+
+def of_the_busiest(ledgers: Iterable[list[Communication]]) -> list[Communication]:
+    """One ledger of all ranks': of each kind, axis and purpose what the rank says that had the most of it.
+
+    Only the stages of a pipeline differ: the first sends no gradients, the last no activations.
+    """
+    entries = [entry for ledger in ledgers for entry in ledger]
+    most = {(e.kind, e.axis, e.purpose): e for e in sorted(entries, key=lambda e: (e.bytes, e.calls))}
+    return [most[key] for key in sorted(most)]
 
 
 def _nbytes(tree: object) -> int:

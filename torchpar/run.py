@@ -14,6 +14,7 @@ from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
+from torchpar.ledger import of_the_busiest
 from torchpar.memory import CPU_METHOD, GPU_METHOD, resident_bytes
 from torchpar.mesh import Mesh
 from torchpar.plan import Named, Plan
@@ -80,8 +81,8 @@ def record_after(run: Run, recorder: Recorder | None, step: int) -> None:
 
 def finish(run: Run, recorder: Recorder | None) -> None:
     """Put the ranks' costs together and complete the record."""
-    cost = (run.peak_bytes, _cpu_seconds(), _resident(run))
-    peaks, cpu_seconds, residents = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
+    cost = (run.peak_bytes, _cpu_seconds(), _resident(run), run.ledger)
+    peaks, cpu_seconds, residents, ledgers = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
     if not recorder:
         return
     request, experiment = run.request, run.experiment
@@ -106,7 +107,7 @@ def finish(run: Run, recorder: Recorder | None) -> None:
         peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
         resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
     )
-    recorder.finish(manifest, run.ledger)
+    recorder.finish(manifest, of_the_busiest(ledgers))
 
 
 def _resident(run: Run) -> dict[str, int]:

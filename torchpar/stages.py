@@ -180,6 +180,10 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
 
 
 def gather_stages(parts: Named, *, axis: Axis) -> Named:
-    """The tensors of all stages by name, the first stage's copy of the tied ones; for the record."""
+    """The tensors of all stages by name, for the record.
+
+    Of the tied weight it is the last stage's copy, whereas the first stage's counts in the norm: so both are
+    seen.
+    """
     stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in parts.items()})
-    return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
