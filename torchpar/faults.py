@@ -3,23 +3,28 @@
 `FAULTS` maps a name to a context manager factory by engine; the fault holds for what is built and run inside.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import nn
 
 from compare.contract.experiment import ExperimentError, Layout
-from torchpar import library, train, weights
+from torchpar import library, optimizer, train, weights
 from torchpar.collectives import Axis
 from torchpar.library import tensor_parallel as library_tensor_parallel
 from torchpar.library.faults import take_parts_for_sums, unsummed
 from torchpar.manual import tensor_parallel
 from torchpar.manual.conjugates import scatter_to
 from torchpar.manual.data_parallel import Bucket, DataParallel
+from torchpar.manual.flat import Flat
 from torchpar.manual.tensor_parallel import RowParallelLinear
+from torchpar.plan import local
+from torchpar.run import Run
 
 NEED_REPLICAS = ("dropped_all_reduce", "sum_for_mean")
 NEED_TP = ("dropped_tp_all_reduce", "doubled_row_bias", "missing_norm_psum")
@@ -44,6 +49,21 @@ def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
         raise ExperimentError(f"fault = {fault}: no layer is split with layout.tp = 1: give 2 or more")
     if fault == "missing_norm_psum" and not layout.sequence_parallel:
         raise ExperimentError(f"fault = {fault}: needs layout.sequence_parallel = true")
+    if fault == "norm_counts_replicas_twice" and layout.dp_replicate == layout.tp == 1:
+        raise ExperimentError(
+            f"fault = {fault}: nothing is replicated with layout.dp_replicate = layout.tp = 1: raise one"
+        )
+    least = 2 if engine == "torch-library" else 1  # ZeroRedundancyOptimizer updates whole parameters
+    if fault == "wrong_optimizer_shard" and layout.zero < least:
+        raise ExperimentError(
+            f"fault = {fault}: {engine} has no cuts with layout.zero = {layout.zero}: give {least} or more"
+        )
+    if fault == "overwritten_microbatch" and (
+        layout.pp > 1 or (engine == "torch-library" and layout.zero > 1)
+    ):
+        raise ExperimentError(
+            f"fault = {fault}: PyTorch adds the gradients in this layout, not we: leave it out"
+        )
     return FAULTS[fault](engine)
 
 
@@ -126,6 +146,53 @@ def _missing_norm_psum(engine: str) -> AbstractContextManager:
     return patch.object(tensor_parallel, "synchronize_replicated_gradients", lambda *_: None)
 
 
+def _norm_counts_replicas_twice(engine: str) -> AbstractContextManager:
+    """Squares are summed over every axis, whether a parameter is spread over it or repeated."""
+    set_up = train.set_up
+
+    def wrong(*args: Any) -> Run:
+        run = set_up(*args)
+        axes = (run.mesh.dp_replicate, run.mesh.dp_shard, run.mesh.tp)
+        everywhere = tuple(axis for axis in axes if axis.size > 1)
+        run.plan = replace(run.plan, sharded_over=lambda name: everywhere)
+        return run
+
+    return patch.object(train, "set_up", wrong)
+
+
+def _wrong_optimizer_shard(engine: str) -> AbstractContextManager:
+    """Each rank updates its shard with the gradients of the next rank's."""
+    clip = optimizer.clip_gradients
+
+    def wrong(parameters: Mapping[str, nn.Parameter], sharded_over: Callable, **options: Any) -> torch.Tensor:
+        norm = clip(parameters, sharded_over, **options)
+        axis = next(a for name in parameters for a in sharded_over(name) if a.name == "dp_shard")
+        mine = [local(p.grad).view(-1) for p in parameters.values() if p.grad is not None]
+        shards = axis.all_gather_objects(torch.cat(mine))
+        theirs, start = shards[(axis.rank + 1) % axis.size], 0
+        for gradient in mine:  # cut elsewhere than theirs: round and round, where there are too few
+            places = torch.arange(start, start + len(gradient)) % max(len(theirs), 1)
+            gradient.copy_(theirs[places] if len(theirs) else torch.zeros_like(gradient))
+            start += len(gradient)
+        return norm
+
+    return patch.object(optimizer, "clip_gradients", wrong)
+
+
+@contextmanager
+def _overwritten_microbatch(engine: str) -> Generator[None]:
+    """The gradient of a step is that of its last pass."""
+
+    def overwrite(run: Run, share: torch.Tensor) -> None:
+        for parameter in run.plan.module.parameters():
+            parameter.grad = None
+        share.backward()
+
+    keep_last = staticmethod(lambda slot, gradient, is_first: slot.copy_(gradient))
+    with patch.object(train, "backward", overwrite), patch.object(Flat, "accumulate", keep_last):
+        yield
+
+
 FAULTS: dict[str, Callable[[str], AbstractContextManager]] = {
     "dropped_tp_all_reduce": _dropped_tp_all_reduce,
     "doubled_row_bias": _doubled_row_bias,
@@ -133,4 +200,7 @@ FAULTS: dict[str, Callable[[str], AbstractContextManager]] = {
     "dropped_all_reduce": _dropped_all_reduce,
     "sum_for_mean": _sum_for_mean,
     "moved_weight": _moved_weight,
+    "norm_counts_replicas_twice": _norm_counts_replicas_twice,
+    "wrong_optimizer_shard": _wrong_optimizer_shard,
+    "overwritten_microbatch": _overwritten_microbatch,
 }
