@@ -107,11 +107,14 @@ def tensor_parallel(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = F
 
 
 def complete_gradients(model: nn.Module) -> None:
-    """All-reduce gradients that DTensor left as a sum still to be made (Partial), once a step."""
+    """Give each gradient its parameter's placements, once a step.
+
+    DTensor left some as a sum still to be made (Partial); an embedding's is whole on every rank.
+    """
     for parameter in model.parameters():
         gradient = parameter.grad
         assert isinstance(parameter, DTensor)
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
