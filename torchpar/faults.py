@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compare.contract.experiment import ExperimentError, Layout
-from torchpar import library, optimizer, train, weights
+from torchpar import library, optimizer, pipeline_faults, train, weights
 from torchpar.collectives import Axis
 from torchpar.library import tensor_parallel as library_tensor_parallel
 from torchpar.library.faults import take_parts_for_sums, unsummed
@@ -58,9 +58,9 @@ def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
         raise ExperimentError(
             f"fault = {fault}: {engine} has no cuts with layout.zero = {layout.zero}: give {least} or more"
         )
-    if fault == "overwritten_microbatch" and (
-        layout.pp > 1 or (engine == "torch-library" and layout.zero > 1)
-    ):
+    if fault == "stale_tied_copy" and layout.pp == 1:
+        raise ExperimentError(f"fault = {fault}: the tied weight has one copy with layout.pp = 1: raise it")
+    if fault == "overwritten_microbatch" and engine == "torch-library" and layout.zero > 1:
         raise ExperimentError(
             f"fault = {fault}: PyTorch adds the gradients in this layout, not we: leave it out"
         )
@@ -189,7 +189,8 @@ def _overwritten_microbatch(engine: str) -> Generator[None]:
         share.backward()
 
     keep_last = staticmethod(lambda slot, gradient, is_first: slot.copy_(gradient))
-    with patch.object(train, "backward", overwrite), patch.object(Flat, "accumulate", keep_last):
+    in_stages = pipeline_faults.overwritten_microbatch(engine)
+    with patch.object(train, "backward", overwrite), patch.object(Flat, "accumulate", keep_last), in_stages:
         yield
 
 
@@ -203,4 +204,5 @@ FAULTS: dict[str, Callable[[str], AbstractContextManager]] = {
     "norm_counts_replicas_twice": _norm_counts_replicas_twice,
     "wrong_optimizer_shard": _wrong_optimizer_shard,
     "overwritten_microbatch": _overwritten_microbatch,
+    "stale_tied_copy": pipeline_faults.stale_tied_copy,
 }
