@@ -5,6 +5,7 @@ The oracle is the same module on one rank, over the whole batch, with PyTorch's 
 """
 
 import copy
+import doctest
 import os
 import subprocess
 import sys
@@ -499,6 +500,15 @@ def case_sharded_optimizer_clips_by_the_global_norm(rank: Rank) -> None:
     assert_same_weights(module, reference)
     trainable = sum(p.nbytes for p in reference.parameters() if p.requires_grad)
     assert axis.traffic.bytes[Call("reduce_scatter", "world", "gradients")] == trainable
+
+
+def case_the_examples_run(rank: Rank) -> None:
+    for example in (FSDP, ShardedOptimizer):
+        names = {"torch": torch, "nn": nn, "DataParallel": DataParallel, example.__name__: example}
+        for test in doctest.DocTestFinder(recurse=False).find(example, globs=names):
+            assert len(test.examples) > 3
+            result = doctest.DocTestRunner().run(test)
+            assert result.failed == 0
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

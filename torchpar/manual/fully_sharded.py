@@ -34,14 +34,16 @@ class FSDP(nn.Module):
     optimizer over `parameters()`, which are this rank's pieces: 1-D, perhaps empty, under the original
     names. Everything that treats elements one by one works on them (SGD, Adam, ...).
 
-        >>> model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))  # doctest: +SKIP
-        >>> optimizer = torch.optim.AdamW(model.parameters())                           # doctest: +SKIP
-        >>> for x in batches:                                                           # doctest: +SKIP
+        >>> model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> for x in torch.randn(3, 16, 8):
         ...     model(x).square().mean().backward()      # the mean over this rank's share of the batch
         ...     model.finish_gradient_synchronization()  # the mean over all ranks
-        ...     model.clip_grad_norm_(1.0)
+        ...     norm = model.clip_grad_norm_(1.0)
         ...     optimizer.step()
         ...     optimizer.zero_grad()
+        >>> {name: tuple(weight.shape) for name, weight in model.full_state_dict().items()}
+        {'0.weight': (32, 8), '0.bias': (32,), '2.weight': (8, 32), '2.bias': (8,)}
 
     Every rank must run the same units in the same order. A parameter is whole only while a module of its
     unit runs: a model that reads another layer's weight directly wants both in one unit.

@@ -24,13 +24,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     It is a torch Optimizer over the whole parameters: param groups, `add_param_group`, `step(closure)`,
     learning-rate schedulers and `state_dict` work as ever; the state is this rank's.
 
-        >>> model = DataParallel(module)                                              # doctest: +SKIP
-        >>> optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
-        >>> for x in batches:                                                         # doctest: +SKIP
+        >>> module = nn.Linear(8, 8)
+        >>> model = DataParallel(module)
+        >>> optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-2)
+        >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+        >>> for x in torch.randn(3, 16, 8):
         ...     model(x).square().mean().backward()
         ...     model.finish_gradient_synchronization()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
+        ...     schedule.step()
 
     Instead of DataParallel, which leaves the mean of every gradient on every rank, it can reduce gradients
     itself, each to the rank that needs it: two thirds of the traffic. With `reduce_gradients=True` call
@@ -110,10 +113,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for flat in self._flats:
                 flat.take_mean_gradients()
         self.inner.step()
-        for flat in self._flats:
+        updated = [flat for flat in self._flats if any(piece.grad is not None for piece in flat.pieces)]
+        for flat in updated:
             flat.is_whole = False
             flat.start_gather()
-        for flat in self._flats:
+        for flat in updated:
             flat.finish_gather()
         return loss
 
