@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from compare.contract.experiment import Experiment, Layout, Model, Train
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Train
 from compare.contract.parameters import initial_parameters
+from compare.contract.record import Request, write_json
 from compare.contract.schedule_checks import peak_in_flight
 from compare.contract.schedules import Kind, Schedule, Task, make_schedule
 from torchpar import collectives
@@ -36,6 +38,7 @@ from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.pipeline_faults import overwritten_microbatch
 from torchpar.rank import Rank
 from torchpar.stages import TIED
+from torchpar.start import read_request
 from torchpar.traffic import Call
 from torchpar.weights import load_weights
 
@@ -334,6 +337,33 @@ def test_deferred_weight_gradients_equal_those_of_autograd(dtype):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"schedule": "zero_bubble", "dp_replicate": 2}, "DDP reduces wrongly"),
+        ({"schedule": "zero_bubble", "dp_shard": 2, "zero": 3}, "FSDP2 not at all"),
+        ({"schedule": "zero_bubble", "tp": 2}, "DTensor"),
+        ({"schedule": "zero_bubble", "remat": "dots"}, "selective recomputation"),
+        ({"schedule": "interleaved", "chunks": 2, "dp_replicate": 2}, "never finishes"),
+        ({"schedule": "interleaved", "chunks": 2, "dp_shard": 2, "zero": 1}, "never finishes"),
+    ],
+)
+def test_pytorch_is_not_asked_for_what_it_gets_wrong(options, reason):
+    layout = Layout(pp=2, microbatches=2, **options)
+    with pytest.raises(ExperimentError, match=f"torch-library.*{options['schedule']}.*{reason}"):
+        ENGINES["torch-library"].require(layout)
+    ENGINES["torch-manual"].require(layout)
+
+
+def test_gpus_are_refused_before_any_process_starts(tmp_path):
+    experiment = Experiment(layout=Layout(pp=2, microbatches=2))
+    write_json(
+        tmp_path / "request.json", Request(engine="torch-manual", experiment=experiment, platform="gpu")
+    )
+    with pytest.raises(ExperimentError, match="NCCL"):
+        read_request(tmp_path)
 
 
 if __name__ == "__main__":

@@ -170,11 +170,12 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
     (other,) = set(ranks) - {axis.rank}
     gradient = local(parameter.grad)
     mine, theirs = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    works = (
-        axis.start_send(mine, to=other, purpose=TIED_GRADIENTS),
-        axis.start_receive(theirs, source=other),
-    )
-    for work in works:
+    # In turn, one sending while the other receives: NCCL would wait for ever if both sent first.
+    exchanges = [
+        lambda: axis.start_send(mine, to=other, purpose=TIED_GRADIENTS),
+        lambda: axis.start_receive(theirs, source=other),
+    ]
+    for work in [start() for start in (exchanges if axis.rank == ranks[0] else exchanges[::-1])]:
         work.wait()
     gradient.add_(theirs)
 

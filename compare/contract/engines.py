@@ -1,10 +1,39 @@
 """The four engines, and which choices of a layout each one honours."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
 from compare.contract.experiment import ExperimentError, Layout
+
+
+def _nothing(layout: Layout) -> str:
+    return ""
+
+
+def _not_in_pytorch(layout: Layout) -> str:
+    """What torch.distributed.pipelining (2.13) cannot combine with a schedule, found out by running it."""
+    with_data = layout.pp > 1 and layout.data_parallel > 1
+    if layout.schedule == "interleaved" and with_data and layout.zero < 2 and layout.tp == 1:
+        return (
+            "layout.schedule = interleaved never finishes the reduction of DistributedDataParallel: choose "
+            "1f1b, or layout.zero = 2 or 3"
+        )
+    if layout.pp == 1 or layout.schedule != "zero_bubble":
+        return ""
+    if with_data:
+        return (
+            "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
+            "word, and FSDP2 not at all: choose another schedule"
+        )
+    if layout.tp > 1:
+        return "layout.schedule = zero_bubble cannot halve the backward of a DTensor: choose another schedule"
+    if layout.remat == "dots":
+        return (
+            "layout.schedule = zero_bubble goes through the graph twice, which selective recomputation does "
+            "not allow: choose layout.remat = none or full"
+        )
+    return ""
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -27,6 +56,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """What reduces over dp_replicate where tp has split the parameters, if that is something else."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
+    refuses: Callable[[Layout], str] = _nothing
+    """Why it cannot express a layout that everything above allows; empty if it can."""
 
     @property
     def offers_choice(self) -> bool:
@@ -62,6 +93,8 @@ class Engine(Struct, frozen=True, kw_only=True):
         if layout.pp > 1 and layout.schedule not in self.schedules:
             have = ", ".join(self.schedules) or "no pipeline"
             raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}")
+        if why := self.refuses(layout):
+            raise ExperimentError(f"{self.name}: {why}")
         replicated = layout.dp_replicate > 1 and layout.dp_shard == 1
         if replicated and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(
@@ -112,6 +145,7 @@ ENGINES = {
                 "takes no DTensor: choose layout.zero = 2 or 3"
             },
             gradient_sync_with_tp="fsdp2",
+            refuses=_not_in_pytorch,
         ),
     )
 }
