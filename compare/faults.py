@@ -26,7 +26,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     edit: Mapping[str, Mapping[str, object]] | None = None
     """Sections and fields with the wrong value; None if the side plants it in its code."""
     impossible_in: tuple[str, ...] = ()
-    """Engines that cannot make this mistake."""
+    """Engines that cannot make this mistake, or have no layout in which it shows."""
     preset: str = ""
     """The layout in which it shows; empty for data parallelism over the devices asked for."""
 
@@ -88,6 +88,55 @@ FAULTS = {
             rung="first_moments",
             story="PyTorch's default beta2 = 0.999",
             edit={"optimizer": {"beta2": 0.999}},
+        ),
+        Fault(
+            name="dropped_tp_all_reduce",
+            rung="loss",
+            story="a row-parallel product stays one rank's part",
+            impossible_in=("jax-compiler",),
+            preset="tp",
+        ),
+        Fault(
+            name="doubled_row_bias",
+            rung="gradients",
+            story="a row-parallel bias is added before the sum, once a rank",
+            impossible_in=("jax-compiler", "torch-library"),
+            preset="tp_sp",
+        ),
+        Fault(
+            name="missing_norm_psum",
+            rung="gradients",
+            story="LayerNorm gradients are not summed under sequence parallelism",
+            impossible_in=("jax-compiler",),
+            preset="tp_sp",
+        ),
+        Fault(
+            name="norm_counts_replicas_twice",
+            rung="grad_norm",
+            story="the global norm counts what every rank has once a rank",
+            impossible_in=("jax-compiler",),
+            preset="tp",
+        ),
+        Fault(
+            name="wrong_optimizer_shard",
+            rung="first_weights",
+            story="a shard is updated with another rank's gradients",
+            impossible_in=("jax-compiler",),
+            preset="fsdp",
+        ),
+        Fault(
+            name="overwritten_microbatch",
+            rung="gradients",
+            story="a microbatch's gradient replaces those before it",
+            impossible_in=("jax-compiler", "jax-manual"),
+            preset="pp",
+        ),
+        Fault(
+            name="stale_tied_copy",
+            rung="gradients",
+            story="the two ends of a pipeline do not add their gradients of the tied embedding",
+            impossible_in=("jax-compiler", "jax-manual"),
+            preset="pp",
         ),
     )
 }

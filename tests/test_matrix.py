@@ -10,13 +10,13 @@ from compare.matrix import LAYOUTS, STUDIES, Cell, cell_text, markdown, matrix_c
 from compare.numerics import RungResult, Verdict
 from compare.presets import PRESETS, preset_layout
 
-# test_check.py has data parallelism, with every synchronisation; three dimensions are `make matrix`'s.
-TESTED = [name for name in LAYOUTS if not name.startswith("ddp") or name == "ddp_tp"]
-TESTED = [name for name in TESTED if PRESETS[name].devices <= 4]
+# test_check.py has data parallelism, with every synchronisation. Of the other layouts each engine trains
+# every second one here, two engines each; `make matrix` trains all, also those of three dimensions.
+TESTED = [name for name in LAYOUTS if PRESETS[name].devices <= 4 and not name.startswith("ddp")]
 
 
-def expressible(engine: str) -> list[str]:
-    """The tested layouts that an engine has."""
+def tested(engine: str) -> list[str]:
+    """The layouts that an engine trains in this test: those of its half that it can express."""
 
     def is_expressible(name: str) -> bool:
         try:
@@ -25,12 +25,13 @@ def expressible(engine: str) -> list[str]:
             return False
         return True
 
-    return [name for name in TESTED if is_expressible(name)]
+    half = list(ENGINES).index(engine) % 2
+    return [name for name in TESTED[half::2] if is_expressible(name)]
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if expressible(engine)])
+@pytest.mark.parametrize("engine", list(ENGINES))
 def test_layouts_equal_one_device(shardpair, engine):
-    layouts = expressible(engine)
+    layouts = tested(engine)
     done = shardpair("matrix", "--engines", engine, "--layouts", *layouts, "--studies", "float64", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads(done.stdout)
