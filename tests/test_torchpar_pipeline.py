@@ -346,8 +346,6 @@ def test_deferred_weight_gradients_equal_those_of_autograd(dtype):
         ({"schedule": "zero_bubble", "dp_shard": 2, "zero": 3}, "FSDP2 not at all"),
         ({"schedule": "zero_bubble", "tp": 2}, "DTensor"),
         ({"schedule": "zero_bubble", "remat": "dots"}, "selective recomputation"),
-        ({"schedule": "interleaved", "chunks": 2, "dp_replicate": 2}, "never finishes"),
-        ({"schedule": "interleaved", "chunks": 2, "dp_shard": 2, "zero": 1}, "never finishes"),
     ],
 )
 def test_pytorch_is_not_asked_for_what_it_gets_wrong(options, reason):

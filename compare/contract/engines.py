@@ -13,15 +13,9 @@ def _nothing(layout: Layout) -> str:
 
 def _not_in_pytorch(layout: Layout) -> str:
     """What torch.distributed.pipelining (2.13) cannot combine with a schedule, found out by running it."""
-    with_data = layout.pp > 1 and layout.data_parallel > 1
-    if layout.schedule == "interleaved" and with_data and layout.zero < 2 and layout.tp == 1:
-        return (
-            "layout.schedule = interleaved never finishes the reduction of DistributedDataParallel: choose "
-            "1f1b, or layout.zero = 2 or 3"
-        )
     if layout.pp == 1 or layout.schedule != "zero_bubble":
         return ""
-    if with_data:
+    if layout.data_parallel > 1:
         return (
             "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
             "word, and FSDP2 not at all: choose another schedule"

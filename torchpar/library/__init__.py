@@ -52,7 +52,8 @@ def _replicated(
     parameters = _named_parameters(models)
     if mesh.data.size == 1:
         return Plan(module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters)
-    replicas = [DataParallel(m, bucket_size_mb=layout.bucket_mb, group=mesh.data.group) for m in models]
+    wrap = partial(DataParallel, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
+    replicas = [wrap(model, group=mesh.data.group) for model in models]
     if layout.zero:
         make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh.dp_shard.group))
     plan = Plan(

@@ -15,11 +15,26 @@ class DataParallel(DistributedDataParallel):
         module: any module.
         bucket_size_mb: 1 MB = 1e6 bytes.
         group: the replicas; None for all ranks.
+        keeps_buckets: do not put parameters into other buckets after the first step. In a pipeline DDP then
+            counts the backwards that it is told not to synchronise too, and fails in the second step.
     """
 
-    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 25.0, group: ProcessGroup | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_size_mb: float = 25.0,
+        group: ProcessGroup | None = None,
+        keeps_buckets: bool = False,
+    ):
         mebibytes = bucket_size_mb * 1e6 / 2**20  # DDP's "MB" is 2^20 bytes
-        super().__init__(module, process_group=group, bucket_cap_mb=mebibytes, gradient_as_bucket_view=True)
+        super().__init__(
+            module,
+            process_group=group,
+            bucket_cap_mb=mebibytes,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=keeps_buckets,
+        )
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing is left to do: DDP waits for its buckets at the end of backward."""
