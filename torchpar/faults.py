@@ -195,10 +195,10 @@ def _overwritten_microbatch(engine: str) -> Generator[None]:
 
 
 FAULTS: dict[str, Callable[[str], AbstractContextManager]] = {
+    "dropped_all_reduce": _dropped_all_reduce,
     "dropped_tp_all_reduce": _dropped_tp_all_reduce,
     "doubled_row_bias": _doubled_row_bias,
     "missing_norm_psum": _missing_norm_psum,
-    "dropped_all_reduce": _dropped_all_reduce,
     "sum_for_mean": _sum_for_mean,
     "moved_weight": _moved_weight,
     "norm_counts_replicas_twice": _norm_counts_replicas_twice,
