@@ -15,7 +15,7 @@ from compare.presets import PRESETS, preset_layout
 TESTED = [name for name in LAYOUTS if PRESETS[name].devices <= 4 and not name.startswith("ddp")]
 
 
-def tested(engine: str) -> list[str]:
+def layouts_of(engine: str) -> list[str]:
     """The layouts that an engine trains in this test: those of its half that it can express."""
 
     def is_expressible(name: str) -> bool:
@@ -31,7 +31,7 @@ def tested(engine: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_layouts_equal_one_device(shardpair, engine):
-    layouts = tested(engine)
+    layouts = layouts_of(engine)
     done = shardpair("matrix", "--engines", engine, "--layouts", *layouts, "--studies", "float64", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads(done.stdout)
