@@ -1,0 +1,63 @@
+"""Where leaves live: padding comes off again, parts are equal, and the rule picks what it says."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.placement import LAYER, one_layer, place
+
+SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
+AXES = ("vocab", "embed", "heads", "mlp", "position")
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from(AXES)), max_size=3, unique_by=lambda dim: dim[1]),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
+    shape, axes = tuple(size for size, _ in dims), tuple(axis for _, axis in dims)
+    p = place(shape, axes, split=SPLIT, tp=tp, shards=shards)
+    x = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
+    stored = p.pad(x)
+    np.testing.assert_array_equal(p.strip(stored), x)
+    assert stored.sum() == x.sum()  # padding is zero
+    for dim, size in enumerate(stored.shape):
+        degree = (tp if dim == p.tp_dim else 1) * (shards if dim == p.shard_dim else 1)
+        assert size == degree * p.part(dim, sharded=True)
+
+
+@given(st.integers(1, 12), st.integers(2, 4), st.integers(2, 4))
+def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
+    """What tensor parallelism owns does not depend on how dp_shard cuts it."""
+    p = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=shards)
+    assert (p.tp_dim, p.shard_dim) == (0, 0)
+    x = np.arange(1.0, size + 1)
+    alone = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=1)
+    parts = p.pad(x).reshape(tp, -1)
+    for part, expected in zip(parts, alone.pad(x).reshape(tp, -1), strict=True):
+        np.testing.assert_array_equal(part[: len(expected)], expected)
+        assert not part[len(expected) :].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "shards", "expected"),
+    [
+        ((12, 8, 32), (LAYER, "embed", "mlp"), 4, 1),  # not the layers, and not what tp took
+        ((12, 8), (LAYER, "mlp"), 4, 1),  # nothing else is left: within tp's part
+        ((9, 20), ("position", "embed"), 4, 1),  # what divides
+        ((257, 20), ("position", "embed"), 8, 0),  # nothing does: the largest is padded
+        ((), (), 4, None),
+        ((0, 3), ("position", "embed"), 4, None),
+        ((4,), (LAYER,), 4, None),
+    ],
+)
+def test_which_dim(shape, axes, shards, expected):
+    p = place(shape, axes, split=SPLIT, tp=2, shards=shards)
+    assert p.shard_dim == expected
+    if axes[:1] == (LAYER,) and expected is not None:
+        (layer,) = one_layer([p])
+        assert (layer.shape, layer.shard_dim) == (shape[1:], expected - 1)
