@@ -122,7 +122,8 @@ REFUSED = {
     "another side": ({}, {"engine": "torch-manual"}, 2, "torch-manual"),
     "no such fault": ({}, {"fault": "typo"}, 2, "typo"),
     "compiler's reduction": ({}, {"fault": "sum_for_mean", "engine": "jax-compiler"}, 2, "jax-compiler"),
-    "nothing to drop": ({}, {"fault": "dropped_all_reduce"}, 2, "layout.dp_replicate = 1"),
+    "nothing to drop": ({}, {"fault": "dropped_all_reduce"}, 2, "give layout.dp_replicate = 2 or more"),
+    "no tp": ({}, {"fault": "doubled_row_bias"}, 2, "give layout.tp = 2 or more"),
     "no GPU": ({}, {"platform": "gpu"}, 3, "needs 1 gpu devices and JAX finds 0"),
 }
 
