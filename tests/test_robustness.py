@@ -91,12 +91,12 @@ def test_killed_jax_process_is_reported(shardpair):
 
 
 def test_hung_jax_process_is_ended(shardpair):
-    run = Running(shardpair, "jax-manual", "--timeout_s", "2")
+    run = Running(shardpair, "jax-manual", "--timeout_s", "20")  # compiling counts as no progress, too
     run.children[0].send_signal(signal.SIGSTOP)
     code, errors, seconds = run.end()
     assert code == 1
     assert "no progress for" in errors
-    assert seconds < 40
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("engine", ["torch-manual", "jax-compiler"])

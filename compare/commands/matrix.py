@@ -19,7 +19,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
     """Prove every layout on every engine equal to one device, and print the grid.
 
     Each cell is trained three times: float64 and float32 with AdamW, float64 with SGD. All of it takes a
-    quarter of an hour on two cores; choose a part with --layouts, --engines, --studies.
+    half an hour on two cores; choose a part with --layouts, --engines, --studies.
 
     Try:
       shardpair matrix --layouts fsdp tp --engines jax-manual torch-manual --studies float64
