@@ -21,6 +21,7 @@ from jax import lax
 
 from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
+from jaxpar.plan import Pieces
 from jaxpar.remat import Remat, apply_remat
 
 
@@ -158,12 +159,14 @@ class GPT(nnx.Module):
     Attributes:
         wrap_layer: applied to the scanned `block(x_BTC, layer) -> (x_BTC, None)`, `layer` being a nested
             dict of one layer's parameters. Whoever edits the model from outside may put another there.
+        scan_layers: (block, x_BTC, layers) -> x_BTC, with each layer applied in turn. The same goes for it.
         cross_entropy: (logits, targets) -> mean loss.
     """
 
     def __init__(self, spec: Model, *, precision: Precision, remat: Remat):
         dtypes = Dtypes(precision)
         self.wrap_layer = partial(apply_remat, remat=remat)
+        self.scan_layers = scan_layers
         self.cross_entropy = cross_entropy
         self.embedding = Embedding(spec, dtypes)
         self.blocks = nnx.vmap(lambda: Block(spec, dtypes), axis_size=spec.n_layer)()
@@ -171,18 +174,29 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Logits (B, T, V) in the compute dtype, from token ids (B, T)."""
+        return self.logits(self.layers(self.embedding(tokens_BT)))
+
+    def layers(self, x_BTC: jax.Array) -> jax.Array:
+        """The residual stream after all blocks."""
         graph, layers = nnx.split(self.blocks)
 
         def block(x_BTC: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graph, layer)(x_BTC), None
 
-        embedded_BTC = self.embedding(tokens_BT)
-        x_BTC, _ = lax.scan(self.wrap_layer(block), embedded_BTC, nnx.to_pure_dict(layers))
+        return self.scan_layers(self.wrap_layer(block), x_BTC, nnx.to_pure_dict(layers))
+
+    def logits(self, x_BTC: jax.Array) -> jax.Array:
+        """Logits (B, T, V) from the residual stream."""
         return self.embedding.logits(self.norm(x_BTC))
 
     def loss(self, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Mean cross-entropy in nats of the targets, a scalar."""
         return self.cross_entropy(self(tokens_BT), targets_BT)
+
+
+def scan_layers(block: Callable[..., Any], x_BTC: jax.Array, layers: Any) -> jax.Array:
+    """Apply `block(x_BTC, layer) -> (x_BTC, None)` for each layer of stacked ones, compiled once."""
+    return lax.scan(block, x_BTC, layers)[0]
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -206,15 +220,39 @@ def make_loss(
         `loss(params, batch)`, the mean cross-entropy of `batch = {"inputs": (B, T), "targets": (B, T)}`;
         and the tree of `params` as `jax.ShapeDtypeStruct`s: nested dicts, layers stacked.
     """
+    graph, state = _abstract(spec, precision=precision, remat=remat, edit=edit)
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
+
+    return loss, nnx.to_pure_dict(state)
+
+
+def make_pieces(
+    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
+) -> Pieces:
+    """The model as pure functions, cut before and after its blocks. Arguments as of `make_loss`."""
+    graph, _ = _abstract(spec, precision=precision, remat=remat, edit=edit)
+
+    def loss(params: Any, x_BTC: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        model = nnx.merge(graph, params)
+        return model.cross_entropy(model.logits(x_BTC), batch["targets"])
+
+    return Pieces(
+        embed=lambda params, batch: nnx.merge(graph, params).embedding(batch["inputs"]),
+        layers=lambda params, x_BTC: nnx.merge(graph, params).layers(x_BTC),
+        loss=loss,
+    )
+
+
+def _abstract(
+    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None]
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The edited model without numbers, split into its structure and its parameters' shapes."""
 
     def edited() -> GPT:
         model = GPT(spec, precision=precision, remat=remat)
         edit(model)
         return model
 
-    graph, state = nnx.split(nnx.eval_shape(edited))
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
-
-    return loss, nnx.to_pure_dict(state)
+    return nnx.split(nnx.eval_shape(edited))

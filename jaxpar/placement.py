@@ -1,7 +1,8 @@
 """Where every dim of every leaf lives: mesh axes by dim, padded so that each device holds an equal part.
 
-Both engines store the same arrays in the same places; they differ in who moves them. `tp` takes the dim
-whose logical axis its table names. `dp_shard` then takes, of all dims but the layers (a scan walks along
+Both engines store the same arrays in the same places; they differ in who moves them. `pp` takes the dim of
+the layers, which are stored in the order of the devices that have them. `tp` takes the dim whose logical
+axis its table names. `dp_shard` then takes, of all dims but the layers (a scan walks along
 them, and a layer must be gathered by itself), the largest that it divides, one that tp left alone if there
 is such a one. If it divides none, the largest is padded with zeros. A padded entry has no gradient, so
 that it stays zero: it costs bytes, at most one row less than there are devices, and changes no number.
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-TP, SHARD = "tp", "dp_shard"
+PP, TP, SHARD = "pp", "tp", "dp_shard"
 LAYER = "layer"
 
 
@@ -28,19 +29,27 @@ class Placement:
         shape: the true shape, over all devices.
         tp_dim: the dim that tp splits, or None.
         shard_dim: the dim that dp_shard splits, within a tp part if it is the same one; or None.
+        pp_dim: the dim of the layers, if pp splits it.
         tp: the degree of tp.
         shards: the degree of dp_shard.
+        pp: the degree of pp, which divides the layers.
+        chunks: the stages that a device of pp has: rank, rank + pp, rank + 2 pp and so on.
     """
 
     shape: tuple[int, ...]
     tp_dim: int | None = None
     shard_dim: int | None = None
+    pp_dim: int | None = None
     tp: int = 1
     shards: int = 1
+    pp: int = 1
+    chunks: int = 1
 
     def spec(self, *, sharded: bool) -> P:
         """The leaf's PartitionSpec; without dp_shard unless `sharded`."""
         by_dim: list[Any] = [None] * len(self.shape)
+        if self.pp_dim is not None:
+            by_dim[self.pp_dim] = PP
         if self.tp_dim is not None:
             by_dim[self.tp_dim] = TP
         if sharded and self.shard_dim is not None:
@@ -49,12 +58,13 @@ class Placement:
 
     def part(self, dim: int, *, sharded: bool) -> int:
         """Size of a dim on one device, padding for tp included; for dp_shard, too, if `sharded`."""
-        size = self.shape[dim]
+        size = self.shape[dim] // (self.pp if dim == self.pp_dim else 1)
         size = -(-size // self.tp) if dim == self.tp_dim else size
         return -(-size // self.shards) if sharded and dim == self.shard_dim else size
 
     def pad(self, x: np.ndarray) -> np.ndarray:
-        """The true array as it is stored: zeros where a part is short."""
+        """The true array as it is stored: layers by the device that has them, zeros where a part is short."""
+        x = self._reordered(x, self.chunks, self.pp)
         if self.tp_dim is not None:
             x = _pad(x, self.tp_dim, self.tp * self.part(self.tp_dim, sharded=False))
         if self.shard_dim is not None:
@@ -74,8 +84,16 @@ class Placement:
 
     def strip(self, x: Any) -> Any:
         """The true array again."""
-        x = self.strip_shards(x)
+        x = self._reordered(self.strip_shards(x), self.pp, self.chunks)
         return x if self.tp_dim is None else _head(x, self.tp_dim, self.shape[self.tp_dim])
+
+    def _reordered(self, x: Any, outer: int, inner: int) -> Any:
+        """Layers in the order (outer, inner, layers of a stage) -> (inner, outer, layers of a stage)."""
+        if self.pp_dim is None or self.chunks == 1:
+            return x
+        before, after = x.shape[: self.pp_dim], x.shape[self.pp_dim + 1 :]
+        x = x.reshape(*before, outer, inner, -1, *after)
+        return x.swapaxes(self.pp_dim, self.pp_dim + 1).reshape(*before, -1, *after)
 
     def _tp_parts(self, x: Any) -> Any:
         """Split tp's dim off, if dp_shard splits within its parts: (..., n, ...) -> (..., tp, n/tp, ...).
@@ -93,7 +111,14 @@ class Placement:
 
 
 def place(
-    shape: tuple[int, ...], axes: tuple[str, ...], *, split: Mapping[str, str], tp: int, shards: int
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    split: Mapping[str, str],
+    tp: int = 1,
+    shards: int = 1,
+    pp: int = 1,
+    chunks: int = 1,
 ) -> Placement:
     """Where one leaf lives.
 
@@ -103,19 +128,23 @@ def place(
         split: logical axis -> mesh axis, tensor parallelism's table.
         tp: the degree of tp.
         shards: the degree of dp_shard.
+        pp: the degree of pp.
+        chunks: the stages on each device of pp.
     """
+    degrees = {"tp": tp, "shards": shards, "pp": pp, "chunks": chunks}
+    pp_dim = axes.index(LAYER) if pp > 1 and LAYER in axes else None
     tp_dims = [dim for dim, axis in enumerate(axes) if tp > 1 and split.get(axis) == TP]
     tp_dim = tp_dims[0] if tp_dims else None
     candidates = [dim for dim, axis in enumerate(axes) if axis != LAYER]
     if shards == 1 or not candidates or not math.prod(shape):
-        return Placement(shape=shape, tp_dim=tp_dim, tp=tp, shards=shards)
+        return Placement(shape=shape, tp_dim=tp_dim, pp_dim=pp_dim, **degrees)
 
     def preference(dim: int) -> tuple[bool, bool, int]:
         size = -(-shape[dim] // tp) if dim == tp_dim else shape[dim]
         return size % shards == 0, dim != tp_dim, size
 
     shard_dim = max(candidates, key=preference)
-    return Placement(shape=shape, tp_dim=tp_dim, shard_dim=shard_dim, tp=tp, shards=shards)
+    return Placement(shape=shape, tp_dim=tp_dim, shard_dim=shard_dim, pp_dim=pp_dim, **degrees)
 
 
 def map_alike(f: Callable[[list[Any], tuple[str, ...]], list[Any]], placements: Any, tree: Any) -> Any:
@@ -132,7 +161,8 @@ def map_alike(f: Callable[[list[Any], tuple[str, ...]], list[Any]], placements: 
 
 def split_axes(p: Placement) -> tuple[str, ...]:
     """The mesh axes whose devices hold different parts of a leaf; along the others it is repeated."""
-    return tuple(axis for axis, dim in ((SHARD, p.shard_dim), (TP, p.tp_dim)) if dim is not None)
+    dims = ((PP, p.pp_dim), (SHARD, p.shard_dim), (TP, p.tp_dim))
+    return tuple(axis for axis, dim in dims if dim is not None)
 
 
 def specs(placements: Any, *, sharded: bool) -> Any:

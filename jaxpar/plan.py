@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from compare.contract.experiment import Layout
 from jaxpar import placement
 from jaxpar.placement import Placement
 from jaxpar.remat import Remat
@@ -20,6 +21,18 @@ Loss = Callable[[Any, Any], jax.Array]
 """loss(params, batch): a scalar, the mean over the batch's leading dim."""
 Edit = Callable[[Any], None]
 """Swaps parts of a model before it becomes a loss; parameter paths stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """A model cut where a pipeline may cut it. Each takes the whole tree of parameters, and uses some."""
+
+    embed: Callable[[Any, Any], jax.Array]
+    """embed(params, batch): the first stage's beginning, x (B, ...)."""
+    layers: Callable[[Any, jax.Array], jax.Array]
+    """layers(params, x): x after the stacked layers that `params` has, however many."""
+    loss: Callable[[Any, jax.Array, Any], jax.Array]
+    """loss(params, x, batch): the last stage's end, the mean over the batch's leading dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +47,8 @@ class Problem:
     axes: Any
     """Like `shapes`, with a tuple of logical axis names, one for each dim, for a leaf."""
     remat: Remat
+    pieces: Callable[[Edit], Pieces] | None = None
+    """The same model in pieces; pipelines by hand need it."""
     vocab_size: int = 0
     """Of a language model, without padding; tensor parallelism needs it."""
     stacked: str = "blocks"
@@ -41,20 +56,33 @@ class Problem:
 
     def edited(self, edits: Sequence[Edit]) -> Loss:
         """The loss of the model after several edits, in order."""
+        return self.build(in_order(edits))
 
-        def edit(model: Any) -> None:
-            for each in edits:
-                each(model)
-
-        return self.build(edit)
-
-    def place(self, *, split: dict[str, str], tp: int, shards: int) -> Any:
+    def place(self, layout: Layout, *, split: dict[str, str]) -> Any:
         """Where every leaf lives: a tree of `Placement`s. See `placement.place`."""
 
         def place(leaf: Any, axes: tuple[str, ...]) -> Placement:
-            return placement.place(leaf.shape, axes, split=split, tp=tp, shards=shards)
+            return placement.place(
+                leaf.shape,
+                axes,
+                split=split,
+                tp=layout.tp,
+                shards=layout.dp_shard,
+                pp=layout.pp,
+                chunks=layout.chunks,
+            )
 
         return jax.tree.map(place, self.shapes, self.axes)
+
+
+def in_order(edits: Sequence[Edit]) -> Edit:
+    """Several edits as one."""
+
+    def edit(model: Any) -> None:
+        for each in edits:
+            each(model)
+
+    return edit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from jaxpar import compiler, manual, weights
 from jaxpar.ledger import communications
 from jaxpar.measure import cpu_seconds, peak_memory, resident_bytes, threads, versions
 from jaxpar.mesh import device_kind, make_mesh
-from jaxpar.model import make_loss
+from jaxpar.model import make_loss, make_pieces
 from jaxpar.optimizer import make_optimizer, moments, state_like
 from jaxpar.plan import Plan, Problem
 from jaxpar.remat import Remat, resolve_remat
@@ -125,6 +125,7 @@ def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
     _, shapes = make_loss(model, precision=precision, remat=remat)
     return Problem(
         build=lambda edit: make_loss(model, precision=precision, remat=remat, edit=edit)[0],
+        pieces=lambda edit: make_pieces(model, precision=precision, remat=remat, edit=edit),
         shapes=shapes,
         axes=weights.logical_axes(model),
         remat=remat,

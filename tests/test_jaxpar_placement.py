@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.placement import LAYER, one_layer, place
+from jaxpar.placement import LAYER, one_layer, place, split_axes
 
 SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
 AXES = ("vocab", "embed", "heads", "mlp", "position")
@@ -41,6 +41,26 @@ def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
     for part, expected in zip(parts, alone.pad(x).reshape(tp, -1), strict=True):
         np.testing.assert_array_equal(part[: len(expected)], expected)
         assert not part[len(expected) :].any()
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
+def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, shards):
+    """Stage s of the model is on device s mod pp of the pipeline, as its chunk s // pp."""
+    length = pp * chunks * layers
+    p = place(
+        (length, 8), (LAYER, "mlp"), split=SPLIT, tp=tp, shards=shards, pp=pp, chunks=chunks if pp > 1 else 1
+    )
+    x = np.arange(length * 8.0).reshape(length, 8)
+    stored = p.pad(x)
+    np.testing.assert_array_equal(p.strip(stored), x)
+    if pp > 1:
+        assert split_axes(p)[0] == p.spec(sharded=False)[0] == "pp"
+        assert p.part(0, sharded=True) == chunks * layers
+        of_devices = stored.reshape(pp, chunks, layers, 8)
+        for stage, of_stage in enumerate(x.reshape(pp * chunks, layers, 8)):
+            np.testing.assert_array_equal(of_devices[stage % pp, stage // pp], of_stage)
+    (layer,) = one_layer([p])
+    assert split_axes(layer) == split_axes(p)[1 if pp > 1 else 0 :]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def parallelize(
         mesh: has the axes of `layout.axes`.
         layout: all of it but gradient_sync, which is the compiler's own choice.
     """
-    placements = problem.place(split=tensor_parallel.SPLIT, tp=layout.tp, shards=layout.dp_shard)
+    placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
     shard = partial(fully_sharded.shard, placements=placements, mesh=mesh)
     # Gradients that pile up whole (zero 0 and 1) can wait for the end, each device's own until then.

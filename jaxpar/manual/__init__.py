@@ -31,7 +31,7 @@ def parallelize(
         mesh: has the axes of `layout.axes`.
         layout: all of it.
     """
-    placements = problem.place(split=tensor_parallel.SPLIT, tp=layout.tp, shards=layout.dp_shard)
+    placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, layout)
     # One replica: a psum over one device is nothing, and XLA removes it.
     method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
