@@ -50,6 +50,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """What reduces over dp_replicate where tp has split the parameters, if that is something else."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
+    ends_on_every_stage: bool = False
+    """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     refuses: Callable[[Layout], str] = _nothing
     """Why it cannot express a layout that everything above allows; empty if it can."""
 
@@ -108,6 +110,7 @@ ENGINES = {
             decides="XLA: jit with Mesh and NamedSharding",
             zero=(1, 2, 3),
             tp=True,
+            ends_on_every_stage=True,
         ),
         Engine(
             name="jax-manual",
@@ -116,6 +119,7 @@ ENGINES = {
             decides="we do: shard_map and lax collectives",
             zero=(1, 2, 3),
             tp=True,
+            ends_on_every_stage=True,
         ),
         Engine(
             name="torch-manual",

@@ -1,0 +1,85 @@
+"""What a layout keeps on each device between two steps, in closed form: what the records are held against.
+
+    elements of a stage    its blocks / tp, where tp splits them; the first stage has both embeddings, the
+                           last one the final norm and its own copy of the token embedding, the tied head
+    parameters             / dp_shard from ZeRO-3 on
+    gradients              / dp_shard from ZeRO-2 on
+    optimizer              its moments, / dp_shard from ZeRO-1 on
+
+Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), whose row biases and norms
+every device of tp repeats.
+"""
+
+from collections.abc import Mapping
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, Model
+from compare.contract.optimizer import moment_names
+from compare.contract.parameters import Parameter, parameter_table, storage_dtype
+
+KINDS = ("parameters", "gradients", "optimizer")
+SPLIT_BY_TP = frozenset({"heads", "mlp", "vocab"})
+TOLERANCE = 0.05
+"""Of a device's bytes: padding, scalars such as Adam's step, and shards that cannot all be equal."""
+
+
+def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
+    """Bytes at rest by kind, for each device in the order of the mesh.
+
+    Args:
+        engine: a name in ENGINES; it says what the stages of a pipeline hold.
+        experiment: its layout, model, optimizer and precision.
+    """
+    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
+    split_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    return {
+        kind: [
+            itemsize
+            * copies[kind]
+            * _elements(engine, experiment, stage=device * layout.pp // layout.devices)
+            / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
+            for device in range(layout.devices)
+        ]
+        for kind in KINDS
+    }
+
+
+def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]]) -> float:
+    """How far the device that is furthest from the closed form is off, as a fraction of it; 0.05 is 5 %.
+
+    A device may hold less than its share where shards cannot all be equal: then another holds more.
+    All devices together are held to it both ways.
+    """
+    worst = 0.0
+    for kind in KINDS:
+        if not any(expected[kind]):
+            worst = max(worst, float(any(measured[kind])))
+            continue
+        whole = sum(measured[kind]) / sum(expected[kind]) - 1
+        each = max(got / want - 1 for got, want in zip(measured[kind], expected[kind], strict=True))
+        worst = max((worst, whole, each), key=abs)
+    return worst
+
+
+def _elements(engine: str, experiment: Experiment, *, stage: int) -> float:
+    """Parameters of one rank of a pipeline that are on one device of tp."""
+    layout, model = experiment.layout, experiment.model
+    return sum(
+        parameter.size / (layout.tp if SPLIT_BY_TP & set(parameter.axes) else 1)
+        for parameter in parameter_table(model)
+        if _is_on(parameter, model, stage=stage, stages=layout.pp, chunks=layout.chunks, engine=engine)
+    )
+
+
+def _is_on(
+    parameter: Parameter, model: Model, *, stage: int, stages: int, chunks: int, engine: str
+) -> bool:
+    """Whether a rank of a pipeline holds a parameter."""
+    if parameter.name.startswith("blocks."):
+        layer = int(parameter.name.split(".")[1])
+        return layer * stages * chunks // model.n_layer % stages == stage
+    if ENGINES[engine].ends_on_every_stage:
+        return True
+    first, last = stage == 0, stage == stages - 1
+    return {"embedding.token": first or last, "embedding.position": first}.get(parameter.name, last)
