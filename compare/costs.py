@@ -2,7 +2,7 @@
 
 import statistics
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from compare.contract.record import Record
 
@@ -33,6 +33,8 @@ class Cost(Struct, frozen=True, kw_only=True):
     """Logical bytes per step: the full tensors."""
     comm_wire_bytes: int
     """Bytes one device sends per step on a ring."""
+    resident_bytes: dict[str, list[int]] = field(default_factory=dict)
+    """At rest, per device: see `Manifest.resident_bytes`."""
 
 
 def steady_times_ms(record: Record) -> list[float]:
@@ -64,4 +66,5 @@ def cost_of(record: Record) -> Cost:
         comm_calls=sum(item.calls for item in record.ledger),
         comm_bytes=sum(item.bytes for item in record.ledger),
         comm_wire_bytes=sum(item.wire_bytes for item in record.ledger),
+        resident_bytes=manifest.resident_bytes,
     )

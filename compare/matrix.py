@@ -7,11 +7,12 @@ float64 with SGD and no clipping, which hides nothing of a gradient's scale.
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.engines import ENGINES, Engine
+from compare.contract.experiment import Experiment, ExperimentError, Layout, revalidate
 from compare.numerics import Verdict
 from compare.pairing import Case, Comparison
 from compare.presets import PRESETS, preset_layout
+from compare.residency import TOLERANCE, closed_form, excess
 
 STUDIES: dict[str, dict[str, dict[str, object]]] = {
     "float64": {"precision": {"dtype": "float64"}},
@@ -21,10 +22,6 @@ STUDIES: dict[str, dict[str, dict[str, object]]] = {
         "optimizer": {"name": "sgd", "momentum": 0.9, "grad_clip": 0.0, "learning_rate": 0.1, "min_lr": 0.01},
     },
 }
-PREAMBLE = """Written by `make matrix`, not by hand. Every engine under every layout, 20 steps, against ONE
-unsharded device (PyTorch, no container, no collective). A cell is the worst relative error of a gradient
-before clipping / of a weight after 20 steps, over all parameters. Limits: 1e-10 in float64; in float32 1e-5
-on gradients. AdamW with clipping, unless it says SGD (with momentum, without clipping)."""
 LAYOUTS = [name for name in PRESETS if name != "single"]
 
 
@@ -35,15 +32,27 @@ class Cell(Struct, frozen=True, kw_only=True):
     layout: str
     refusal: str = ""
     """Why the engine cannot express the layout; empty if it can."""
+    note: str = ""
+    """What is not as the layout says."""
     verdicts: dict[str, Verdict] = msgspec.field(default_factory=dict)
     """By study."""
     failures: dict[str, str] = msgspec.field(default_factory=dict)
     """By study: why the engine did not finish."""
+    resident: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    """Bytes at rest per device, of the first study that finished: `Manifest.resident_bytes`."""
+    closed_form: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    """What they should be."""
+
+    @property
+    def excess(self) -> float:
+        """How far `resident` is off, as a fraction: see `compare.residency.excess`."""
+        return excess(self.resident, self.closed_form) if self.resident else 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether every study of an expressible cell passed."""
-        return not self.failures and all(verdict.passed for verdict in self.verdicts.values())
+        """Whether every study of an expressible cell passed, and its devices hold what they should."""
+        agrees = not self.failures and all(verdict.passed for verdict in self.verdicts.values())
+        return agrees and abs(self.excess) <= TOLERANCE
 
 
 def study(experiment: Experiment, name: str) -> Experiment:
@@ -57,8 +66,8 @@ def study(experiment: Experiment, name: str) -> Experiment:
 
 def matrix_cases(
     experiment: Experiment, engines: list[str], layouts: list[str]
-) -> tuple[list[Case], dict[tuple[str, str], str]]:
-    """The unsharded reference and a case for each cell; and why the other cells are none.
+) -> tuple[list[Case], dict[tuple[str, str], Cell]]:
+    """The unsharded reference and a case for each cell that can be; and all cells, still without verdicts.
 
     Args:
         experiment: one study's.
@@ -66,102 +75,76 @@ def matrix_cases(
         layouts: names in PRESETS.
 
     Returns:
-        The cases, named ENGINE.LAYOUT, and the reasons by (engine, layout).
+        The cases, named ENGINE.LAYOUT, and the cells by (layout, engine), row by row.
 
     Raises:
         ExperimentError: no such layout, or one that the experiment's sizes do not fit.
     """
     whole = msgspec.structs.replace(experiment, layout=preset_layout(experiment.layout, "single", 1))
     cases = [Case(name="reference", engine="torch-manual", experiment=whole)]
-    refusals = {}
-    for layout in layouts:
-        devices = PRESETS[layout].devices if layout in PRESETS else 1
-        spread = preset_layout(experiment.layout, layout, devices)
-        sharded = revalidate(msgspec.structs.replace(experiment, layout=spread))
+    cells = {}
+    for name in layouts:
+        devices = PRESETS[name].devices if name in PRESETS else 1
+        preset = preset_layout(experiment.layout, name, devices)
+        revalidate(msgspec.structs.replace(experiment, layout=preset))
         for engine in engines:
-            try:
-                ENGINES[engine].require(spread)
-            except ExperimentError as reason:
-                refusals[engine, layout] = str(reason)
-                continue
-            is_same_for_all = (
-                layout.startswith("ddp_") and spread.tp == 1 and not ENGINES[engine].offers_choice
+            layout, note = _with_a_schedule_of(ENGINES[engine], preset)
+            cells[name, engine] = Cell(
+                engine=engine, layout=name, note=note, refusal=_refusal(ENGINES[engine], name, layout)
             )
-            if is_same_for_all:
-                refusals[engine, layout] = f"the same as ddp: {ENGINES[engine].name} chooses for itself"
-                continue
-            cases.append(Case(name=f"{engine}.{layout}", engine=engine, experiment=sharded))
-    return cases, refusals
+            if not cells[name, engine].refusal:
+                sharded = revalidate(msgspec.structs.replace(experiment, layout=layout))
+                cases.append(Case(name=f"{engine}.{name}", engine=engine, experiment=sharded))
+    return cases, cells
 
 
-def make_cells(
-    engines: list[str],
-    layouts: list[str],
-    refusals: dict[tuple[str, str], str],
-    studies: dict[str, Comparison],
-) -> list[Cell]:
-    """Put the studies' verdicts together, layout by layout."""
-    found = {
-        name: {verdict.candidate: verdict for verdict in comparison.verdicts}
-        for name, comparison in studies.items()
-    }
-    cells = []
-    for layout in layouts:
-        for engine in engines:
-            case = f"{engine}.{layout}"
-            cells.append(
-                Cell(
-                    engine=engine,
-                    layout=layout,
-                    refusal=refusals.get((engine, layout), ""),
-                    verdicts={name: verdicts[case] for name, verdicts in found.items() if case in verdicts},
-                    failures={
-                        name: comparison.failures[case]
-                        for name, comparison in studies.items()
-                        if case in comparison.failures
-                    },
-                )
-            )
-    return cells
+def _with_a_schedule_of(engine: Engine, layout: Layout) -> tuple[Layout, str]:
+    """A composition with a pipeline, under GPipe if the engine lacks the preset's schedule; and a note."""
+    is_composed = layout.pp > 1 and layout.devices > layout.pp
+    if not is_composed or layout.schedule in engine.schedules or "gpipe" not in engine.schedules:
+        return layout, ""
+    return msgspec.structs.replace(layout, schedule="gpipe"), "gpipe"
 
 
-def markdown(cells: list[Cell], *, version: str) -> str:
-    """The grid as a page of its own: docs/parity.md."""
-    engines = list(dict.fromkeys(cell.engine for cell in cells))
-    layouts = list(dict.fromkeys(cell.layout for cell in cells))
-    by_place = {(cell.engine, cell.layout): cell for cell in cells}
-    ran = [cell for cell in cells if not cell.refusal]
-    lines = [
-        "# Parity",
-        "",
-        PREAMBLE,
-        "",
-        f"{sum(cell.passed for cell in ran)} of {len(ran)} cells pass. {version}.",
-    ]
-    for name in STUDIES:
-        if not any(name in cell.verdicts or name in cell.failures for cell in cells):
+def _refusal(engine: Engine, preset: str, layout: Layout) -> str:
+    """Why a cell is left out; empty if it is not."""
+    try:
+        engine.require(layout)
+    except ExperimentError as reason:
+        return str(reason)
+    if (
+        preset.startswith("ddp_")
+        and layout.axes == {**layout.axes, "tp": 1, "pp": 1}
+        and not engine.offers_choice
+    ):
+        return f"the same as ddp: {engine.name} chooses for itself"
+    return ""
+
+
+def fill(cells: dict[tuple[str, str], Cell], studies: dict[str, tuple[list[Case], Comparison]]) -> list[Cell]:
+    """The cells with what the studies found, and with the bytes of the first study that has them.
+
+    Args:
+        cells: of `matrix_cases`.
+        studies: what ran and what came of it, by the study's name.
+    """
+    return [_filled(cell, studies) for cell in cells.values()]
+
+
+def _filled(cell: Cell, studies: dict[str, tuple[list[Case], Comparison]]) -> Cell:
+    name = f"{cell.engine}.{cell.layout}"
+    verdicts, failures, resident, expected = {}, {}, {}, {}
+    for study_name, (cases, comparison) in studies.items():
+        if name in comparison.failures:
+            failures[study_name] = comparison.failures[name]
+        if name not in comparison.cases:
             continue
-        lines += ["", f"## {name}", "", f"| layout | devices | {' | '.join(engines)} |"]
-        lines.append("|---|---:|" + "---:|" * len(engines))
-        for layout in layouts:
-            texts = [cell_text(by_place[engine, layout], name) for engine in engines]
-            lines.append(
-                f"| `{layout}` {PRESETS[layout].story} | {PRESETS[layout].devices} | {' | '.join(texts)} |"
-            )
-    reasons = sorted({cell.refusal for cell in cells if cell.refusal})
-    if reasons:
-        lines += ["", "## Why a cell is -", "", *(f"- {reason}" for reason in reasons)]
-    return "\n".join(lines) + "\n"
-
-
-def cell_text(cell: Cell, name: str) -> str:
-    """One cell of one study: `gradient / weight` errors, -, or what went wrong."""
-    if cell.refusal:
-        return "-"
-    if name in cell.failures:
-        return f"did not finish: {cell.failures[name]}"
-    if name not in cell.verdicts:
-        return ""
-    verdict = cell.verdicts[name]
-    errors = " / ".join(f"{verdict.error(rung) or 0.0:.0e}" for rung in ("gradients", "later_weights"))
-    return errors if verdict.passed else f"**{verdict.sentence()}**"
+        place = comparison.cases.index(name)  # the reference comes first, and has no verdict
+        verdicts[study_name] = comparison.verdicts[place - 1]
+        if not resident:
+            resident = comparison.costs[place].resident_bytes
+            (experiment,) = (case.experiment for case in cases if case.name == name)
+            expected = closed_form(cell.engine, experiment)
+    return msgspec.structs.replace(
+        cell, verdicts=verdicts, failures=failures, resident=resident, closed_form=expected
+    )

@@ -2,13 +2,16 @@
 
 import json
 
+import msgspec
 import pytest
 
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, load
-from compare.matrix import LAYOUTS, STUDIES, Cell, cell_text, markdown, matrix_cases, study
+from compare.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
 from compare.numerics import RungResult, Verdict
+from compare.parity_page import cell_text, markdown
 from compare.presets import PRESETS, preset_layout
+from compare.residency import KINDS, TOLERANCE, excess
 
 # What each engine trains here, so that every strategy and every family of compositions is trained end to end
 # by some engine; each side's own tests go through the rest, and `make matrix` through everything.
@@ -32,6 +35,8 @@ def test_layouts_equal_one_device(shardpair, engine):
         errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
         assert len(errors) == 9
         assert max(errors.values()) <= 1e-10, cell
+        assert cell["resident"].keys() == cell["closed_form"].keys() == set(KINDS)
+        assert abs(excess(cell["resident"], cell["closed_form"])) <= TOLERANCE, cell
 
 
 def test_presets_fill_the_devices():
@@ -47,11 +52,11 @@ def test_presets_refuse_what_they_cannot_fill(name, devices):
 
 
 def test_every_cell_is_a_case_or_has_a_reason():
-    cases, refusals = matrix_cases(study(load("check"), "float64"), list(ENGINES), LAYOUTS)
+    cases, cells = matrix_cases(study(load("check"), "float64"), list(ENGINES), LAYOUTS)
     names = {case.name for case in cases}
     for engine in ENGINES:
         for layout in LAYOUTS:
-            assert (f"{engine}.{layout}" in names) != ((engine, layout) in refusals)
+            assert (f"{engine}.{layout}" in names) != bool(cells[layout, engine].refusal)
 
 
 def test_page_shows_errors_reasons_and_failures():
@@ -71,5 +76,9 @@ def test_page_shows_errors_reasons_and_failures():
     assert "did not finish: rank 1 died | - |" in page
     assert "- it cannot be said" in page
     assert "1 of 3 cells pass" in page
+    sharded = {"parameters": [1000.0], "gradients": [1000.0], "optimizer": [2000.0]}
+    whole = msgspec.structs.replace(good, closed_form=sharded, resident={**sharded, "optimizer": [8000]})
+    assert not whole.passed
+    assert "**1 / 1 / 8 (+300.0%)**" in markdown([whole], version="v")
     assert cell_text(good, "float32") == ""
     assert set(STUDIES) == {"float64", "float32", "float64, SGD"}

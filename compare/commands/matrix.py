@@ -1,5 +1,6 @@
 """`shardpair matrix`: every engine under every layout against one unsharded device."""
 
+from collections import ChainMap
 from pathlib import Path
 
 import msgspec
@@ -9,8 +10,9 @@ from compare.arguments import EngineName, Spec, chosen_engines
 from compare.console import results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
-from compare.matrix import LAYOUTS, STUDIES, Cell, cell_text, make_cells, markdown, matrix_cases, study
-from compare.pairing import compare_cases
+from compare.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
+from compare.pairing import Comparison, compare_cases
+from compare.parity_page import cell_text, markdown, resident_row
 from compare.presets import PRESETS
 from compare.progress import Reporter
 
@@ -54,21 +56,21 @@ class Matrix(Spec, frozen=True, kw_only=True):
                 reporter=Reporter(quiet=self.quiet),
                 keep_going=True,
             )
-        refusals = next(iter(plans.values()))[1]
-        cells = make_cells(engines, layouts, refusals, comparisons)
+        _, blank = next(iter(plans.values()))
+        cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in self.studies})
         if self.output:
-            versions = {
-                key: value
-                for comparison in comparisons.values()
-                for versions in comparison.versions
-                for key, value in versions.items()
-            }
-            version = ", ".join(
-                f"{key} {versions[key]}" for key in ("python", "jax", "torch") if key in versions
-            )
-            write_atomically(self.output, markdown(cells, version=version).encode())
+            page = markdown(cells, version=_versions(list(comparisons.values())))
+            write_atomically(self.output, page.encode())
         print_matrix(cells, list(self.studies), as_json=self.json)
         return 0 if all(cell.passed for cell in cells) else 1
+
+
+def _versions(comparisons: list[Comparison]) -> str:
+    """Those of Python and both frameworks, in words."""
+    seen = ChainMap(*(versions for comparison in comparisons for versions in comparison.versions))
+    return ", ".join(
+        f"{package} {seen[package]}" for package in ("python", "jax", "torch") if package in seen
+    )
 
 
 def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> None:
@@ -86,6 +88,7 @@ def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> Non
             row = [cell for cell in cells if cell.layout == layout]
             table.add_row(layout, str(PRESETS[layout].devices), *(_coloured(cell, name) for cell in row))
         console.print(table)
+    console.print(_resident_table(cells))
     for reason in sorted({cell.refusal for cell in cells if cell.refusal}):
         console.print(f"-  {reason}", soft_wrap=True)
     for cell in cells:
@@ -94,6 +97,18 @@ def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> Non
     ran = [cell for cell in cells if not cell.refusal]
     good = sum(cell.passed for cell in ran)
     console.print(f"{good} of {len(ran)} cells pass", style="bold green" if good == len(ran) else "bold red")
+
+
+def _resident_table(cells: list[Cell]) -> Table:
+    """What a device holds between two steps, beside the closed form."""
+    engines = list(dict.fromkeys(cell.engine for cell in cells))
+    title = "kB at rest: parameters / gradients / optimizer (off the closed form)"
+    table = Table(title=title)
+    for column in ("layout", "closed form", *engines):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in dict.fromkeys(cell.layout for cell in cells):
+        table.add_row(*resident_row([cell for cell in cells if cell.layout == layout]))
+    return table
 
 
 def _coloured(cell: Cell, name: str) -> str:
