@@ -17,9 +17,15 @@ VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "trans
 REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
-def resolve_remat(layout: Layout) -> Remat:
-    """`layout.remat`, with auto resolved: dots is fastest under XLA's scan, and smaller than none."""
-    return "dots" if layout.remat == "auto" else layout.remat
+def resolve_remat(layout: Layout, *, engine: str) -> Remat:
+    """What an engine does about `layout.remat`.
+
+    auto is dots, fastest under XLA's scan and smaller than none; a pipeline by hand keeps nothing between
+    a stage's forward and backward but its input, which is full.
+    """
+    if layout.remat != "auto":
+        return layout.remat
+    return "full" if engine == "jax-manual" and layout.pp > 1 else "dots"
 
 
 def apply_remat(

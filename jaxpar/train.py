@@ -55,7 +55,8 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] 
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
-    gradient_sync, remat = ENGINES[request.engine].gradient_sync_for(layout), resolve_remat(layout)
+    gradient_sync = ENGINES[request.engine].gradient_sync_for(layout)
+    remat = resolve_remat(layout, engine=request.engine)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
     progress()

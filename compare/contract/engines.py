@@ -30,6 +30,16 @@ def _not_in_pytorch(layout: Layout) -> str:
     return ""
 
 
+def _not_in_lock_step(layout: Layout) -> str:
+    """What jax-manual's pipeline, one program that all devices run tick by tick, does not do."""
+    if layout.pp > 1 and layout.remat in ("none", "dots"):
+        return (
+            f"layout.remat = {layout.remat} with layout.pp = {layout.pp}: a device keeps the inputs of its "
+            f"stages and computes the rest anew in backward; choose layout.remat = full or auto"
+        )
+    return ""
+
+
 class Engine(Struct, frozen=True, kw_only=True):
     """One way of training an experiment."""
 
@@ -110,6 +120,7 @@ ENGINES = {
             decides="XLA: jit with Mesh and NamedSharding",
             zero=(1, 2, 3),
             tp=True,
+            schedules=("gpipe", "interleaved"),
             ends_on_every_stage=True,
         ),
         Engine(
@@ -119,6 +130,8 @@ ENGINES = {
             decides="we do: shard_map and lax collectives",
             zero=(1, 2, 3),
             tp=True,
+            schedules=("gpipe", "1f1b", "interleaved"),
+            refuses=_not_in_lock_step,
             ends_on_every_stage=True,
         ),
         Engine(

@@ -1,23 +1,31 @@
 """The engine jax-manual: the whole step runs per device inside one shard_map, and we write every collective.
 
-`parallelize` composes the strategies, in the order in which a step meets them.
+`parallelize` composes the strategies, in the order in which a step meets them: `_edits` of the model,
+`_gradients_of` a batch on one device, their reduction in `_synchronize`, and the update of what a device has.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
+from compare.contract.schedules import make_schedule
 from jaxpar import collectives
-from jaxpar.manual import data_parallel, fully_sharded, tensor_parallel
+from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
+from jaxpar.manual.ticks import Ticks, lock_step
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
-from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
+from jaxpar.plan import Edit, Loss, Pieces, Plan, Problem, accumulated_gradients, in_order, shardings
 
 REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
+Gradients = Callable[[Any, Any], tuple[Any, Any]]
+"""(this device's parameters, its share of a batch) -> mean loss and gradients, each device's own."""
 
 
 def parallelize(
@@ -26,48 +34,17 @@ def parallelize(
     """The training step of a problem, with the layout's collectives written out.
 
     Args:
-        problem: its loss runs on each device, on its share of the batch.
+        problem: its loss, or its pieces, run on each device, on its share of the batch.
         optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
         mesh: has the axes of `layout.axes`.
         layout: all of it.
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
-    loss = _loss(problem, placements, layout)
-    # One replica: a psum over one device is nothing, and XLA removes it.
-    method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
-
-    def gradients_of(params: Any, batch: Any):
-        """This device's part of the mean loss and of its gradients, reduced over nothing but dp_shard."""
-        local = collectives.to_varying(params, REPLICATE)
-        local = fully_sharded.own_copies(local, placements, stage=layout.zero)
-        if layout.sequence_parallel:
-            local = tensor_parallel.own_copies(local, placements)
-        if layout.zero != 2:
-            value, gradients = accumulated_gradients(loss, local, batch)
-            if layout.zero == 3:
-                return value, gradients
-            return value, fully_sharded.scatter_gradients(gradients, placements)
-        return accumulated_gradients(
-            loss,
-            local,
-            batch,
-            reduce=lambda gradients: fully_sharded.scatter_gradients(gradients, placements),
-            like=fully_sharded.own_shards(local, placements),
-        )
+    gradients_of = (_pipelined if layout.pp > 1 else _accumulated)(problem, placements, layout)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        value, gradients = gradients_of(params, batch)
-        gradients = fully_sharded.mean_gradients(gradients, placements)
-        if layout.sequence_parallel:
-            gradients = tensor_parallel.sum_partial_gradients(gradients, placements)
-        # A bucket has leaves of one kind: joined with one that is split, a repeated one would count as split.
-        gradients = map_alike(
-            lambda alike, _: data_parallel.synchronize_gradients(
-                alike, method=method, bucket_mb=layout.bucket_mb
-            ),
-            placements,
-            gradients,
-        )
+        value, gradients = gradients_of(_own_copies(params, placements, layout), batch)
+        gradients = _synchronize(gradients, placements, layout)
         grad_norm = global_norm(gradients, placements)
         shards = params if layout.zero == 3 else fully_sharded.own_shards(params, placements)
         updates, opt_state = optimizer.update(
@@ -99,24 +76,131 @@ def parallelize(
     )
 
 
+def _own_copies(params: Any, placements: Any, layout: Layout) -> Any:
+    """Parameters whose gradients are each device's own, along all axes over which we reduce them."""
+    params = collectives.to_varying(params, REPLICATE)
+    params = fully_sharded.own_copies(params, placements, stage=layout.zero)
+    if layout.sequence_parallel:
+        params = tensor_parallel.own_copies(params, placements)
+    if layout.pp > 1:
+        params = pipeline_parallel.own_copies(params, placements)
+    return params
+
+
+def _accumulated(problem: Problem, placements: Any, layout: Layout) -> Gradients:
+    """Without a pipeline: the whole model on each device, one microbatch after the other."""
+    loss = _loss(problem, placements, layout)
+    scatter = partial(fully_sharded.scatter_gradients, placements=placements)
+
+    def gradients_of(params: Any, batch: Any):
+        if layout.zero == 2:
+            like = fully_sharded.own_shards(params, placements)
+            return accumulated_gradients(loss, params, batch, reduce=scatter, like=like)
+        value, gradients = accumulated_gradients(loss, params, batch)
+        return value, gradients if layout.zero == 3 else scatter(gradients)
+
+    return gradients_of
+
+
 def _loss(problem: Problem, placements: Any, layout: Layout) -> Loss:
-    """The problem's loss over one device's stored parameters: what tp splits, then what dp_shard gathers."""
-    edits, zero3 = [], layout.zero == 3
+    """The problem's loss over one device's stored parameters."""
+    loss = problem.edited(_edits(problem, placements, layout))
+    if layout.zero == 3:
+        return fully_sharded.gather_the_rest(loss, placements, stacked=problem.stacked)
+    return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+
+
+def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
+    """With a pipeline: this device's stages, for all microbatches of a step."""
+    pieces = _pieces(problem, placements, layout)
+    rest = {key: p for key, p in placements.items() if key != problem.stacked}
+    # What dp_shard scatters once a microbatch: under zero 3 the layers' gradients come scattered by autodiff.
+    in_ticks = {2: placements, 3: rest}.get(layout.zero, {})
+
+    def scatter(gradients: Any) -> Any:
+        found = {key: in_ticks[key] for key in gradients if key in in_ticks}
+        return gradients | fully_sharded.scatter_gradients({key: gradients[key] for key in found}, found)
+
+    def gradients_of(params: Any, batch: Any):
+        batch = pipeline_parallel.microbatches(batch, each=layout.microbatches)
+        like = fully_sharded.own_shards(params, placements) if layout.zero == 2 else params
+        if layout.zero == 3:
+            params = params | fully_sharded.gather_stored({key: params[key] for key in rest}, rest)
+        value, gradients = pipeline_parallel.pipelined_gradients(
+            pieces,
+            _ticks(layout, batch),
+            params,
+            batch,
+            stacked=problem.stacked,
+            reduce=scatter,
+            like=like,
+        )
+        return value, gradients if in_ticks else fully_sharded.scatter_gradients(gradients, placements)
+
+    return gradients_of
+
+
+def _ticks(layout: Layout, batch: Any) -> Ticks:
+    """The layout's schedule, for as many microbatches as there are."""
+    (microbatches,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    return lock_step(
+        make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
+    )
+
+
+def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
+    """The problem's pieces over one device's parameters of stored size; under zero 3, its layers' shards."""
+    assert problem.pieces is not None, "a pipeline needs a model in pieces"
+    pieces = problem.pieces(in_order(_edits(problem, placements, layout)))
+    padded = {key: p for key, p in placements.items() if layout.zero < 3 or key != problem.stacked}
+
+    def strip(params: Any) -> Any:
+        return params | fully_sharded.strip_padding({key: params[key] for key in padded}, padded)
+
+    return Pieces(
+        embed=lambda params, batch: pieces.embed(strip(params), batch),
+        layers=lambda params, x: pieces.layers(strip(params), x),
+        loss=lambda params, x, batch: pieces.loss(strip(params), x, batch),
+    )
+
+
+def _edits(problem: Problem, placements: Any, layout: Layout) -> list[Edit]:
+    """What is swapped in the model: what pp computes anew, what tp splits, then what dp_shard gathers."""
+    edits, remat = [], problem.remat
+    if layout.pp > 1:
+        remat = pipeline_parallel.WITHIN_A_TICK
+        edits.append(pipeline_parallel.keep_within_a_tick)
     if layout.tp > 1:
         edits.append(
             tensor_parallel.split_modules(
                 sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
             )
         )
-    if zero3:
+    if layout.zero == 3:
         edits.append(
             fully_sharded.gather_layers(
                 placements[problem.stacked],
-                remat=problem.remat,
+                remat=remat,
                 reshard_after_forward=layout.reshard_after_forward,
             )
         )
-    loss = problem.edited(edits)
-    if zero3:
-        return fully_sharded.gather_the_rest(loss, placements, stacked=problem.stacked)
-    return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+    return edits
+
+
+def _synchronize(gradients: Any, placements: Any, layout: Layout) -> Any:
+    """Each device's own gradients, reduced over every axis along which they are parts of a sum."""
+    gradients = fully_sharded.mean_gradients(gradients, placements)
+    if layout.sequence_parallel:
+        gradients = tensor_parallel.sum_partial_gradients(gradients, placements)
+    if layout.pp > 1:
+        gradients = pipeline_parallel.sum_tied_gradients(gradients, placements)
+    # One replica: a psum over one device is nothing, and XLA removes it.
+    method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
+    # A bucket has leaves of one kind: joined with one that is split, a repeated one would count as split.
+    return map_alike(
+        lambda alike, _: data_parallel.synchronize_gradients(
+            alike, method=method, bucket_mb=layout.bucket_mb
+        ),
+        placements,
+        gradients,
+    )

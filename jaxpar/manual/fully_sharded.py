@@ -31,11 +31,16 @@ AXIS = "dp_shard"
 
 def gather(shards: Any, placements: Any) -> Any:
     """Whole parameters from this device's shards; differentiable: gradients arrive summed, as shards."""
+    return strip_padding(gather_stored(shards, placements), placements)
+
+
+def gather_stored(shards: Any, placements: Any) -> Any:
+    """Parameters of stored size, each device's own copy: for gradients that `scatter_gradients` reduces."""
 
     def join(p: Placement, shard: jax.Array) -> jax.Array:
         return shard if p.shard_dim is None else collectives.all_gather(shard, AXIS, dim=p.shard_dim)
 
-    return strip_padding(jax.tree.map(join, placements, shards), placements)
+    return jax.tree.map(join, placements, shards)
 
 
 def own_copies(params: Any, placements: Any, *, stage: int) -> Any:
