@@ -3,11 +3,16 @@
 import os
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +60,13 @@ class Shardpair:
 def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
     """The command line, run in a temporary folder."""
     return Shardpair(tmp_path, cache_dir)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator["Ranks"]:
+    """Four gloo ranks for the tests of a file that are marked `@on_ranks`."""
+    from ranks import Ranks  # imports PyTorch, which is not everywhere where jaxpar is tested
+
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.end()

@@ -1,6 +1,6 @@
 """The parent of torchpar's ranks: whom it blames, how it ends, and that nothing outlives it.
 
-Each case runs in a fresh interpreter: this file, as a script, launches four ranks that misbehave.
+Each case has a process of its own, which launches four ranks that misbehave.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forks import run_forked
 
 from compare.contract import record
 from compare.contract.experiment import Experiment, Layout, Model, Train
@@ -80,18 +81,19 @@ def misbehave(rank: Rank, *, deed: str) -> None:
     collectives.leave_group()
 
 
-def script(deed: str, folder: str) -> None:
+def parent(deed: str, folder: Path) -> int:
     """Launch, and print what the parent found out, as JSON."""
     bind_to_loopback()
     started = time.monotonic()
     try:
         main = partial(misbehave, deed=deed)
-        launch(main, world_size=4, folder=Path(folder), timeout_s=TIMEOUT_S)
+        launch(main, world_size=4, folder=folder, timeout_s=TIMEOUT_S)
     except RanksFailed as error:
         children = psutil.Process().children(recursive=True)
         found = {"message": error.failure.message, "traceback": error.failure.traceback}
         found |= {"rank": error.failure.rank, "seconds": time.monotonic() - started}
         print(json.dumps(found | {"left": len(children)}))
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -111,15 +113,16 @@ def script(deed: str, folder: str) -> None:
     ],
 )
 def test_the_culprit_is_named_and_no_rank_is_left(deed, message, tmp_path):
-    command = [sys.executable, __file__, deed, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=ENVIRONMENT)
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    done = run_forked(parent, deed, meeting, output=tmp_path / "output")
     found = json.loads(done.stdout)
     assert found["message"] == message
     assert found["rank"] == 2
     assert found["left"] == 0
     assert found["seconds"] < (TIMEOUT_S if deed in ("fail", "die", "leave") else TIMEOUT_S + 5) + 5
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
-    assert not list(tmp_path.iterdir())
+    assert not list(meeting.iterdir())
 
 
 class Running:
@@ -204,7 +207,3 @@ def test_one_rank_under_torchruns_environment(tmp_path):
     assert done.returncode == 3
     assert "WORLD_SIZE = 2" in done.stderr
     assert "1 device" in done.stderr
-
-
-if __name__ == "__main__":
-    script(*sys.argv[1:])

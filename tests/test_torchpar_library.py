@@ -1,26 +1,21 @@
 """torchpar.library's layouts on four gloo ranks, in float64: PyTorch's wrappers composed, against one device.
 
-One launch of a fresh interpreter runs every layout; a rank that disagrees ends it with its traceback. The
-oracle is the plain GPT over the whole batch, PyTorch's own clipping and optimizer.
+The oracle is the plain GPT over the whole batch, PyTorch's own clipping and optimizer.
 """
 
 import copy
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
 import pytest
 import torch
+from ranks import CPU, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
 from torchpar import collectives, library
-from torchpar.launch import bind_to_loopback, launch
 from torchpar.ledger import CommunicationMode
 from torchpar.library.faults import take_parts_for_sums, unsummed
 from torchpar.library.tensor_parallel import restore_order, tensor_parallel
@@ -28,12 +23,8 @@ from torchpar.mesh import Mesh, make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.plan import Plan, local
-from torchpar.rank import Rank
 from torchpar.traffic import Call, Traffic
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-RANKS = 4
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
 ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
 SGD = msgspec.structs.replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
@@ -94,8 +85,8 @@ def moment_keys(experiment: Experiment) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
 
 
-def make_plan(layout: Layout, rank: Rank, experiment: Experiment) -> tuple[Plan, Mesh]:
-    mesh = make_mesh(layout, rank=rank.rank, device=torch.device("cpu"))
+def make_plan(layout: Layout, rank: int, experiment: Experiment) -> tuple[Plan, Mesh]:
+    mesh = make_mesh(layout, rank=rank, device=CPU)
     maker = partial(make_optimizer, experiment=experiment)
     return library.parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker), mesh
 
@@ -111,7 +102,7 @@ def backward(plan: Plan, mesh: Mesh, step: int) -> torch.Tensor:
     return loss.detach()
 
 
-def train(layout: Layout, rank: Rank, experiment: Experiment) -> tuple[dict, Plan]:
+def train(layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, Plan]:
     plan, mesh = make_plan(layout, rank, experiment)
     config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
     for step in range(2):
@@ -131,11 +122,14 @@ def assert_same(got: dict, expected: dict, layout: str) -> None:
             close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")
 
 
-def case_ledger(rank: Rank) -> None:
-    """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too.
+def test_ledger(ranks):
+    ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
+    ranks.run(ledger)
 
-    The first case: DTensor keeps what it planned for one mesh, groups and all, for a later equal one.
-    """
+
+@on_ranks
+def ledger(rank: int) -> None:
+    """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too."""
     layout, parameter_bytes = LAYOUTS["zero3"], 8 * sum(p.numel() for p in make_gpt().parameters())
     plan, mesh = make_plan(msgspec.structs.replace(layout, remat="none"), rank, ADAM)
     seen = count(plan, mesh)
@@ -157,14 +151,18 @@ def count(plan: Plan, mesh: Mesh) -> Traffic:
     return mode.seen
 
 
-def case_every_layout_equals_one_device(rank: Rank) -> None:
-    for experiment in (ADAM, SGD):
-        expected = reference(experiment)
-        for name in LAYOUTS if experiment is ADAM else ("zero1", "tp", "fsdp_tp_sp"):
-            layout = LAYOUTS[name]
-            got, plan = train(layout, rank, experiment)
-            assert_same(got, expected, name)
-            assert_sharding_is_real(plan, layout, name, key=moment_keys(experiment)[0])
+@pytest.mark.parametrize(
+    ("experiment", "names"),
+    [(ADAM, list(LAYOUTS)), (SGD, ["zero1", "tp", "fsdp_tp_sp"])],
+    ids=["adamw", "sgd"],
+)
+@on_ranks
+def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names: list[str]) -> None:
+    expected = reference(experiment)
+    for name in names:
+        got, plan = train(LAYOUTS[name], rank, experiment)
+        assert_same(got, expected, name)
+        assert_sharding_is_real(plan, LAYOUTS[name], name, key=moment_keys(experiment)[0])
 
 
 def assert_sharding_is_real(plan: Plan, layout: Layout, name: str, *, key: str) -> None:
@@ -186,7 +184,8 @@ def assert_sharding_is_real(plan: Plan, layout: Layout, name: str, *, key: str) 
         assert state < whole, name
 
 
-def case_mistakes_show(rank: Rank) -> None:
+@on_ranks
+def test_mistakes_show(rank: int) -> None:
     expected = reference(ADAM, steps=1)["gradients"]
     with patch.object(library, "complete_gradients", take_parts_for_sums):
         plan, mesh = make_plan(LAYOUTS["tp_sp"], rank, ADAM)
@@ -195,43 +194,17 @@ def case_mistakes_show(rank: Rank) -> None:
     name = "transformer.ln_f.weight"
     assert (got[name] - expected[name]).abs().max() > 1e-3
     right, mesh = make_plan(LAYOUTS["tp"], rank, ADAM)
-    module = sys.modules["torchpar.library.tensor_parallel"]
-    with patch.object(module, "RowwiseParallel", unsummed):
+    with patch("torchpar.library.tensor_parallel.RowwiseParallel", unsummed):
         wrong, _ = make_plan(LAYOUTS["tp"], rank, ADAM)
     assert abs(backward(right, mesh, 0) - backward(wrong, mesh, 0)).item() > 1e-3
 
 
-def case_a_vocabulary_without_enough_rows_is_refused(rank: Rank) -> None:
+@on_ranks
+def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
     mesh = DeviceMesh.from_group(collectives.world_group(), "cpu", mesh_dim_names=("tp",))
     tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
     with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
         tensor_parallel(tiny, mesh)
-
-
-CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
-
-
-def run_cases(rank: Rank) -> None:
-    torch.set_num_threads(1)
-    collectives.join_group(
-        rank=rank.rank,
-        world_size=RANKS,
-        device=torch.device("cpu"),
-        rendezvous=rank.rendezvous,
-        timeout_s=60,
-    )
-    for case in CASES:
-        case(rank)
-        if rank.rank == 0:
-            print(case.__name__, flush=True)
-    collectives.leave_group()
-
-
-def test_library_on_four_ranks(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == [case.__name__ for case in CASES]
 
 
 def test_reordered_heads_are_put_back():
@@ -251,8 +224,3 @@ def test_what_ddp_cannot_do_is_refused_by_name():
     engine.require(Layout(dp_shard=2, tp=2, zero=2))
     assert engine.gradient_sync_for(Layout(dp_replicate=2, tp=2)) == "fsdp2"
     assert engine.gradient_sync_for(Layout(dp_replicate=2)) == "ddp"
-
-
-if __name__ == "__main__":
-    bind_to_loopback()
-    launch(run_cases, world_size=RANKS, folder=Path(sys.argv[1]), timeout_s=120)

@@ -1,21 +1,17 @@
 """`python -m torchpar RUN_DIR` end to end: both engines against one device, and faults that must show."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import Done, run_torchpar
 from msgspec.structs import replace
 
-from compare.contract import record
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Precision, Train
 from compare.contract.parameters import initial_parameters, parameter_count
-from compare.contract.record import Request, Rung, read_failure, read_record, read_tensors, write_json
+from compare.contract.record import Request, Rung, read_failure, read_record, read_tensors
 
-ROOT = Path(__file__).parents[1]
 STEPS = 3
 EXPERIMENT = Experiment(
     model=Model(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=True),
@@ -28,18 +24,9 @@ TWO = Layout(dp_replicate=2, bucket_mb=0.05)
 TOLERANCE = 1e-11
 
 
-def torchpar(folder: Path, **request) -> subprocess.CompletedProcess:
-    folder.mkdir()
+def torchpar(folder: Path, **request) -> Done:
     values = {"experiment": EXPERIMENT, "ladder": True, "later_step": STEPS, **request}
-    write_json(folder / record.REQUEST, Request(**values))
-    return subprocess.run(
-        [sys.executable, "-m", "torchpar", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    return run_torchpar(folder, Request(**values))
 
 
 def error(one: Path, other: Path, rung: Rung) -> float:

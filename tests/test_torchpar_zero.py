@@ -3,21 +3,17 @@
 Sizes that do not divide by the ranks, and vectors with fewer elements than a shard is long.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import Done, run_torchpar
 from msgspec.structs import replace
 
-from compare.contract import record
 from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Record, Request, read_failure, read_record, write_json
+from compare.contract.record import Record, Request, read_failure, read_record
 from compare.numerics import climb
 
-ROOT = Path(__file__).parents[1]
 PASSES = 2
 EXPERIMENT = Experiment(
     model=Model(n_layer=2, n_head=4, n_embd=20, block_size=8, vocab_size=257, bias=True),
@@ -40,22 +36,15 @@ LAYOUTS = {
 }
 
 
-def torchpar(folder: Path, experiment: Experiment, **request) -> subprocess.CompletedProcess:
-    folder.mkdir()
-    values = {"engine": "torch-manual", "experiment": experiment, "ladder": True, "later_step": 4, **request}
-    write_json(folder / record.REQUEST, Request(**values))
-    return subprocess.run(
-        [sys.executable, "-m", "torchpar", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+def torchpar(folder: Path, experiment: Experiment, *, fault: str = "") -> Done:
+    return run_torchpar(
+        folder,
+        Request(engine="torch-manual", experiment=experiment, fault=fault, ladder=True, later_step=4),
     )
 
 
-def run(folder: Path, experiment: Experiment, **request) -> Record:
-    done = torchpar(folder, experiment, **request)
+def run(folder: Path, experiment: Experiment, *, fault: str = "") -> Record:
+    done = torchpar(folder, experiment, fault=fault)
     assert done.returncode == 0, done.stderr
     return read_record(folder)
 

@@ -1,0 +1,87 @@
+"""Tests' processes with PyTorch: forks of one server that has imported it.
+
+An interpreter takes four seconds of CPU time to import what a training step needs; a fork, a few hundredths.
+"""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from compare.contract import record
+from compare.contract.record import Request, write_json
+
+TIMEOUT_S = 120.0
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "numpy",
+        "pytest",
+        "torch",
+        "torch._dynamo",  # the first step of an optimizer imports it
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a process ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_forked(function: Callable[..., int], *arguments: object, output: Path) -> Done:
+    """Run a picklable function in a process of its own, and wait for its end.
+
+    Args:
+        function: returns the exit code.
+        output: a folder, which is made, for what the process says.
+    """
+    output.mkdir()
+    process = SERVER.Process(target=_speak_into, args=(output, function, arguments))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        pytest.fail(f"{function.__name__}{arguments} took more than {TIMEOUT_S:g} s")
+    assert process.exitcode is not None
+    return Done(process.exitcode, *((output / name).read_text() for name in ("stdout", "stderr")))
+
+
+def run_torchpar(folder: Path, request: Request) -> Done:
+    """Make the folder, leave the request there, and do what `python -m torchpar FOLDER` does."""
+    folder.mkdir()
+    write_json(folder / record.REQUEST, request)
+    return run_forked(_be_torchpar, folder, output=folder.with_name(f"{folder.name}.output"))
+
+
+def _be_torchpar(folder: Path) -> int:
+    from torchpar.__main__ import main
+
+    sys.argv = ["torchpar", str(folder)]
+    return main()
+
+
+def _speak_into(folder: Path, function: Callable[..., int], arguments: tuple) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    code = 1
+    try:
+        code = function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as torchpar's own ends: see collectives.leave_group
