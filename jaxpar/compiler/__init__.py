@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
-from jaxpar.compiler import data_parallel, fully_sharded, tensor_parallel
+from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.optimizer import global_norm
-from jaxpar.plan import Loss, Plan, Problem, accumulated_gradients, shardings
+from jaxpar.plan import Edit, Loss, Plan, Problem, accumulated_gradients, in_order, shardings
 
 
 def parallelize(
@@ -37,11 +37,13 @@ def parallelize(
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
 
     def gradients_of(params: Any, batch: Any):
+        if layout.pp > 1:
+            batch = pipeline_parallel.one_pass(batch, microbatches=layout.microbatches)
         return accumulated_gradients(loss, params, batch, reduce=shard if layout.zero >= 2 else _same)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         value, gradients = data_parallel.reduce_after_accumulation(
-            gradients_of, params, batch, mesh=mesh, axes=late
+            gradients_of, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
         )
         gradients = shard(lax.with_sharding_constraint(gradients, accumulated))
         grad_norm = global_norm(gradients)
@@ -64,27 +66,40 @@ def parallelize(
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> Loss:
-    """The problem's loss over stored parameters: what tp splits, then what dp_shard gathers."""
-    edits, zero3 = [], layout.zero == 3
+    """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
+    edits: list[Edit] = []
+    # A pipeline's layers run once a tick: what of them is to be kept is gathered up front, with the rest.
+    up_front = layout.pp > 1 and not layout.reshard_after_forward
     if layout.tp > 1:
         edits.append(
             tensor_parallel.place_activations(
                 mesh=mesh, sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
             )
         )
-    if zero3:
+    if layout.zero == 3 and not up_front:
         edits.append(
             fully_sharded.gather_layers(
                 placements[problem.stacked],
                 mesh=mesh,
                 remat=problem.remat,
                 reshard_after_forward=layout.reshard_after_forward,
+                stages=pipeline_parallel.AXIS if layout.pp > 1 else None,
             )
         )
-    loss = problem.edited(edits)
-    if zero3:
-        return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=problem.stacked)
+    loss = _edited(problem, edits, mesh=mesh, layout=layout)
+    if layout.zero == 3:
+        stacked = None if up_front else problem.stacked
+        return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=stacked)
     return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+
+
+def _edited(problem: Problem, edits: list[Edit], *, mesh: Mesh, layout: Layout) -> Loss:
+    if layout.pp == 1:
+        return problem.edited(edits)
+    assert problem.pieces, "a pipeline needs the model in pieces"
+    return pipeline_parallel.pipelined(
+        problem.pieces(in_order(edits)), mesh=mesh, stacked=problem.stacked, chunks=layout.chunks
+    )
 
 
 def _same(tree: Any) -> Any:

@@ -35,6 +35,7 @@ def reduce_after_accumulation(
     *,
     mesh: Mesh,
     axes: tuple[str, ...] = (AXIS,),
+    loops: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Keep the sum over devices out of the loop over microbatches.
 
@@ -48,10 +49,11 @@ def reduce_after_accumulation(
         batch: a pytree of (A, B, ...), B split as `batch_sharding` says. With A = 1 XLA does as it likes.
         mesh: has `axes`.
         axes: the mesh axes that become a dim, the first ones of `BATCH`.
+        loops: `gradients_of` loops over parts of each of the A, too: a pipeline over its microbatches.
     """
     replicas = math.prod(mesh.shape[axis] for axis in axes)
     accumulation = jax.tree.leaves(batch)[0].shape[0]
-    if replicas == 1 or accumulation == 1:
+    if replicas == 1 or (accumulation == 1 and not loops):
         return gradients_of(params, batch)
     inner = tuple(axis for axis in BATCH if axis not in axes and axis in mesh.shape)
 

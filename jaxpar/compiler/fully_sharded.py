@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.placement import one_layer
 from jaxpar.plan import Edit, Loss, shardings
@@ -41,7 +42,9 @@ def strip_padding(params: Any, placements: Any) -> Any:
     return jax.tree.map(lambda p, x: p.strip_shards(x), placements, params)
 
 
-def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool) -> Edit:
+def gather_layers(
+    placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool, stages: str | None = None
+) -> Edit:
     """An edit of the model: every scanned layer wants its own parameters whole.
 
     Args:
@@ -49,9 +52,12 @@ def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_fo
         mesh: has an axis dp_shard.
         remat: what forward may keep, gathered parameters aside.
         reshard_after_forward: gather again in backward; false keeps what forward gathered.
+        stages: the mesh axis of a pipeline that maps the layers over its stages.
     """
     placements = one_layer(placements)
     gathered = set(jax.tree.leaves(shardings(mesh, placements, sharded=False)))
+    if stages:  # `vmap` puts the stages in front of what a layer says
+        gathered = {NamedSharding(mesh, P(stages, *sharding.spec)) for sharding in gathered}
 
     def is_gather(primitive: Any, **parameters: Any) -> bool:
         return primitive.name == "sharding_constraint" and parameters["sharding"] in gathered
@@ -68,8 +74,15 @@ def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_fo
     return edit
 
 
-def gather_the_rest(loss: Loss, placements: Any, *, mesh: Mesh, stacked: str) -> Loss:
-    """The loss of a model whose layers want themselves whole: all else is gathered up front, and kept."""
+def gather_the_rest(loss: Loss, placements: Any, *, mesh: Mesh, stacked: str | None) -> Loss:
+    """The loss of a model whose layers want themselves whole: all else is gathered up front, and kept.
+
+    Args:
+        loss: over whole parameters, layers aside.
+        placements: of all leaves.
+        mesh: has an axis dp_shard.
+        stacked: the key of the layers; None if they are to be gathered up front like the rest.
+    """
 
     def gathering(params: Any, batch: Any) -> jax.Array:
         rest = {key: p for key, p in placements.items() if key != stacked}

@@ -1,0 +1,200 @@
+"""Pipeline parallelism by the compiler: stages are a dim of the arrays, and a roll along it is the network.
+
+Each device of pp has a stage of the layers. One array holds what the stages work on, a microbatch for each,
+and its first dim is split over pp. A tick is the same function on all of them, `vmap`ped, and a roll by
+one: XLA makes a collective permute of it. A scan over ticks is the pipeline, and its derivative, in reverse,
+is the backward pipeline: all forwards, then all backwards, which is GPipe. The order of backward is
+autodiff's, so there is no 1F1B: nothing can be said about it from here.
+
+With several chunks a device has stages r, r + p, r + 2p, ..., and a microbatch goes round the ring as often.
+
+A ring needs no first and last device to do what the others do not. Microbatches wait in lanes across the
+stages, one of each lane on each stage. A lane rolls towards stage 0, which takes the next microbatch from it
+and puts one that is done in its place; when all have passed, each is where one was taken from. So every stage
+embeds its share of the microbatches, and makes its share of logits, which no device ever has all of.
+
+Sources: GSPMD (arXiv 2105.04663, section 3.3), praxis and MaxText for stages as a dim; Megatron-LM (arXiv
+2104.04473, section 2.2) for the order in which microbatches go through chunks.
+
+Legend: A gradient accumulation, B batch, M microbatches, S stages at work at once, one on each device of pp,
+N chunks of each, L layers of a chunk, K = M/S lanes, rounded up; `...` is what a microbatch has: (b, T, C).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.plan import Loss, Pieces
+
+AXIS = "pp"
+Tree = Any
+
+
+def one_pass(batch: Tree, *, microbatches: int) -> Tree:
+    """(A, B, ...) -> (1, M, b, ...): the microbatches of all accumulated passes, which share one schedule.
+
+    Microbatch i of a pass has the sequences i, i + M/A, ...: of a B that is split over devices each device
+    keeps its own.
+    """
+
+    def cut(x_AB: jax.Array) -> jax.Array:
+        passes, size, *rest = x_AB.shape
+        x_AbM = x_AB.reshape(passes, size // microbatches, microbatches, *rest)
+        return x_AbM.swapaxes(1, 2).reshape(1, passes * microbatches, size // microbatches, *rest)
+
+    return jax.tree.map(cut, batch)
+
+
+def pipelined(pieces: Pieces, *, mesh: Mesh, stacked: str, chunks: int = 1) -> Loss:
+    """The loss of a model whose stacked layers are spread over the stages of a pipeline.
+
+    Args:
+        pieces: the model. `pieces.layers` sees the layers of one chunk; it must be finite, and so must its
+            derivative, on the embedding of any microbatch: idle stages compute on one, for nothing.
+        mesh: has an axis pp.
+        stacked: the key of the parameters whose leaves stack layers, in the order of the devices that have
+            them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
+        chunks: stages of each device. If more than 1, pp must divide the microbatches.
+
+    Returns:
+        loss(params, batch) of a batch (M, b, ...): the mean over all of it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import AxisType
+        >>> from jaxpar.plan import Pieces
+        >>> def layer(x, w):
+        ...     return jnp.tanh(x @ w), None
+        >>> pieces = Pieces(
+        ...     embed=lambda params, batch: batch["x"] @ params["first"],
+        ...     layers=lambda params, x: jax.lax.scan(layer, x, params["blocks"])[0],
+        ...     loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
+        ... )
+        >>> devices = jax.device_count()
+        >>> mesh = jax.make_mesh((devices,), ("pp",), axis_types=(AxisType.Auto,))
+        >>> loss = pipelined(pieces, mesh=mesh, stacked="blocks")
+        >>> params = {"first": jnp.ones((4, 8)), "blocks": jnp.ones((2 * devices, 8, 8))}
+        >>> batch = {"x": jnp.ones((6, 2, 4)), "y": jnp.zeros((6, 2, 4))}  # 6 microbatches of 2
+        >>> value, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
+    """
+    stages = mesh.shape[AXIS]
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
+        enters_SK, leaves_SK, counts_SK = lanes(count, stages)
+
+        def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
+            each = jax.vmap(jax.vmap(partial(piece, params)), spmd_axis_name=AXIS)
+            return each(*of_microbatch)
+
+        def chunk(layers: Tree, x: jax.Array) -> jax.Array:
+            return pieces.layers({**params, stacked: layers}, x)
+
+        x_SK = on_every_stage(pieces.embed, jax.tree.map(lambda x: x[enters_SK], batch))
+        x_SK = run_pipeline(chunk, params[stacked], x_SK, mesh=mesh, microbatches=count, chunks=chunks)
+        losses_SK = on_every_stage(pieces.loss, x_SK, jax.tree.map(lambda x: x[leaves_SK], batch))
+        return jnp.where(counts_SK, losses_SK, 0).sum() / count
+
+    return loss
+
+
+def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where microbatches wait, and where they are when they are done.
+
+    Returns:
+        Three arrays (S, K): the microbatch that enters from each place; the one that has been put into it
+        in the end; and whether there is one. Places that have none name any.
+    """
+    count = -(-microbatches // stages)
+    places_SK = np.arange(count * stages).reshape(count, stages).T
+    enters_SK = places_SK % microbatches
+
+    lane, place = np.divmod(np.arange(microbatches), stages)
+    # The last lane, if it is short, has not rolled all the way round when its last microbatch is done.
+    place = np.where(lane == count - 1, place - microbatches % -stages, place)
+    leaves_SK, counts_SK = np.zeros_like(enters_SK), np.zeros_like(enters_SK, bool)
+    leaves_SK[place, (lane + 1) % count] = np.arange(microbatches)
+    counts_SK[place, (lane + 1) % count] = True
+    return enters_SK, leaves_SK, counts_SK
+
+
+def run_pipeline(
+    chunk: Callable[[Tree, jax.Array], jax.Array],
+    layers: Tree,
+    x_SK: jax.Array,
+    *,
+    mesh: Mesh,
+    microbatches: int,
+    chunks: int = 1,
+) -> jax.Array:
+    """Take microbatches through all stages.
+
+    Args:
+        chunk: (layers, x) -> x, of one chunk and one microbatch.
+        layers: leaves (S N L, ...), as devices have them.
+        x_SK: (S, K, ...), placed as `lanes` says: what enters.
+        mesh: has an axis pp of S devices.
+        microbatches: how many places of `x_SK` have one.
+        chunks: N.
+
+    Returns:
+        (S, K, ...): what leaves, placed as `lanes` says.
+    """
+    stages, lanes = x_SK.shape[:2]
+    layers_SN = jax.tree.map(lambda w: w.reshape(stages, chunks, -1, *w.shape[1:]), layers)
+    stage_S = np.arange(stages)
+
+    def placed(x: jax.Array) -> jax.Array:
+        spec = P(AXIS, *(P.UNCONSTRAINED,) * (x.ndim - 1))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def exchange(x_S: jax.Array, x_SK: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
+        """The first stage takes a microbatch from the lane, and puts the one that it has in its place."""
+        lane = tick // (stages * chunks) % lanes
+        lane_S = lax.dynamic_index_in_dim(x_SK, lane, axis=1, keepdims=False)
+        # Between its turns a lane rolls on: S times is none.
+        takes_S = (stage_S == 0) & (tick // stages % chunks == 0)
+        takes_S = takes_S.reshape(-1, *(1,) * (x_S.ndim - 1))
+        x_S, lane_S = jnp.where(takes_S, lane_S, x_S), jnp.where(takes_S, x_S, lane_S)
+        x_SK = lax.dynamic_update_index_in_dim(x_SK, shift(lane_S, -1), lane, axis=1)
+        return placed(x_S), placed(x_SK)
+
+    def stage(layers_N: Tree, x: jax.Array, turn: jax.Array) -> jax.Array:
+        return chunk(jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, turn, keepdims=False), layers_N), x)
+
+    def step(carry: tuple[jax.Array, jax.Array], tick: jax.Array):
+        x_S, x_SK = carry
+        turn_S = (tick - stage_S) // stages % chunks
+        x_S = jax.vmap(stage, spmd_axis_name=AXIS)(layers_SN, x_S, turn_S)
+        return exchange(shift(x_S, 1), x_SK, tick + 1), None
+
+    x_SK = placed(x_SK)
+    # Idle stages begin with what each has anyway: from zeros a layer might make NaN, and 0 * NaN is NaN.
+    start = exchange(lax.stop_gradient(x_SK[:, 0]), x_SK, 0)
+    (_, x_SK), _ = lax.scan(step, start, jnp.arange(microbatches * chunks + stages - 1))
+    return x_SK
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def shift(x_S: jax.Array, by: int) -> jax.Array:
+    """Each stage gets what the one `by` places before it has, around the ring.
+
+    Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
+    """
+    with jax.named_scope("for_activations"):
+        return jnp.roll(x_S, by, axis=0)
+
+
+def _shift_back(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
+    with jax.named_scope("for_activation_gradients"):
+        return (jnp.roll(gradient_S, -by, axis=0),)
+
+
+shift.defvjp(lambda x_S, by: (shift(x_S, by), None), _shift_back)
