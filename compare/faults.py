@@ -128,14 +128,14 @@ FAULTS = {
             name="overwritten_microbatch",
             rung="gradients",
             story="a microbatch's gradient replaces those before it",
-            impossible_in=("jax-compiler", "jax-manual"),
+            impossible_in=("jax-compiler",),
             preset="pp",
         ),
         Fault(
             name="stale_tied_copy",
             rung="gradients",
             story="the two ends of a pipeline do not add their gradients of the tied embedding",
-            impossible_in=("jax-compiler", "jax-manual"),
+            impossible_in=("jax-compiler",),
             preset="pp",
         ),
     )

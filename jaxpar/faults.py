@@ -21,7 +21,7 @@ from jax import lax
 
 from compare.contract.experiment import ExperimentError, Layout, Model
 from jaxpar import collectives, optimizer, weights
-from jaxpar.manual import data_parallel, fully_sharded, norm, tensor_parallel
+from jaxpar.manual import data_parallel, fully_sharded, norm, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
@@ -101,6 +101,25 @@ def _missing_norm_psum() -> AbstractContextManager:
     return patch.object(tensor_parallel, "sum_partial_gradients", wrong)
 
 
+def _overwritten_microbatch() -> AbstractContextManager:
+    """A microbatch's gradient takes the place of those before it."""
+    return patch.object(pipeline_parallel, "add", lambda total, gradients: gradients)
+
+
+def _stale_tied_copy() -> AbstractContextManager:
+    """Of the embedding's gradient only the first stage's part counts: the lookup's, not the head's."""
+    total = pipeline_parallel.sum_tied_gradients
+
+    def own(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
+        is_embedding = getattr(path[0], "key", "") == "embedding"
+        return _first_only(g, pipeline_parallel.AXIS) if is_embedding else g
+
+    def wrong(gradients: Any, placements: Any) -> Any:
+        return total(jax.tree_util.tree_map_with_path(own, gradients), placements)
+
+    return patch.object(pipeline_parallel, "sum_tied_gradients", wrong)
+
+
 def _doubled_row_bias() -> AbstractContextManager:
     """A row-parallel bias is added on each device, before the sum."""
 
@@ -160,7 +179,12 @@ def _tensor_parallel(layout: Layout) -> bool:
     return layout.tp > 1
 
 
+def _pipelined(layout: Layout) -> bool:
+    return layout.pp > 1
+
+
 REPLICAS, TENSOR = "layout.dp_replicate = 2 or more", "layout.tp = 2 or more"
+PIPELINE = "layout.pp = 2 or more"
 FAULTS: dict[str, Fault] = {
     "dropped_all_reduce": Fault(MANUAL, _replicated, REPLICAS, _dropped_all_reduce),
     "sum_for_mean": Fault(MANUAL, _replicated, REPLICAS, _sum_for_mean),
@@ -182,4 +206,6 @@ FAULTS: dict[str, Fault] = {
         "layout.sequence_parallel = true",
         _missing_norm_psum,
     ),
+    "overwritten_microbatch": Fault(MANUAL, _pipelined, PIPELINE, _overwritten_microbatch),
+    "stale_tied_copy": Fault(MANUAL, _pipelined, PIPELINE, _stale_tied_copy),
 }

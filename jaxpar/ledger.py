@@ -1,6 +1,8 @@
 """What a compiled step communicates, read from the HLO that XLA made of it.
 
 Static and exact: collectives of the optimised module, times the trip counts of the loops around them.
+What a loop runs only at some turns, in a branch, says so by a named scope `runs_N_of_M` (the innermost
+counts): if only some devices do at all, as the ends of a pipeline, the ledger is of one that does.
 Logical bytes are those of the full (gathered) tensor. Read through `compiled.as_text()`, which is public.
 """
 
@@ -35,6 +37,7 @@ _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
 _DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)|device_ids=\(([\d,]+)\)")
+_SHARE = re.compile(r"\bruns_(\d+)_of_(\d+)\b")
 _PURPOSE = re.compile(r'op_name="[^"]*\bfor_(\w+?)\b')
 
 
@@ -47,6 +50,7 @@ class Collective:
         groups: device positions that speak with each other; for a permute, (source, target) pairs.
         arrays: bytes of each array that it moves, full (gathered) size.
         calls: how often it runs in one step.
+        share: (N, M) if the branch that it is in is taken at N of M turns of the loop around it.
         purpose: from a named scope `for_PURPOSE` around what made it; or "".
     """
 
@@ -54,6 +58,7 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
     arrays: tuple[int, ...]
     calls: int = 1
+    share: tuple[int, int] = (1, 1)
     purpose: str = ""
 
 
@@ -105,7 +110,10 @@ def _purpose(collective: Collective, axis: str) -> str:
 def collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective instruction that a module runs, with the number of its calls."""
     computations, entry = _computations(hlo)
-    return list(_walk(entry, computations, axis_sizes, times=1))
+    return [
+        replace(found, calls=found.calls * found.share[0] // found.share[1])
+        for found in _walk(entry, computations, axis_sizes, times=1)
+    ]
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -173,7 +181,14 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
     if kind == "reduce_scatter":
         arrays = [array * len(groups[0]) for array in arrays]
     said = _PURPOSE.search(text)
-    return Collective(kind=kind, groups=groups, arrays=tuple(arrays), purpose=said[1] if said else "")
+    turns, of_turns = (_SHARE.findall(text) or [(1, 1)])[-1]
+    return Collective(
+        kind=kind,
+        groups=groups,
+        arrays=tuple(arrays),
+        share=(int(turns), int(of_turns)),
+        purpose=said[1].replace("_", " ") if said else "",
+    )
 
 
 def _bytes(dtype: str, dims: str) -> int:

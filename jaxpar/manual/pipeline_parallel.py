@@ -38,6 +38,7 @@ Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks,
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,8 +154,9 @@ def pipelined_gradients(
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
     zero_rest = {key: zeros[key] for key in zeros if key != stacked}
     carry = device.start(zero_rest, by_chunk(zeros[stacked]))
-    work_T = jax.tree.map(lambda column_TR: jnp.asarray(column_TR)[:, lax.axis_index(AXIS)], ticks.work)
-    sums = lax.scan(device.tick, carry, work_T)[0].sums
+    own_T = jax.tree.map(lambda work_TR: jnp.asarray(work_TR)[:, lax.axis_index(AXIS)], ticks.work)
+    sent_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
+    sums = lax.scan(device.tick, carry, (own_T, *sent_T))[0].sums
     gradients = {**sums.rest, stacked: jax.tree.map(_joined, sums.layers)}
     loss = collectives.all_reduce(sums.loss, AXIS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
@@ -187,16 +189,17 @@ class _Device(NamedTuple):
             Sums(jnp.zeros_like(loss), zero_rest, zero_layers),
         )
 
-    def tick(self, carry: Carry, work: Work) -> tuple[Carry, None]:
+    def tick(self, carry: Carry, now: tuple[Work, jax.Array, jax.Array]) -> tuple[Carry, None]:
         """Do what there is to do, hand on what came out of it, and store what arrives."""
         inputs_S, gradients_S, _ = carry
+        work, is_activation, is_gradient = now
         x, g = inputs_S[work.input_slot], gradients_S[work.gradient_slot]
         branches = (self.idle, self.forward, self.backward)
         y, of_x, sums = lax.switch(work.kind, branches, work, x, g, carry.sums)
-        with jax.named_scope("for_activations"):
-            y = collectives.shift(y, AXIS, by=-1)
-        with jax.named_scope("for_activation_gradients"):
-            of_x = collectives.shift(of_x, AXIS)
+        with jax.named_scope("for_activations"), self.runs(self.ticks.sends_activations.sum()):
+            y = lax.cond(is_activation, partial(collectives.shift, axis=AXIS, by=-1), jnp.zeros_like, y)
+        with jax.named_scope("for_activation_gradients"), self.runs(self.ticks.sends_gradients.sum()):
+            of_x = lax.cond(is_gradient, partial(collectives.shift, axis=AXIS), jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums), None
@@ -209,40 +212,59 @@ class _Device(NamedTuple):
         """The stage's output, for the next one; the last one's is computed in its backward."""
 
         def compute(x: jax.Array) -> jax.Array:
-            return self.pieces.layers(self.stage_params(work), self.stage_input(work, x))
+            x = self.stage_input(work, x)
+            with self.runs(self.tasks):
+                return self.pieces.layers(self.stage_params(work), x)
 
         y = lax.cond(self.is_last(work), jnp.zeros_like, compute, x)
         return y, jnp.zeros_like(g), sums
 
     def backward(self, work: Work, x: jax.Array, g: jax.Array, sums: Sums):
-        """The gradient of the stage's input, for the one before; those of its parameters are added up."""
+        """The gradient of the stage's input, for the one before; those of its parameters are added up.
+
+        The chain rule, by hand: forward through embed, layers and loss, and back again.
+        """
         params, batch = self.stage_params(work), self.microbatch(work)
         layers = params.pop(self.stacked)
 
         def run_layers(layers: Any, x: jax.Array) -> jax.Array:
             return self.pieces.layers({**params, self.stacked: layers}, x)
 
-        def from_loss(y: jax.Array, g: jax.Array, sums: Sums):
+        def from_loss(y: jax.Array, g: jax.Array, sums: Sums) -> tuple[jax.Array, Sums]:
             def loss_of(rest: Any, y: jax.Array) -> jax.Array:
                 return self.pieces.loss({**rest, self.stacked: layers}, y, batch)
 
-            loss, (of_rest, of_y) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, y)
-            rest = add(sums.rest, self.reduce(of_rest))
+            with self.runs(self.ticks.microbatches):
+                loss, (of_rest, of_y) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, y)
+                rest = add(sums.rest, self.reduce(of_rest))
             return of_y, sums._replace(loss=sums.loss + loss, rest=rest)
 
         def into_embedding(of_x: jax.Array, sums: Sums) -> Sums:
             def embed(rest: Any) -> jax.Array:
                 return self.pieces.embed({**rest, self.stacked: layers}, batch)
 
-            (of_rest,) = jax.vjp(embed, params)[1](of_x)
-            return sums._replace(rest=add(sums.rest, self.reduce(of_rest)))
+            with self.runs(self.ticks.microbatches):
+                (of_rest,) = jax.vjp(embed, params)[1](of_x)
+                return sums._replace(rest=add(sums.rest, self.reduce(of_rest)))
 
-        y, back = jax.vjp(run_layers, layers, self.stage_input(work, x))
+        x = self.stage_input(work, x)
+        with self.runs(self.tasks):
+            y, back = jax.vjp(run_layers, layers, x)
         of_y, sums = lax.cond(self.is_last(work), from_loss, lambda y, g, sums: (g, sums), y, g, sums)
-        of_layers, of_x = back(of_y)
-        sums = sums._replace(layers=self.add_to_chunk(sums.layers, of_layers, work))
+        with self.runs(self.tasks):
+            of_layers, of_x = back(of_y)
+            sums = sums._replace(layers=self.add_to_chunk(sums.layers, of_layers, work))
         sums = lax.cond(work.stage == 0, into_embedding, lambda of_x, sums: sums, of_x, sums)
         return jnp.zeros_like(x), of_x, sums
+
+    @property
+    def tasks(self) -> int:
+        """Forwards of a device in a step; and backwards."""
+        return self.ticks.microbatches * self.ticks.stages // self.ticks.ranks
+
+    def runs(self, turns: int) -> AbstractContextManager:
+        """A scope that tells the ledger at how many of the ticks what is in it runs."""
+        return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.work.kind)}")
 
     def is_last(self, work: Work) -> jax.Array:
         """Whether the work's stage is the last along the model."""
@@ -266,7 +288,8 @@ class _Device(NamedTuple):
         """What arrived for the stage; the first one has the embedding instead."""
 
         def embed(x: jax.Array) -> jax.Array:
-            return self.pieces.embed(self.stage_params(work), self.microbatch(work))
+            with self.runs(self.ticks.microbatches):
+                return self.pieces.embed(self.stage_params(work), self.microbatch(work))
 
         return lax.cond(work.stage == 0, embed, lambda x: x, x)
 

@@ -1,9 +1,10 @@
 """A pipeline schedule for devices that run one program in lock-step: who does what at which tick, as arrays.
 
-At a tick every rank does one task at most. Then every rank hands one activation on to the next rank and one
-gradient back to the rank before, all at once; ranks are a ring, so that the last rank's chunk k feeds the
-first rank's chunk k + 1. What arrives has to lie somewhere until it is used. Slots are given out here, by
-lifetimes, so that a device looks up where to read and where to write, and decides nothing:
+At a tick every rank does one task at most. Then, if anybody has one, every rank hands an activation on to
+the next rank; and likewise a gradient back to the rank before. Ranks are a ring, so that the last rank's
+chunk k feeds the first rank's chunk k + 1. What arrives has to lie somewhere until it is used. Slots are
+given out here, by lifetimes, so that a device looks up where to read and where to write, and decides
+nothing:
 
     input of a stage          until the microbatch's backward, which computes the stage's forward anew;
                               the first stage has none: its input is the batch
@@ -50,6 +51,9 @@ class Ticks(NamedTuple):
     """A schedule in lock-step."""
 
     work: Work
+    sends_activations: np.ndarray
+    """Whether anybody has one to send, by tick."""
+    sends_gradients: np.ndarray
     ranks: int
     stages: int
     """Along the model."""
@@ -90,6 +94,8 @@ def lock_step(schedule: Schedule) -> Ticks:
     gradient_slots, read_gradient, arriving_gradient = _give_slots(gradients, shape)
     return Ticks(
         work=Work(kind, of_stage, microbatch, read_input, read_gradient, arriving_input, arriving_gradient),
+        sends_activations=np.asarray((arriving_input < input_slots).any(axis=1)),
+        sends_gradients=np.asarray((arriving_gradient < gradient_slots).any(axis=1)),
         ranks=ranks,
         stages=stages,
         microbatches=1 + int(microbatch.max()),
