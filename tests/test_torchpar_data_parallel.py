@@ -14,10 +14,10 @@ from torch import nn
 
 from torchpar.collectives import Axis
 from torchpar.ledger import CommunicationMode
-from torchpar.manual.data_parallel import DataParallel, make_buckets
+from torchpar.manual.data_parallel import DataParallel, GradientSync, make_buckets
 from torchpar.traffic import Call
 
-SYNCS = ("naive", "flat", "overlapped", "bucketed")
+each_sync = pytest.mark.parametrize("sync", ["naive", "flat", "overlapped", "bucketed"])
 # Averages of four partial means in another order than one mean over all: a few units in the last place.
 TOLERANCE = {"rtol": 1e-13, "atol": 1e-15}
 close = partial(torch.testing.assert_close, **TOLERANCE)
@@ -27,20 +27,20 @@ def assert_same_gradients(expected: nn.Module, got: nn.Module) -> None:
     modules.assert_same(gradients(got), gradients(expected), **TOLERANCE)
 
 
+@each_sync
 @on_ranks
-def test_every_sync_equals_one_rank(rank: int) -> None:
-    for sync in SYNCS:
-        reference, replica = Odd(seed=0), Odd(seed=rank)
-        replicas = DataParallel(replica, gradient_sync=sync, bucket_size_mb=2e-4)
-        for a, b in zip(reference.state_dict().values(), replica.state_dict().values(), strict=True):
-            assert torch.equal(a, b)  # the first rank's, buffer and frozen parameter too
-        for _ in range(2):  # the second step finds the buckets reset
-            for module in (reference, replica):
-                module.zero_grad()
-            reference(ids()).backward()
-            replicas(share(ids(), rank)).backward()
-            replicas.finish_gradient_synchronization()
-            assert_same_gradients(reference, replica)
+def test_every_sync_equals_one_rank(rank: int, sync: GradientSync) -> None:
+    reference, replica = Odd(seed=0), Odd(seed=rank)
+    replicas = DataParallel(replica, gradient_sync=sync, bucket_size_mb=2e-4)
+    for a, b in zip(reference.state_dict().values(), replica.state_dict().values(), strict=True):
+        assert torch.equal(a, b)  # the first rank's, buffer and frozen parameter too
+    for _ in range(2):  # the second step finds the buckets reset
+        for module in (reference, replica):
+            module.zero_grad()
+        reference(ids()).backward()
+        replicas(share(ids(), rank)).backward()
+        replicas.finish_gradient_synchronization()
+        assert_same_gradients(reference, replica)
 
 
 @on_ranks
@@ -56,23 +56,23 @@ def test_gradients_kept_as_zeros_between_steps(rank: int) -> None:
     assert_same_gradients(reference, replica)
 
 
+@each_sync
 @on_ranks
-def test_accumulation_reduces_once(rank: int) -> None:
-    for sync in SYNCS:
-        reference, replica = Odd(), Odd()
-        axis = Axis.of(None)
-        replicas = DataParallel(replica, gradient_sync=sync, group=axis)
-        axis.traffic.clear()
-        for start in (0, 16, 32):
-            reference(ids(count=48)[start : start + 16]).backward()
-        with replicas.no_sync():
-            for start in (0, 16):
-                replicas(share(ids(count=48)[start : start + 16], rank)).backward()
-        replicas(share(ids(count=48)[32:], rank)).backward()
-        replicas.finish_gradient_synchronization()
-        assert_same_gradients(reference, replica)
-        sent = axis.traffic.bytes[Call("all_reduce", "world", "gradients")]
-        assert sent == sum(p.nbytes for p in replica.parameters() if p.requires_grad)
+def test_accumulation_reduces_once(rank: int, sync: GradientSync) -> None:
+    reference, replica = Odd(), Odd()
+    axis = Axis.of(None)
+    replicas = DataParallel(replica, gradient_sync=sync, group=axis)
+    axis.traffic.clear()
+    for start in (0, 16, 32):
+        reference(ids(count=48)[start : start + 16]).backward()
+    with replicas.no_sync():
+        for start in (0, 16):
+            replicas(share(ids(count=48)[start : start + 16], rank)).backward()
+    replicas(share(ids(count=48)[32:], rank)).backward()
+    replicas.finish_gradient_synchronization()
+    assert_same_gradients(reference, replica)
+    sent = axis.traffic.bytes[Call("all_reduce", "world", "gradients")]
+    assert sent == sum(p.nbytes for p in replica.parameters() if p.requires_grad)
 
 
 class Branches(nn.Module):
@@ -87,30 +87,34 @@ class Branches(nn.Module):
         return self.always(self.sometimes(x) if use else x).square().mean()
 
 
+@each_sync
 @on_ranks
-def test_unused_parameters(rank: int) -> None:
+def test_unused_parameters(rank: int, sync: GradientSync) -> None:
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
-    for sync in SYNCS:
-        reference, replica = Branches(), Branches()
-        replicas = DataParallel(replica, gradient_sync=sync, bucket_size_mb=1e-4, find_unused_parameters=True)
-        sum(reference(x[r : r + 1], r != 1) for r in range(RANKS)).div(RANKS).backward()
-        replicas(x[rank : rank + 1], rank != 1).backward()
-        replicas.finish_gradient_synchronization()
-        assert replica.never.weight.grad is None
-        assert_same_gradients(reference, replica)
+    reference, replica = Branches(), Branches()
+    replicas = DataParallel(replica, gradient_sync=sync, bucket_size_mb=1e-4, find_unused_parameters=True)
+    sum(reference(x[r : r + 1], r != 1) for r in range(RANKS)).div(RANKS).backward()
+    replicas(x[rank : rank + 1], rank != 1).backward()
+    replicas.finish_gradient_synchronization()
+    assert replica.never.weight.grad is None
+    assert_same_gradients(reference, replica)
+
+
+@on_ranks
+def test_an_unused_parameter_is_an_error_unless_announced(rank: int) -> None:
     strict = DataParallel(Branches())
-    strict(x, True).backward()
+    strict(torch.ones(1, 3, dtype=torch.float64), True).backward()
     with pytest.raises(RuntimeError, match=r"never\.bias has no gradient.*find_unused_parameters=True"):
         strict.finish_gradient_synchronization()
 
 
+@each_sync
 @on_ranks
-def test_second_backward_is_an_error(rank: int) -> None:
-    for sync in SYNCS:
-        replicas = DataParallel(Odd(), gradient_sync=sync)
+def test_second_backward_is_an_error(rank: int, sync: GradientSync) -> None:
+    replicas = DataParallel(Odd(), gradient_sync=sync)
+    replicas(ids()).backward()
+    with pytest.raises(RuntimeError, match=r"ready twice.*no_sync"):
         replicas(ids()).backward()
-        with pytest.raises(RuntimeError, match=r"ready twice.*no_sync"):
-            replicas(ids()).backward()
 
 
 @on_ranks
@@ -128,27 +132,27 @@ def test_freezing_after_construction(rank: int) -> None:
     assert_same_gradients(reference, replica)
 
 
+@each_sync
 @on_ranks
-def test_fewer_parameters_than_ranks(rank: int) -> None:
-    for sync in SYNCS:
-        module = nn.Linear(2, 1, bias=False, dtype=torch.float64)
-        replicas = DataParallel(module, gradient_sync=sync)
-        x = torch.full((1, 2), float(rank), dtype=torch.float64)
-        replicas(x).sum().backward()
+def test_fewer_parameters_than_ranks(rank: int, sync: GradientSync) -> None:
+    module = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    replicas = DataParallel(module, gradient_sync=sync)
+    x = torch.full((1, 2), float(rank), dtype=torch.float64)
+    replicas(x).sum().backward()
+    replicas.finish_gradient_synchronization()
+    close(module.weight.grad, torch.full((1, 2), 1.5, dtype=torch.float64))
+
+
+@each_sync
+@on_ranks
+def test_ledger_of_the_door_and_of_the_dispatcher_agree(rank: int, sync: GradientSync) -> None:
+    axis = Axis.of(None)
+    replicas = DataParallel(Odd(), gradient_sync=sync, group=axis, find_unused_parameters=True)
+    axis.traffic.clear()
+    with CommunicationMode([axis], door=axis.traffic, default_purpose="elsewhere") as mode:
+        replicas(ids()).backward()
         replicas.finish_gradient_synchronization()
-        close(module.weight.grad, torch.full((1, 2), 1.5, dtype=torch.float64))
-
-
-@on_ranks
-def test_ledger_of_the_door_and_of_the_dispatcher_agree(rank: int) -> None:
-    for sync in SYNCS:
-        axis = Axis.of(None)
-        replicas = DataParallel(Odd(), gradient_sync=sync, group=axis, find_unused_parameters=True)
-        axis.traffic.clear()
-        with CommunicationMode([axis], door=axis.traffic, default_purpose="elsewhere") as mode:
-            replicas(ids()).backward()
-            replicas.finish_gradient_synchronization()
-        assert mode.seen.ledger({"world": RANKS}) == axis.traffic.ledger({"world": RANKS}) != []
+    assert mode.seen.ledger({"world": RANKS}) == axis.traffic.ledger({"world": RANKS}) != []
 
 
 def test_buckets_are_filled_in_reverse_up_to_their_size():

@@ -19,7 +19,12 @@ from torchpar.collectives import Axis
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.traffic import Call
 
-SYNCS = ({"zero": 3}, {"zero": 3, "reshard_after_forward": False}, {"zero": 2})
+WAYS = {
+    "zero3": {"zero": 3},
+    "shard_grad_op": {"zero": 3, "reshard_after_forward": False},
+    "zero2": {"zero": 2},
+}
+each_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 # Averages of four partial means in another order than one mean over all: a few units in the last place,
 # which Adam's division by a gradient's own size makes a little larger.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -56,65 +61,63 @@ def train_like_one_rank(rank: int, reference: nn.Module, sharded: FSDP, *, steps
     assert_same(sharded.full_state_dict(), {**dict(reference.named_parameters()), "offset": reference.offset})
 
 
+@each_way
 @on_ranks
-def test_any_module_equals_one_rank(rank: int) -> None:
+def test_any_module_equals_one_rank(rank: int, options: dict) -> None:
     for units in (None, lambda module: (), ends_and_layers):
-        for options in SYNCS:
-            reference, module = Odd(seed=0), Odd(seed=rank)  # the first rank's values are everybody's
-            sharded = FSDP(module, units=units and units(module), **options)
-            train_like_one_rank(rank, reference, sharded)
+        reference, module = Odd(seed=0), Odd(seed=rank)  # the first rank's values are everybody's
+        sharded = FSDP(module, units=units and units(module), **options)
+        train_like_one_rank(rank, reference, sharded)
 
 
+@each_way
 @on_ranks
-def test_fewer_elements_than_ranks(rank: int) -> None:
-    for options in SYNCS:
-        sharded = FSDP(nn.Linear(2, 1, bias=False, dtype=double), **options)
-        assert sharded.pieces["weight"].numel() == (rank < 2)
-        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1.0, weight_decay=0.0)
-        sharded(torch.full((1, 2), float(rank), dtype=double)).sum().backward()
-        sharded.finish_gradient_synchronization()
-        gradients = sharded.gather({"weight": sharded.pieces["weight"].grad})
-        close(gradients["weight"], torch.full((1, 2), 1.5, dtype=double))
-        optimizer.step()
+def test_fewer_elements_than_ranks(rank: int, options: dict) -> None:
+    sharded = FSDP(nn.Linear(2, 1, bias=False, dtype=double), **options)
+    assert sharded.pieces["weight"].numel() == (rank < 2)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1.0, weight_decay=0.0)
+    sharded(torch.full((1, 2), float(rank), dtype=double)).sum().backward()
+    sharded.finish_gradient_synchronization()
+    gradients = sharded.gather({"weight": sharded.pieces["weight"].grad})
+    close(gradients["weight"], torch.full((1, 2), 1.5, dtype=double))
+    optimizer.step()
 
 
+@each_way
 @on_ranks
-def test_hybrid_shards_equal_one_rank(rank: int) -> None:
+def test_hybrid_shards_equal_one_rank(rank: int, options: dict) -> None:
     shards = collectives.make_group([[0, 1], [2, 3]])
     replicas = collectives.make_group([[0, 2], [1, 3]])
-    for options in SYNCS:
-        module = Odd(seed=rank)
-        train_like_one_rank(
-            rank, Odd(), FSDP(module, group=shards, replicate_group=replicas, **options), steps=2
-        )
+    module = Odd(seed=rank)
+    train_like_one_rank(rank, Odd(), FSDP(module, group=shards, replicate_group=replicas, **options), steps=2)
 
 
+@each_way
 @on_ranks
-def test_accumulation_reduces_once(rank: int) -> None:
-    for options in SYNCS:
-        axis, reference, module = Axis.of(None), Odd(), Odd()
-        sharded = FSDP(module, group=axis, units=ends_and_layers(module), **options)
-        axis.traffic.clear()
-        for step in range(3):
-            reference(ids(step)).backward()
-        with sharded.no_sync():
-            for step in range(2):
-                sharded(share(ids(step), rank)).backward()
-        sharded(share(ids(2), rank)).backward()
-        sharded.finish_gradient_synchronization()
-        axis.traffic.is_paused = True
-        assert_same_gradients(sharded, reference)
-        sent = axis.traffic.bytes
-        trainable = sum(p.nbytes for p in reference.parameters() if p.requires_grad)
-        assert sent[Call("reduce_scatter", "world", "gradients")] == trainable
-        gathered = sent[Call("all_gather", "world", "parameters")]
-        whole = sum(p.nbytes for p in reference.parameters())
-        if not options.get("reshard_after_forward", options["zero"] == 3):
-            assert gathered == whole, (options, gathered, whole)  # once a step, however many passes
-        else:
-            # Twice a pass, but for what lies at the top, which is gathered once.
-            top = sum(p.nbytes for p in (reference.strided, reference.single, reference.frozen))
-            assert gathered == 3 * 2 * (whole - top) + top, (options, gathered, whole, top)
+def test_accumulation_reduces_once(rank: int, options: dict) -> None:
+    axis, reference, module = Axis.of(None), Odd(), Odd()
+    sharded = FSDP(module, group=axis, units=ends_and_layers(module), **options)
+    axis.traffic.clear()
+    for step in range(3):
+        reference(ids(step)).backward()
+    with sharded.no_sync():
+        for step in range(2):
+            sharded(share(ids(step), rank)).backward()
+    sharded(share(ids(2), rank)).backward()
+    sharded.finish_gradient_synchronization()
+    axis.traffic.is_paused = True
+    assert_same_gradients(sharded, reference)
+    sent = axis.traffic.bytes
+    trainable = sum(p.nbytes for p in reference.parameters() if p.requires_grad)
+    assert sent[Call("reduce_scatter", "world", "gradients")] == trainable
+    gathered = sent[Call("all_gather", "world", "parameters")]
+    whole = sum(p.nbytes for p in reference.parameters())
+    if not options.get("reshard_after_forward", options["zero"] == 3):
+        assert gathered == whole, (options, gathered, whole)  # once a step, however many passes
+    else:
+        # Twice a pass, but for what lies at the top, which is gathered once.
+        top = sum(p.nbytes for p in (reference.strided, reference.single, reference.frozen))
+        assert gathered == 3 * 2 * (whole - top) + top, (options, gathered, whole, top)
 
 
 @on_ranks
@@ -141,18 +144,18 @@ class Branch(nn.Module):
         return self.twice(self.layers[0](self.twice(x))).square().mean()
 
 
+@each_way
 @on_ranks
-def test_unused_and_reused_layers(rank: int) -> None:
+def test_unused_and_reused_layers(rank: int, options: dict) -> None:
     x = torch.linspace(-1, 1, 24, dtype=double).view(8, 3)
-    for options in SYNCS:
-        reference, module = Branch(), Branch()
-        sharded = FSDP(module, units=[*module.layers, module.twice, module.never], **options)
-        for _ in range(2):
-            reference(x).backward()
-            sharded(share(x, rank)).backward()
-            sharded.finish_gradient_synchronization()
-        assert_same_gradients(sharded, reference)
-        assert sharded.pieces["never.weight"].grad is None
+    reference, module = Branch(), Branch()
+    sharded = FSDP(module, units=[*module.layers, module.twice, module.never], **options)
+    for _ in range(2):
+        reference(x).backward()
+        sharded(share(x, rank)).backward()
+        sharded.finish_gradient_synchronization()
+    assert_same_gradients(sharded, reference)
+    assert sharded.pieces["never.weight"].grad is None
 
 
 @on_ranks
@@ -175,35 +178,35 @@ class Recomputed(nn.Sequential):
         return x.square().mean()
 
 
+@each_way
 @on_ranks
-def test_recomputation_around_a_unit(rank: int) -> None:
+def test_recomputation_around_a_unit(rank: int, options: dict) -> None:
     x = torch.linspace(-1, 1, 8 * 16, dtype=double).view(8, 16)
-    for options in SYNCS:
-        reference, module = (Recomputed(*stack(3)) for _ in range(2))
-        sharded = FSDP(module, **options)
-        for _ in range(2):
-            for each in (reference, sharded):
-                each.zero_grad()
-            reference(x).backward()
-            sharded(share(x, rank)).backward()
-            sharded.finish_gradient_synchronization()
-            assert_same_gradients(sharded, reference)
+    reference, module = (Recomputed(*stack(3)) for _ in range(2))
+    sharded = FSDP(module, **options)
+    for _ in range(2):
+        for each in (reference, sharded):
+            each.zero_grad()
+        reference(x).backward()
+        sharded(share(x, rank)).backward()
+        sharded.finish_gradient_synchronization()
+        assert_same_gradients(sharded, reference)
 
 
+@each_way
 @on_ranks
-def test_evaluation_between_steps(rank: int) -> None:
-    for options in SYNCS:
-        reference, sharded = Odd(), FSDP(Odd(), **options)
-        for _ in range(2):
-            with torch.no_grad():
-                close(sharded(ids()), reference(ids()))
-            assert all(p.dim() == 1 for p in sharded.parameters())  # at rest again
-            reference.zero_grad()
-            sharded.zero_grad()
-            reference(ids()).backward()
-            sharded(share(ids(), rank)).backward()
-            sharded.finish_gradient_synchronization()
-            assert_same_gradients(sharded, reference)
+def test_evaluation_between_steps(rank: int, options: dict) -> None:
+    reference, sharded = Odd(), FSDP(Odd(), **options)
+    for _ in range(2):
+        with torch.no_grad():
+            close(sharded(ids()), reference(ids()))
+        assert all(p.dim() == 1 for p in sharded.parameters())  # at rest again
+        reference.zero_grad()
+        sharded.zero_grad()
+        reference(ids()).backward()
+        sharded(share(ids(), rank)).backward()
+        sharded.finish_gradient_synchronization()
+        assert_same_gradients(sharded, reference)
 
 
 @on_ranks

@@ -1,6 +1,8 @@
 """torchpar.manual.PipelineParallel around modules of all kinds, on four gloo ranks, in float64.
 
 The oracle is the same modules one after the other on one rank, over the same microbatches.
+
+Shapes: M microbatches, B batch, T sequence, I and O features into and out of a stage.
 """
 
 from functools import partial
@@ -104,27 +106,27 @@ def own_stages(schedule: Schedule, rank: int, stages: list[nn.Module]) -> dict[i
     return {task.stage: stages[task.stage] for task in schedule[rank]}
 
 
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 @on_ranks
-def test_every_schedule_equals_one_rank(rank: int) -> None:
-    for name, chunks in SCHEDULES:
-        for microbatches in (4, 8):
-            for recomputes in (False, True):
-                schedule = make_schedule(name, ranks=RANKS, microbatches=microbatches, chunks=chunks)
-                count = RANKS * chunks
-                whole, mine = (make_stages(count, recomputes=recomputes) for _ in range(2))
-                data, own = make_data(microbatches), own_stages(schedule, rank, mine)
-                axis = Axis.of(None)
-                pipeline = PipelineParallel(own, schedule=schedule, loss=loss, boundary=boundary, group=axis)
-                for _ in range(2):  # a second step finds nothing left of the first
-                    reference = expected(whole, data)
-                    close(pipeline.run(*data), reference)
-                    for number, module in own.items():
-                        assert_same_gradients(whole[number], module)
-                assert pipeline.peak_in_flight == peak_in_flight(schedule[rank])
-                sent = [boundary(n, data[0][0]).nbytes for n in own if n + 1 < count]
-                assert axis.traffic.bytes[
-                    Call("permute", axis.name, "activations")
-                ] == 2 * microbatches * sum(sent)
+def test_every_schedule_equals_one_rank(rank: int, name: str, chunks: int) -> None:
+    for microbatches in (4, 8):
+        for recomputes in (False, True):
+            schedule = make_schedule(name, ranks=RANKS, microbatches=microbatches, chunks=chunks)
+            count = RANKS * chunks
+            whole, mine = (make_stages(count, recomputes=recomputes) for _ in range(2))
+            data, own = make_data(microbatches), own_stages(schedule, rank, mine)
+            axis = Axis.of(None)
+            pipeline = PipelineParallel(own, schedule=schedule, loss=loss, boundary=boundary, group=axis)
+            for _ in range(2):  # a second step finds nothing left of the first
+                reference = expected(whole, data)
+                close(pipeline.run(*data), reference)
+                for number, module in own.items():
+                    assert_same_gradients(whole[number], module)
+            assert pipeline.peak_in_flight == peak_in_flight(schedule[rank])
+            sent = [boundary(n, data[0][0]).nbytes for n in own if n + 1 < count]
+            assert axis.traffic.bytes[Call("permute", axis.name, "activations")] == 2 * microbatches * sum(
+                sent
+            )
 
 
 @on_ranks

@@ -1,6 +1,6 @@
 """Tensor-parallel layers around any module, on four gloo ranks, in float64.
 
-The oracle is the same module, whole, on one rank.
+The oracle is the same module, whole, on one rank. Shapes: B batch, T sequence, C channels.
 """
 
 from functools import partial
