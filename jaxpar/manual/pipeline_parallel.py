@@ -1,14 +1,13 @@
 """Pipeline parallelism by hand: devices hold a share of the layers each, and microbatches pass through them.
 
 All devices run one program, a scan over the ticks of a schedule (`jaxpar.manual.ticks`). At each tick a
-device looks up what it has to do, does it (idle, forward, or backward: a branch of a `lax.switch`), and two
+device looks up what it has to do, does it (a forward, a backward or nothing, in a `lax.cond`), and two
 permutes carry what came out to its neighbours: activations one place on, gradients one place back.
 
-Autodiff never sees the pipeline. Backward is written out as the chain rule over three pieces of the model
-(embed, layers, loss), each a `jax.vjp` at the stage's input, which alone was kept: so the stage's forward
-is computed anew, and layout.remat is "full" here whatever the layers keep in between. Nor does autodiff see
-a `lax.cond`: it would write zeros on every device for what only the last one has to remember, logits
-included. The last stage's forward would be of use to nobody, so it is left to its backward.
+Autodiff never sees the pipeline: a backward is a task like a forward, written out in `jaxpar.manual.stage`.
+It computes the stage's forward anew from its input, which alone was kept: that is layout.remat = full,
+whatever the layers keep until the end of the tick. What the last stage's forward finds nobody needs, so it is
+left to its backward.
 
 Every device has all of what pp does not split (embeddings, the last norm), as one program wants equal
 shapes; only the first and the last one use it, each for its end, and their gradients are added up once a
@@ -34,7 +33,7 @@ For any model in pieces, inside `shard_map`; the stacked leaves are in the order
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473).
 
-Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a device.
+Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a rank.
 """
 
 from collections.abc import Callable
@@ -47,7 +46,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar import collectives
-from jaxpar.manual.ticks import Ticks, Work
+from jaxpar.manual.stage import EndSums, Stage
+from jaxpar.manual.ticks import BACKWARD, FORWARD, Ticks, Work
 from jaxpar.placement import Placement
 from jaxpar.plan import Pieces
 from jaxpar.remat import Remat, apply_remat
@@ -58,16 +58,6 @@ WITHIN_A_TICK: Remat = "dots"
 matrix products a third time. It is of one microbatch, and gone at the end of the tick."""
 
 
-class Sums(NamedTuple):
-    """What adds up over microbatches."""
-
-    loss: jax.Array
-    rest: Any
-    """Gradients of all that pp does not split."""
-    layers: Any
-    """Gradients of this device's layers, by chunk: leaves (v, layers of a stage, ...)."""
-
-
 class Carry(NamedTuple):
     """What a tick leaves to the next."""
 
@@ -75,7 +65,8 @@ class Carry(NamedTuple):
     """Inputs of stages, and last the bin."""
     gradients_S: jax.Array
     """Gradients of stages' outputs, and last the bin."""
-    sums: Sums
+    sums: tuple[Any, EndSums]
+    """Gradients of this device's layers by chunk, leaves (v, layers of a stage, ...); and the ends'."""
 
 
 def keep_within_a_tick(model: Any) -> None:
@@ -149,160 +140,110 @@ def pipelined_gradients(
             f"a schedule of {ticks.ranks} ranks and {ticks.microbatches} microbatches, for {devices} devices "
             f"and {count} microbatches"
         )
-    by_chunk = partial(_by_chunk, chunks=ticks.stages // ticks.ranks)
-    device = _Device(pieces, ticks, {**params, stacked: by_chunk(params[stacked])}, batch, stacked, reduce)
+    device = _Device(pieces, ticks, params, batch, stacked, reduce)
+    work_T = jax.tree.map(lambda work_TR: jnp.asarray(work_TR)[:, lax.axis_index(AXIS)], ticks.work)
+    sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
-    zero_rest = {key: zeros[key] for key in zeros if key != stacked}
-    carry = device.start(zero_rest, by_chunk(zeros[stacked]))
-    own_T = jax.tree.map(lambda work_TR: jnp.asarray(work_TR)[:, lax.axis_index(AXIS)], ticks.work)
-    sent_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
-    sums = lax.scan(device.tick, carry, (own_T, *sent_T))[0].sums
-    gradients = {**sums.rest, stacked: jax.tree.map(_joined, sums.layers)}
-    loss = collectives.all_reduce(sums.loss, AXIS)  # the last stage's; zero elsewhere
+    carry = device.before(jax.tree.map(lambda x: x[0], work_T), zeros)
+    _, _, (of_layers, ends) = lax.scan(device.tick, carry, (work_T, *sends_T))[0]
+    gradients = {**ends.gradients, stacked: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
+    loss = collectives.all_reduce(ends.loss, AXIS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
 
 
 class _Device(NamedTuple):
-    """One device's part in the ticks."""
+    """One device's part in the ticks. Arguments of `pipelined_gradients`."""
 
     pieces: Pieces
     ticks: Ticks
     params: Any
-    """Its stacked layers by chunk: leaves (v, layers of a stage, ...)."""
     batch: Any
     stacked: str
     reduce: Callable[[Any], Any]
 
-    def start(self, zero_rest: Any, zero_layers: Any) -> Carry:
-        """Before the first tick: empty slots, and sums of zero."""
-        batch, layers = (
-            jax.tree.map(lambda x: x[0], tree) for tree in (self.batch, self.params[self.stacked])
-        )
-        params = {**self.params, self.stacked: layers}
+    def before(self, work: Work, zeros: Any) -> Carry:
+        """Before the first tick, and its work: empty slots, and sums of zero; `zeros` is like gradients."""
+        stage = self.stage(work)
         # Only their types are wanted, the axes along which they vary included; XLA drops the numbers.
-        x = self.pieces.embed(params, batch)
-        loss = self.pieces.loss(params, x, batch)
-        empty = partial(_empty_slots, jnp.zeros_like(x))
+        x = self.pieces.embed(stage.params(stage.rest), stage.batch)
+        loss = self.pieces.loss(stage.params(stage.rest), x, stage.batch)
+        zero_rest = {key: zeros[key] for key in zeros if key != self.stacked}
         return Carry(
-            empty(self.ticks.input_slots),
-            empty(self.ticks.gradient_slots),
-            Sums(jnp.zeros_like(loss), zero_rest, zero_layers),
+            jnp.stack([jnp.zeros_like(x)] * (self.ticks.input_slots + 1)),
+            jnp.stack([jnp.zeros_like(x)] * (self.ticks.gradient_slots + 1)),
+            (self.by_chunk(zeros[self.stacked]), EndSums(jnp.zeros_like(loss), zero_rest)),
         )
 
     def tick(self, carry: Carry, now: tuple[Work, jax.Array, jax.Array]) -> tuple[Carry, None]:
         """Do what there is to do, hand on what came out of it, and store what arrives."""
-        inputs_S, gradients_S, _ = carry
-        work, is_activation, is_gradient = now
+        inputs_S, gradients_S, sums = carry
+        work, sends_activations, sends_gradients = now
         x, g = inputs_S[work.input_slot], gradients_S[work.gradient_slot]
-        branches = (self.idle, self.forward, self.backward)
-        y, of_x, sums = lax.switch(work.kind, branches, work, x, g, carry.sums)
+        # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
+        runs_forward = (work.kind == FORWARD) & (work.stage < self.ticks.stages - 1)
+        y = lax.cond(runs_forward, self.forward, lambda work, x: jnp.zeros_like(x), work, x)
+        of_x, sums = lax.cond(
+            work.kind == BACKWARD,
+            self.backward,
+            lambda work, x, g, sums: (jnp.zeros_like(x), sums),
+            *(work, x, g, sums),
+        )
         with jax.named_scope("for_activations"), self.runs(self.ticks.sends_activations.sum()):
-            y = lax.cond(is_activation, partial(collectives.shift, axis=AXIS, by=-1), jnp.zeros_like, y)
+            y = _shifted_if(sends_activations, y, by=-1)
         with jax.named_scope("for_activation_gradients"), self.runs(self.ticks.sends_gradients.sum()):
-            of_x = lax.cond(is_gradient, partial(collectives.shift, axis=AXIS), jnp.zeros_like, of_x)
+            of_x = _shifted_if(sends_gradients, of_x, by=1)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums), None
 
-    def idle(self, work: Work, x: jax.Array, g: jax.Array, sums: Sums):
-        """Nothing to do: the bubble."""
-        return jnp.zeros_like(x), jnp.zeros_like(g), sums
-
-    def forward(self, work: Work, x: jax.Array, g: jax.Array, sums: Sums):
-        """The stage's output, for the next one; the last one's is computed in its backward."""
-
-        def compute(x: jax.Array) -> jax.Array:
-            x = self.stage_input(work, x)
-            with self.runs(self.tasks):
-                return self.pieces.layers(self.stage_params(work), x)
-
-        y = lax.cond(self.is_last(work), jnp.zeros_like, compute, x)
-        return y, jnp.zeros_like(g), sums
-
-    def backward(self, work: Work, x: jax.Array, g: jax.Array, sums: Sums):
-        """The gradient of the stage's input, for the one before; those of its parameters are added up.
-
-        The chain rule, by hand: forward through embed, layers and loss, and back again.
-        """
-        params, batch = self.stage_params(work), self.microbatch(work)
-        layers = params.pop(self.stacked)
-
-        def run_layers(layers: Any, x: jax.Array) -> jax.Array:
-            return self.pieces.layers({**params, self.stacked: layers}, x)
-
-        def from_loss(y: jax.Array, g: jax.Array, sums: Sums) -> tuple[jax.Array, Sums]:
-            def loss_of(rest: Any, y: jax.Array) -> jax.Array:
-                return self.pieces.loss({**rest, self.stacked: layers}, y, batch)
-
-            with self.runs(self.ticks.microbatches):
-                loss, (of_rest, of_y) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, y)
-                rest = add(sums.rest, self.reduce(of_rest))
-            return of_y, sums._replace(loss=sums.loss + loss, rest=rest)
-
-        def into_embedding(of_x: jax.Array, sums: Sums) -> Sums:
-            def embed(rest: Any) -> jax.Array:
-                return self.pieces.embed({**rest, self.stacked: layers}, batch)
-
-            with self.runs(self.ticks.microbatches):
-                (of_rest,) = jax.vjp(embed, params)[1](of_x)
-                return sums._replace(rest=add(sums.rest, self.reduce(of_rest)))
-
-        x = self.stage_input(work, x)
+    def forward(self, work: Work, x: jax.Array) -> jax.Array:
+        """The output of the stage at work."""
         with self.runs(self.tasks):
-            y, back = jax.vjp(run_layers, layers, x)
-        of_y, sums = lax.cond(self.is_last(work), from_loss, lambda y, g, sums: (g, sums), y, g, sums)
+            return self.stage(work).forward(x)
+
+    def backward(self, work: Work, x: jax.Array, g: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+        """The gradient of its input; those of its parameters are added up."""
+        of_chunks, ends = sums
         with self.runs(self.tasks):
-            of_layers, of_x = back(of_y)
-            sums = sums._replace(layers=self.add_to_chunk(sums.layers, of_layers, work))
-        sums = lax.cond(work.stage == 0, into_embedding, lambda of_x, sums: sums, of_x, sums)
-        return jnp.zeros_like(x), of_x, sums
+            of_x, of_layers, ends = self.stage(work).backward(x, g, ends)
+            of_layers = self.reduce({self.stacked: of_layers})[self.stacked]
+            chunk = work.stage // self.ticks.ranks
+            before = jax.tree.map(lambda x: _at(x, chunk), of_chunks)
+            of_chunks = jax.tree.map(
+                lambda x, after: lax.dynamic_update_index_in_dim(x, after, chunk, 0),
+                of_chunks,
+                add(before, of_layers),
+            )
+        return of_x, (of_chunks, ends)
+
+    def stage(self, work: Work) -> Stage:
+        """The stage and the microbatch that are next."""
+        by_chunk = self.by_chunk(self.params[self.stacked])
+        return Stage(
+            self.pieces,
+            self.stacked,
+            layers=jax.tree.map(lambda x: _at(x, work.stage // self.ticks.ranks), by_chunk),
+            rest={key: self.params[key] for key in self.params if key != self.stacked},
+            batch=jax.tree.map(lambda x: _at(x, work.microbatch), self.batch),
+            is_first=work.stage == 0,
+            is_last=work.stage == self.ticks.stages - 1,
+            pile_up=lambda total, gradients: add(total, self.reduce(gradients)),
+            at_an_end=lambda: self.runs(self.ticks.microbatches),
+        )
+
+    def by_chunk(self, layers: Any) -> Any:
+        """Leaves (v layers of a stage, ...) -> (v, layers of a stage, ...)."""
+        chunks = self.ticks.stages // self.ticks.ranks
+        return jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), layers)
 
     @property
     def tasks(self) -> int:
-        """Forwards of a device in a step; and backwards."""
+        """A device's forwards in a step; and its backwards."""
         return self.ticks.microbatches * self.ticks.stages // self.ticks.ranks
 
     def runs(self, turns: int) -> AbstractContextManager:
         """A scope that tells the ledger at how many of the ticks what is in it runs."""
         return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.work.kind)}")
-
-    def is_last(self, work: Work) -> jax.Array:
-        """Whether the work's stage is the last along the model."""
-        return work.stage == self.ticks.stages - 1
-
-    def microbatch(self, work: Work) -> Any:
-        """The work's part of the batch."""
-        return jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, work.microbatch, keepdims=False), self.batch
-        )
-
-    def stage_params(self, work: Work) -> Any:
-        """All parameters, of the stacked layers only the stage's."""
-        layers = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, work.stage // self.ticks.ranks, keepdims=False),
-            self.params[self.stacked],
-        )
-        return {**self.params, self.stacked: layers}
-
-    def stage_input(self, work: Work, x: jax.Array) -> jax.Array:
-        """What arrived for the stage; the first one has the embedding instead."""
-
-        def embed(x: jax.Array) -> jax.Array:
-            with self.runs(self.ticks.microbatches):
-                return self.pieces.embed(self.stage_params(work), self.microbatch(work))
-
-        return lax.cond(work.stage == 0, embed, lambda x: x, x)
-
-    def add_to_chunk(self, total: Any, of_layers: Any, work: Work) -> Any:
-        """Add the gradients of one stage's layers to those of its chunk."""
-        chunk = work.stage // self.ticks.ranks
-        of_layers = self.reduce({self.stacked: of_layers})[self.stacked]
-        before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, chunk, keepdims=False), total)
-        return jax.tree.map(
-            lambda x, after: lax.dynamic_update_index_in_dim(x, after, chunk, 0),
-            total,
-            add(before, of_layers),
-        )
 
 
 def add(total: Any, gradients: Any) -> Any:
@@ -310,15 +251,10 @@ def add(total: Any, gradients: Any) -> Any:
     return jax.tree.map(lax.add, total, gradients)
 
 
-def _by_chunk(layers: Any, *, chunks: int) -> Any:
-    """Stacked leaves (v layers of a stage, ...) -> (v, layers of a stage, ...)."""
-    return jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), layers)
+def _at(x: jax.Array, index: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-def _joined(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _empty_slots(x: jax.Array, count: int) -> jax.Array:
-    """Zeros like x, once for each slot and once for the bin."""
-    return jnp.stack([x] * (count + 1))
+def _shifted_if(anybody_sends: jax.Array, x: jax.Array, *, by: int) -> jax.Array:
+    """What the device `by` places further sends: all devices agree on whether anybody does."""
+    return lax.cond(anybody_sends, partial(collectives.shift, axis=AXIS, by=by), jnp.zeros_like, x)
