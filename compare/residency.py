@@ -72,9 +72,7 @@ def _elements(engine: str, experiment: Experiment, *, stage: int) -> float:
     )
 
 
-def _is_on(
-    parameter: Parameter, model: Model, *, stage: int, stages: int, chunks: int, engine: str
-) -> bool:
+def _is_on(parameter: Parameter, model: Model, *, stage: int, stages: int, chunks: int, engine: str) -> bool:
     """Whether a rank of a pipeline holds a parameter."""
     if parameter.name.startswith("blocks."):
         layer = int(parameter.name.split(".")[1])
