@@ -1,10 +1,11 @@
-"""What torchpar.manual.FSDP keeps and sends, and when: pieces, bytes, peaks, order, on four gloo ranks."""
+"""What torchpar.manual.FSDP keeps and sends, and when: pieces, dtypes, peaks, order, on four gloo ranks."""
 
+import copy
 from unittest.mock import patch
 
 import pytest
 import torch
-from modules import Odd, double, stack
+from modules import Odd, double, share, stack
 from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,3 +87,21 @@ def test_a_unit_is_gathered_while_the_one_before_runs(rank: int) -> None:
         *("gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "forward 2"),
         *("gather 1", "backward 2", "gather 0", "backward 1", "backward 0"),
     ]
+
+
+@on_ranks
+def test_compute_dtype_leaves_shards_alone(rank: int) -> None:
+    reference = stack(2).float()
+    sharded = FSDP(copy.deepcopy(reference), compute_dtype=torch.bfloat16)
+    x = torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    output = sharded(share(x, rank))
+    assert output.dtype == torch.bfloat16
+    output.float().square().mean().backward()
+    sharded.finish_gradient_synchronization()
+    assert {p.dtype for p in sharded.parameters()} == {p.grad.dtype for p in sharded.parameters()}
+    assert {p.dtype for p in sharded.parameters()} == {torch.float32}
+    reference(x).square().mean().backward()
+    gradients = sharded.gather({name: p.grad for name, p in sharded.pieces.items()})
+    for name, parameter in reference.named_parameters():
+        # bfloat16 keeps 8 bits: 4e-3 for each product.
+        assert (gradients[name] - parameter.grad).abs().max() < 3e-2 * parameter.grad.abs().max(), name
