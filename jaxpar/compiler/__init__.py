@@ -68,7 +68,8 @@ def parallelize(
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> Loss:
     """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
     edits: list[Edit] = []
-    # A pipeline's layers run once a tick: what of them is to be kept is gathered up front, with the rest.
+    stacked, is_gather = problem.stacked, None
+    # A pipeline's layers run at every tick: what is to be kept of them is gathered up front, with the rest.
     up_front = layout.pp > 1 and not layout.reshard_after_forward
     if layout.tp > 1:
         edits.append(
@@ -77,29 +78,33 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
             )
         )
     if layout.zero == 3 and not up_front:
+        stages = pipeline_parallel.AXIS if layout.pp > 1 else None
+        is_gather = fully_sharded.gather_of_layer(placements[stacked], mesh=mesh, stages=stages)
         edits.append(
             fully_sharded.gather_layers(
-                placements[problem.stacked],
+                placements[stacked],
                 mesh=mesh,
                 remat=problem.remat,
                 reshard_after_forward=layout.reshard_after_forward,
-                stages=pipeline_parallel.AXIS if layout.pp > 1 else None,
+                is_gather=is_gather,
             )
         )
-    loss = _edited(problem, edits, mesh=mesh, layout=layout)
+    if layout.pp > 1:
+        assert problem.pieces, "a pipeline needs the model in pieces"
+        loss = pipeline_parallel.pipelined(
+            problem.pieces(in_order(edits)),
+            mesh=mesh,
+            stacked=stacked,
+            chunks=layout.chunks,
+            remat=problem.remat,
+            is_gather=is_gather,
+        )
+    else:
+        loss = problem.edited(edits)
     if layout.zero == 3:
-        stacked = None if up_front else problem.stacked
-        return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=stacked)
+        gathered_later = None if up_front else stacked
+        return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=gathered_later)
     return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
-
-
-def _edited(problem: Problem, edits: list[Edit], *, mesh: Mesh, layout: Layout) -> Loss:
-    if layout.pp == 1:
-        return problem.edited(edits)
-    assert problem.pieces, "a pipeline needs the model in pieces"
-    return pipeline_parallel.pipelined(
-        problem.pieces(in_order(edits)), mesh=mesh, stacked=problem.stacked, chunks=layout.chunks
-    )
 
 
 def _same(tree: Any) -> Any:

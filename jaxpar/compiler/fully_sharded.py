@@ -11,17 +11,16 @@ XLA makes no reduce-scatter: it all-reduces and takes a slice. Under stage 2 wit
 the embedding's gradient rows by an all-to-all before adding them up, which is less than reducing the table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxpar.placement import one_layer
 from jaxpar.plan import Edit, Loss, shardings
-from jaxpar.remat import Remat, apply_remat
+from jaxpar.remat import IsGather, Remat, apply_remat
 
 AXIS = "dp_shard"
 
@@ -42,8 +41,28 @@ def strip_padding(params: Any, placements: Any) -> Any:
     return jax.tree.map(lambda p, x: p.strip_shards(x), placements, params)
 
 
+def gather_of_layer(placements: Any, *, mesh: Mesh, stages: str | None = None) -> IsGather:
+    """Whether an operation makes a parameter of a scanned layer whole, for remat policies.
+
+    Args:
+        placements: of the stacked layers' leaves.
+        mesh: has an axis dp_shard.
+        stages: the mesh axis of a pipeline that maps layers over its stages.
+    """
+    in_front = () if stages is None else (stages,)  # `vmap` adds it to what a layer says
+    leaves = jax.tree.leaves(shardings(mesh, one_layer(placements), sharded=False))
+    gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
+
+    def is_gather(primitive: Any, **parameters: Any) -> bool:
+        return (
+            primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
+        )
+
+    return is_gather
+
+
 def gather_layers(
-    placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool, stages: str | None = None
+    placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool, is_gather: IsGather
 ) -> Edit:
     """An edit of the model: every scanned layer wants its own parameters whole.
 
@@ -52,15 +71,9 @@ def gather_layers(
         mesh: has an axis dp_shard.
         remat: what forward may keep, gathered parameters aside.
         reshard_after_forward: gather again in backward; false keeps what forward gathered.
-        stages: the mesh axis of a pipeline that maps the layers over its stages.
+        is_gather: `gather_of_layer`.
     """
     placements = one_layer(placements)
-    gathered = set(jax.tree.leaves(shardings(mesh, placements, sharded=False)))
-    if stages:  # `vmap` puts the stages in front of what a layer says
-        gathered = {NamedSharding(mesh, P(stages, *sharding.spec)) for sharding in gathered}
-
-    def is_gather(primitive: Any, **parameters: Any) -> bool:
-        return primitive.name == "sharding_constraint" and parameters["sharding"] in gathered
 
     def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
         def gathering(x: Any, shards: Any) -> Any:
@@ -72,6 +85,14 @@ def gather_layers(
         model.wrap_layer = wrap_layer
 
     return edit
+
+
+def _split_dims(spec: Iterable[Any]) -> tuple[Any, ...]:
+    """A PartitionSpec without the dims at its end that are not split: these go without saying."""
+    dims = tuple(spec)
+    while dims and dims[-1] is None:
+        dims = dims[:-1]
+    return dims
 
 
 def gather_the_rest(loss: Loss, placements: Any, *, mesh: Mesh, stacked: str | None) -> Loss:

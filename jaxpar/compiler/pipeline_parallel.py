@@ -32,9 +32,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.plan import Loss, Pieces
+from jaxpar.remat import IsGather, Remat, apply_remat
 
 AXIS = "pp"
 Tree = Any
+Stage = Callable[[Tree, jax.Array, jax.Array], jax.Array]
+"""(layers_N, x, turn) -> x: of one device's layers (N, L, ...), and the number of the chunk whose turn it is."""
 
 
 def one_pass(batch: Tree, *, microbatches: int) -> Tree:
@@ -52,7 +55,15 @@ def one_pass(batch: Tree, *, microbatches: int) -> Tree:
     return jax.tree.map(cut, batch)
 
 
-def pipelined(pieces: Pieces, *, mesh: Mesh, stacked: str, chunks: int = 1) -> Loss:
+def pipelined(
+    pieces: Pieces,
+    *,
+    mesh: Mesh,
+    stacked: str,
+    chunks: int = 1,
+    remat: Remat = "none",
+    is_gather: IsGather | None = None,
+) -> Loss:
     """The loss of a model whose stacked layers are spread over the stages of a pipeline.
 
     Args:
@@ -62,6 +73,8 @@ def pipelined(pieces: Pieces, *, mesh: Mesh, stacked: str, chunks: int = 1) -> L
         stacked: the key of the parameters whose leaves stack layers, in the order of the devices that have
             them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
         chunks: stages of each device. If more than 1, pp must divide the microbatches.
+        remat: what forward may keep of a chunk (`jaxpar.remat`), if it picks or gathers its layers.
+        is_gather: which of its operations gather its layers, that none be kept from tick to tick.
 
     Returns:
         loss(params, batch) of a batch (M, b, ...): the mean over all of it.
@@ -88,6 +101,8 @@ def pipelined(pieces: Pieces, *, mesh: Mesh, stacked: str, chunks: int = 1) -> L
 
     def loss(params: Tree, batch: Tree) -> jax.Array:
         (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
+        if chunks > 1 and count % stages:
+            raise ValueError(f"{count} microbatches for {stages} stages of {chunks} chunks: must divide")
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
@@ -97,8 +112,9 @@ def pipelined(pieces: Pieces, *, mesh: Mesh, stacked: str, chunks: int = 1) -> L
         def chunk(layers: Tree, x: jax.Array) -> jax.Array:
             return pieces.layers({**params, stacked: layers}, x)
 
+        stage = make_stage(chunk, chunks=chunks, remat=remat, is_gather=is_gather)
         x_SK = on_every_stage(pieces.embed, jax.tree.map(lambda x: x[enters_SK], batch))
-        x_SK = run_pipeline(chunk, params[stacked], x_SK, mesh=mesh, microbatches=count, chunks=chunks)
+        x_SK = run_pipeline(stage, params[stacked], x_SK, mesh=mesh, microbatches=count, chunks=chunks)
         losses_SK = on_every_stage(pieces.loss, x_SK, jax.tree.map(lambda x: x[leaves_SK], batch))
         return jnp.where(counts_SK, losses_SK, 0).sum() / count
 
@@ -125,8 +141,36 @@ def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.nd
     return enters_SK, leaves_SK, counts_SK
 
 
+def make_stage(
+    chunk: Callable[[Tree, jax.Array], jax.Array], *, chunks: int, remat: Remat, is_gather: IsGather | None
+) -> Stage:
+    """What a device does at a tick: it picks the chunk whose turn it is, and applies it.
+
+    Args:
+        chunk: (layers, x) -> x.
+        chunks, remat, is_gather: see `pipelined`.
+    """
+    if chunks == 1 and is_gather is None:
+        return lambda layers_N, x, turn: chunk(jax.tree.map(lambda w_N: w_N[0], layers_N), x)
+
+    # A lone chunk that gathers its layers is picked, too: what is the same at every tick JAX takes out of
+    # the loop, and forward would gather all layers of a stage before it begins.
+    def stage(layers_N: Tree, x: jax.Array, turn: jax.Array) -> jax.Array:
+        pick = partial(lax.dynamic_index_in_dim, index=turn, keepdims=False)
+        return chunk(jax.tree.map(pick, layers_N), x)
+
+    def is_copy(primitive: Any, **parameters: Any) -> bool:
+        """Makes a tick's own copy of parameters, which is not to be kept: there would be one for each.
+
+        `vmap` makes a gather of picking by an index. (What else of a layer is one is computed anew, no more.)
+        """
+        return primitive.name == "gather" or (is_gather is not None and is_gather(primitive, **parameters))
+
+    return apply_remat(stage, remat, is_gather=is_copy)
+
+
 def run_pipeline(
-    chunk: Callable[[Tree, jax.Array], jax.Array],
+    stage: Stage,
     layers: Tree,
     x_SK: jax.Array,
     *,
@@ -137,7 +181,7 @@ def run_pipeline(
     """Take microbatches through all stages.
 
     Args:
-        chunk: (layers, x) -> x, of one chunk and one microbatch.
+        stage: what each does with its layers and a microbatch at a tick.
         layers: leaves (S N L, ...), as devices have them.
         x_SK: (S, K, ...), placed as `lanes` says: what enters.
         mesh: has an axis pp of S devices.
@@ -165,9 +209,6 @@ def run_pipeline(
         x_S, lane_S = jnp.where(takes_S, lane_S, x_S), jnp.where(takes_S, x_S, lane_S)
         x_SK = lax.dynamic_update_index_in_dim(x_SK, shift(lane_S, -1), lane, axis=1)
         return placed(x_S), placed(x_SK)
-
-    def stage(layers_N: Tree, x: jax.Array, turn: jax.Array) -> jax.Array:
-        return chunk(jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, turn, keepdims=False), layers_N), x)
 
     def step(carry: tuple[jax.Array, jax.Array], tick: jax.Array):
         x_S, x_SK = carry
