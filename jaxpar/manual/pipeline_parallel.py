@@ -17,9 +17,9 @@ For any model in pieces, inside `shard_map`; the stacked leaves are in the order
 (`jaxpar.placement`), and only this device's are here:
 
     pieces = Pieces(
-        embed=lambda params, batch: batch["x"] @ params["first"],
+        embed=lambda params, batch: batch["x"] @ params["embedding"],
         layers=lambda params, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0],
-        loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
+        loss=lambda params, x, batch: jnp.square(x @ params["embedding"].T - batch["y"]).mean(),
     )
     ticks = lock_step(make_schedule("1f1b", ranks=4, microbatches=8))
 
@@ -28,7 +28,7 @@ For any model in pieces, inside `shard_map`; the stacked leaves are in the order
         value, gradients = pipelined_gradients(pieces, ticks, local, batch)
         return value, sum_tied_gradients(gradients, placements)
 
-    specs = {"first": P(), "blocks": P("pp")}
+    specs = {"embedding": P(), "blocks": P("pp")}
     step = jax.jit(per_device(gradients_of, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs)))
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473).
