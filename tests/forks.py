@@ -6,9 +6,11 @@ An interpreter takes four seconds of CPU time to import what a training step nee
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ SERVER.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
     ]
 )
+
+
+def leave_with_parent() -> None:
+    """From now on this fork ends when pytest does, even if it was killed."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ def _be_torchpar(folder: Path) -> int:
 
 
 def _speak_into(folder: Path, function: Callable[..., int], arguments: tuple) -> None:
+    leave_with_parent()
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     code = 1

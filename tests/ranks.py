@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import SERVER, TIMEOUT_S
+from forks import SERVER, TIMEOUT_S, leave_with_parent
 
 from torchpar import collectives
 from torchpar.collectives import Axis
@@ -77,17 +77,15 @@ class Ranks:
 
     def run(self, test: Callable[..., None], **parameters: object) -> None:
         """Run a test made by `on_ranks` on every rank; if any rank fails, this fails as that rank did."""
-        if not self.members:
-            self._start()
-        for member in self.members:
-            member.pipe.send((test.__module__, test.__qualname__, parameters))
-        silent = self._collect()
-        failed = [member for member in self.members if member.failure]
-        if failed or silent:
+        try:
+            if not self.members:
+                self._start()
+            for member in self.members:
+                member.pipe.send((test.__module__, test.__qualname__, parameters))
+            self._judge(self._collect())
+        except BaseException:  # Ctrl-C and pytest-timeout too: ranks that are still busy are of no more use
             self.end()
-            # False sorts first: the cause before what it did to others
-            causes = sorted(failed, key=lambda member: member.is_consequence)
-            pytest.fail(causes[0].failure if causes else self._hang(silent), pytrace=False)
+            raise
 
     def end(self) -> None:
         """End every rank, whatever it does; the next test finds new ones."""
@@ -123,8 +121,14 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return list(silent.values())
 
-    def _hang(self, silent: list[Member]) -> str:
-        return f"no answer within {self.timeout_s:g} s from ranks {[member.rank for member in silent]}"
+    def _judge(self, silent: list[Member]) -> None:
+        failed = [member for member in self.members if member.failure]
+        if failed:
+            # False sorts first: the cause before what it did to others
+            pytest.fail(min(failed, key=lambda member: member.is_consequence).failure, pytrace=False)
+        if silent:
+            names = [member.rank for member in silent]
+            pytest.fail(f"no answer within {self.timeout_s:g} s from ranks {names}", pytrace=False)
 
 
 def _read_answer(member: Member) -> None:
@@ -140,6 +144,7 @@ def _read_answer(member: Member) -> None:
 
 def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:
     """A rank's life: join, run what is sent, and answer with the error, if any, until the parent hangs up."""
+    leave_with_parent()
     torch.set_num_threads(1)
     bind_to_loopback()
     try:
