@@ -60,6 +60,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """What reduces over dp_replicate where tp has split the parameters, if that is something else."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
+    no_other_schedule: str = ""
+    """Why it has no other, and what to do."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     refuses: Callable[[Layout], str] = _nothing
@@ -98,7 +100,8 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(f"layout.zero = {layout.zero} with layout.tp = {layout.tp}: {why}")
         if layout.pp > 1 and layout.schedule not in self.schedules:
             have = ", ".join(self.schedules) or "no pipeline"
-            raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}")
+            why = self.no_other_schedule and f" ({self.no_other_schedule})"
+            raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}{why}")
         if why := self.refuses(layout):
             raise ExperimentError(f"{self.name}: {why}")
         replicated = layout.dp_replicate > 1 and layout.dp_shard == 1
@@ -121,6 +124,8 @@ ENGINES = {
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "interleaved"),
+            no_other_schedule="under jit autodiff orders the backward passes, after all forward ones: choose "
+            "one of these",
             ends_on_every_stage=True,
         ),
         Engine(

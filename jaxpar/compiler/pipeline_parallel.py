@@ -37,7 +37,7 @@ from jaxpar.remat import IsGather, Remat, apply_remat
 AXIS = "pp"
 Tree = Any
 Stage = Callable[[Tree, jax.Array, jax.Array], jax.Array]
-"""(layers_N, x, turn) -> x: of one device's layers (N, L, ...), and the number of the chunk whose turn it is."""
+"""(layers_N, x, turn) -> x: of one device's layers (N, L, ...), and the number of the chunk that is on."""
 
 
 def one_pass(batch: Tree, *, microbatches: int) -> Tree:
