@@ -5,6 +5,7 @@ The oracle is the same modules one after the other on one rank, over the same mi
 Shapes: M microbatches, B batch, T sequence, I and O features into and out of a stage.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -183,14 +184,32 @@ def test_bad_arguments_are_named(rank: int) -> None:
         pipeline.run(*make_data(3))
 
 
+def one_rank(stages: list[nn.Module], boundary: Callable = boundary) -> PipelineParallel:
+    """All stages on one rank, which needs no network; two microbatches."""
+    numbers = range(len(stages))
+    tasks = [Task(Kind.FORWARD, stage, m) for stage in numbers for m in range(2)]
+    tasks += [Task(Kind.BACKWARD, stage, m) for stage in reversed(numbers) for m in range(2)]
+    alone = Axis("pp", size=1, rank=0, group=None)
+    return PipelineParallel(
+        dict(enumerate(stages)), schedule=[tasks], loss=loss, boundary=boundary, group=alone
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"dtype": torch.float32}, r"\(2, 3, 5\) torch.float32"), ({"size": (6, 5)}, r"\(6, 5\) torch.float64")],
+)
+def test_a_boundary_that_is_not_what_a_stage_returns_is_named(change, says):
+    wrong = partial(torch.empty, **{"size": (2, 3, 5), "dtype": torch.float64, "device": "meta", **change})
+    pipeline = one_rank(make_stages(2), lambda stage, inputs: wrong())
+    message = rf"stage 0 returned \(2, 3, 5\) torch.float64, and boundary says {says}"
+    with pytest.raises(ValueError, match=message):
+        pipeline.run(*make_data(2))
+
+
 def test_a_schedule_of_one_rank_needs_no_network():
     whole, mine = make_stages(3), make_stages(3)
-    tasks = [Task(Kind.FORWARD, stage, m) for stage in range(3) for m in range(2)]
-    tasks += [Task(Kind.BACKWARD, stage, m) for stage in (2, 1, 0) for m in range(2)]
-    alone = Axis("pp", size=1, rank=0, group=None)
-    pipeline = PipelineParallel(
-        dict(enumerate(mine)), schedule=[tasks], loss=loss, boundary=boundary, group=alone
-    )
+    pipeline = one_rank(mine)
     data = make_data(2)
     close(pipeline.run(*data), expected(whole, data))
     for a, b in zip(whole, mine, strict=True):

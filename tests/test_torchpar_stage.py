@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchpar.manual.stage import Stage
@@ -80,3 +81,55 @@ def test_deferred_weight_gradients_equal_those_of_autograd(dtype):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b)
+
+
+def whole(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Gradients of a module's input and of its parameters, by autograd."""
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    module(leaf).sum().backward()
+    return [leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def in_halves(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """The same, by a stage that splits its backward."""
+    module.zero_grad()
+    stage = Stage(module, splits_backward=True)
+    of_input = stage.backward(0, torch.ones_like(stage.forward(0, x)))
+    stage.backward_weight(0)
+    return [of_input, *(p.grad for p in module.parameters())]
+
+
+def test_a_module_is_as_ever_outside_of_its_stages():
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.ones(2, 3)
+    expected = whole(module, x)
+    for _ in range(2):  # a second stage over the same module
+        torch.testing.assert_close(in_halves(module, x), expected)
+        torch.testing.assert_close(whole(module, x), expected)
+
+
+class Computed(nn.Module):
+    """A linear layer whose weight another one computes: its gradient goes on, and cannot be put off."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.bias = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(x), self.maker(x), self.bias)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Computed, (3, 3)), (partial(nn.Linear, 3, 3), (3,))])
+def test_computed_weights_and_single_vectors_can_be_split(make, shape):
+    module, x = make(), torch.ones(shape)
+    torch.testing.assert_close(in_halves(module, x), whole(module, x))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_frozen_first_stage_has_nothing_to_do_in_backward(splits):
+    stage = Stage(nn.Embedding(5, 3).requires_grad_(False), splits_backward=splits)
+    y = stage.forward(0, torch.arange(4))
+    assert stage.backward(0, torch.ones_like(y)) is None
+    if splits:
+        stage.backward_weight(0)
+    assert stage.in_flight == 0

@@ -9,10 +9,13 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 """
 
 import functools
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -27,10 +30,11 @@ class Factors(NamedTuple):
 
 
 class DeferredWeightGradients:
-    """From here on, weights and biases that a module gives to `F.linear` get no gradient in backward.
+    """Within `into`, parameters that a module gives to `F.linear` get no gradient in backward.
 
     The factors of their gradients are collected instead. `forward` of every submodule that has parameters
-    is replaced on the instance, so that this holds where a checkpoint runs it again, too.
+    is replaced on the instance, so that this holds where a checkpoint runs it again, too; outside of `into`
+    the module is as ever.
 
     Args:
         module: any module; one that gives a parameter to F.linear inside a checkpoint of its own making
@@ -38,17 +42,23 @@ class DeferredWeightGradients:
     """
 
     def __init__(self, module: nn.Module):
-        self._factors: list[Factors] = []
+        self._factors: list[Factors] | None = None
         for layer in module.modules():
             if any(True for _ in layer.parameters(recurse=False)):
                 layer.forward = functools.partial(self._forward, layer.forward)
 
-    def collect(self) -> list[Factors]:
-        """A new list, which the backward of every forward from here on fills."""
-        self._factors = []
-        return self._factors
+    @contextmanager
+    def into(self, factors: list[Factors]) -> Generator[None]:
+        """Put gradients off into this list: around a forward, and around a backward that may run it again."""
+        before, self._factors = self._factors, factors
+        try:
+            yield
+        finally:
+            self._factors = before
 
     def _forward(self, forward, *args, **kwargs):
+        if self._factors is None:
+            return forward(*args, **kwargs)
         with _Mode(self._factors):
             return forward(*args, **kwargs)
 
@@ -77,7 +87,9 @@ class _Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        if not (torch.is_grad_enabled() and weight.requires_grad):
+        # A computed weight is no leaf: backward has to go on through it.
+        are_leaves = all(p is None or p.is_leaf for p in (weight, bias))
+        if not (torch.is_grad_enabled() and weight.requires_grad and are_leaves):
             return F.linear(input, weight, bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):
@@ -99,8 +111,10 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable  # the part through the weight is missing
     def backward(ctx: Any, *gradients):
         x, weight = ctx.saved_tensors
-        ctx.factors.append(Factors(*ctx.parameters, x.flatten(0, -2), gradients[0].flatten(0, -2)))
+        x_NI, gradient_NO = (t.reshape(-1, t.shape[-1]) for t in (x, gradients[0]))
+        ctx.factors.append(Factors(*ctx.parameters, x_NI, gradient_NO))
         of_input = gradients[0] @ weight if ctx.needs_input_grad[0] else None
         return of_input, None, None, None

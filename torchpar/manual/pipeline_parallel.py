@@ -91,7 +91,8 @@ class PipelineParallel:
             The mean loss, a scalar, the same on all ranks.
 
         Raises:
-            ValueError: another number of microbatches than the schedule has.
+            ValueError: another number of microbatches than the schedule has; or a stage returned something
+                else than `boundary` says.
         """
         if not len(inputs) == len(targets) == self._microbatches:
             raise ValueError(
@@ -135,6 +136,7 @@ class PipelineParallel:
         x = mailbox.take(Message(ACTIVATIONS, number, microbatch)) if number else inputs[microbatch]
         if number < self._last_stage:
             y = stage.forward(microbatch, x)
+            _require_like(number, y, self._boundary(number, inputs[microbatch]))
             mailbox.put(Message(ACTIVATIONS, number + 1, microbatch), y)
             return []
         share = stage.forward(
@@ -165,3 +167,12 @@ class PipelineParallel:
         if self._axis.size > 1:
             self._axis.all_reduce(total, purpose=LOSS)
         return total
+
+
+def _require_like(stage: int, y: torch.Tensor, like: torch.Tensor) -> None:
+    """Another shape or dtype than the next rank receives into would arrive as garbage, or never."""
+    if (y.shape, y.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"stage {stage} returned {tuple(y.shape)} {y.dtype}, and boundary says "
+            f"{tuple(like.shape)} {like.dtype}"
+        )

@@ -5,6 +5,7 @@ those of linear layers' weights later. Gradients add up over microbatches, as au
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,9 @@ class Stage:
             The output, detached.
         """
         x = x.detach().requires_grad_(x.is_floating_point())
-        factors = self._deferred.collect() if self._deferred else []
-        y = finish(self.module(x))
+        factors: list[Factors] = []
+        with self._deferred.into(factors) if self._deferred else nullcontext():
+            y = finish(self.module(x))
         self._activations[microbatch] = _Activations(x, y, factors)
         return y.detach()
 
@@ -76,7 +78,9 @@ class Stage:
             The gradient of the input; None where that is no floating-point tensor.
         """
         kept = self._activations.pop(microbatch)
-        torch.autograd.backward(kept.y, gradient)
+        if kept.y.requires_grad:  # else the stage is frozen, and its input is no floating-point tensor
+            with self._deferred.into(kept.factors) if self._deferred else nullcontext():
+                torch.autograd.backward(kept.y, gradient)
         if self._deferred:
             self._factors[microbatch] = kept.factors
         return kept.x.grad
