@@ -1,7 +1,8 @@
 """The engine jax-manual: the whole step runs per device inside one shard_map, and we write every collective.
 
-`parallelize` composes the strategies, in the order in which a step meets them: `_edits` of the model,
-`_gradients_of` a batch on one device, their reduction in `_synchronize`, and the update of what a device has.
+`parallelize` composes the strategies. Read `_step` for the order in which a step meets them, `_edits` for
+what is swapped in the model, `_accumulated` and `_pipelined` for how one device comes by its gradients, and
+`_synchronize` for how they are reduced.
 """
 
 from collections.abc import Callable
@@ -38,8 +39,39 @@ def parallelize(
         optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
         mesh: has the axes of `layout.axes`.
         layout: all of it.
+
+    Raises:
+        ValueError: a pipeline, and a problem without pieces.
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
+    batch_spec = P(None, (REPLICATE, SHARD))
+    at_rest = specs(placements, sharded=layout.zero == 3)
+    sharded = specs(placements, sharded=True)
+    moments = state_like(optimizer, problem.shapes, sharded)
+    return Plan(
+        step=collectives.per_device(
+            _step(problem, optimizer, placements, layout),
+            mesh=mesh,
+            in_specs=(at_rest, moments, batch_spec, P()),
+            out_specs=(at_rest, moments, P(), sharded),
+        ),
+        placements=placements,
+        params=shardings(mesh, placements, sharded=layout.zero == 3),
+        moments=shardings(mesh, placements, sharded=True),
+        accumulated=shardings(mesh, placements, sharded=layout.zero >= 2),
+        batch=NamedSharding(mesh, batch_spec),
+        scalars=NamedSharding(mesh, P()),
+        compiler_options=collectives.KEEP_COLLECTIVES_APART,
+    )
+
+
+def _step(
+    problem: Problem,
+    optimizer: optax.GradientTransformationExtraArgs,
+    placements: Any,
+    layout: Layout,
+) -> Callable[..., Any]:
+    """What each device runs: gradients of its share, their reduction, the update of its shards."""
     gradients_of = (_pipelined if layout.pp > 1 else _accumulated)(problem, placements, layout)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
@@ -55,25 +87,7 @@ def parallelize(
         metrics = {"loss": collectives.all_reduce_mean(value, (REPLICATE, SHARD)), "grad_norm": grad_norm}
         return params, opt_state, metrics, gradients
 
-    batch_spec = P(None, (REPLICATE, SHARD))
-    at_rest = specs(placements, sharded=layout.zero == 3)
-    sharded = specs(placements, sharded=True)
-    moments = state_like(optimizer, problem.shapes, sharded)
-    return Plan(
-        step=collectives.per_device(
-            step,
-            mesh=mesh,
-            in_specs=(at_rest, moments, batch_spec, P()),
-            out_specs=(at_rest, moments, P(), sharded),
-        ),
-        placements=placements,
-        params=shardings(mesh, placements, sharded=layout.zero == 3),
-        moments=shardings(mesh, placements, sharded=True),
-        accumulated=shardings(mesh, placements, sharded=layout.zero >= 2),
-        batch=NamedSharding(mesh, batch_spec),
-        scalars=NamedSharding(mesh, P()),
-        compiler_options=collectives.KEEP_COLLECTIVES_APART,
-    )
+    return step
 
 
 def _own_copies(params: Any, placements: Any, layout: Layout) -> Any:
@@ -125,6 +139,7 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
         batch = pipeline_parallel.microbatches(batch, each=layout.microbatches)
         like = fully_sharded.own_shards(params, placements) if layout.zero == 2 else params
         if layout.zero == 3:
+            # Once a step, not in the ticks: there both ends would gather it for every microbatch.
             params = params | fully_sharded.gather_stored({key: params[key] for key in rest}, rest)
         value, gradients = pipeline_parallel.pipelined_gradients(
             pieces,
@@ -150,7 +165,8 @@ def _ticks(layout: Layout, batch: Any) -> Ticks:
 
 def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
     """The problem's pieces over one device's parameters of stored size; under zero 3, its layers' shards."""
-    assert problem.pieces is not None, "a pipeline needs a model in pieces"
+    if problem.pieces is None:
+        raise ValueError(f"layout.pp = {layout.pp} needs a model in pieces: give Problem.pieces")
     pieces = problem.pieces(in_order(_edits(problem, placements, layout)))
     padded = {key: p for key, p in placements.items() if layout.zero < 3 or key != problem.stacked}
 
