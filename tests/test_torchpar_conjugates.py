@@ -54,3 +54,26 @@ def test_cuts_round_trip(rank: int) -> None:
         mine = split.take(whole, axis())
         assert torch.equal(split.gather(mine, axis()), whole), split
         assert mine.untyped_storage().nbytes() == mine.nbytes  # the whole is not kept
+
+
+@on_ranks
+def test_second_derivatives(rank: int) -> None:
+    """f and g around a sum over ranks, and a gather and its parts: z = (sum_r (r + 1) x^2)^2."""
+    total = sum(r + 1 for r in range(RANKS))
+    x = torch.tensor([1.5, -0.5], dtype=torch.float64, requires_grad=True)
+    whole = (total * x**2).square().sum()
+    (first,) = torch.autograd.grad(whole, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+
+    def by_sum() -> torch.Tensor:
+        return reduce_from((rank + 1) * copy_to(x, axis()) ** 2, axis())
+
+    def by_parts() -> torch.Tensor:
+        factors = torch.full((RANKS,), total / RANKS, dtype=torch.float64)
+        repeated = (factors * x.unsqueeze(-1) ** 2).contiguous()
+        return gather_from(scatter_to(repeated, axis()), axis()).sum(-1)
+
+    for function in (by_sum, by_parts):
+        (gradient,) = torch.autograd.grad(function().square().sum(), x, create_graph=True)
+        close(gradient, first)
+        close(torch.autograd.grad(gradient.sum(), x)[0], second)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchpar.manual.deferred import DeferredWeightGradients
 from torchpar.manual.stage import Stage
 
 
@@ -133,3 +134,11 @@ def test_a_frozen_first_stage_has_nothing_to_do_in_backward(splits):
     if splits:
         stage.backward_weight(0)
     assert stage.in_flight == 0
+
+
+def test_a_second_derivative_through_deferred_gradients_is_an_error():
+    factors, layer, x = [], nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    with DeferredWeightGradients(layer).into(factors):
+        y = layer(x)
+    with pytest.raises(RuntimeError, match="differentiated only once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -6,6 +6,7 @@ The oracle is the same module, whole, on one rank.
 import copy
 from functools import partial
 
+import pytest
 import torch
 from modules import normal, share
 from ranks import RANKS, axis, on_ranks
@@ -69,3 +70,28 @@ def test_loss_of_extreme_and_of_bfloat16_logits(rank: int) -> None:
     assert (loss.dtype, leaf.grad.dtype) == (torch.float32, torch.bfloat16)
     reference = torch.cat([share(normal(6, 8), r, 1).bfloat16().float() for r in range(RANKS)], 1)
     close(loss, F.cross_entropy(reference, targets), rtol=1e-6, atol=1e-6)
+
+
+@on_ranks
+def test_loss_of_masked_logits(rank: int) -> None:
+    """Whole ranks have nothing but minus infinity."""
+    logits, targets = normal(3, 8), torch.tensor([0, 1, 0])
+    logits[:, 2:] = -torch.inf
+    whole, mine = logits.clone().requires_grad_(), share(logits, rank, 1).clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets)
+    loss = vocab_parallel_cross_entropy(mine, targets, axis())
+    close(loss, expected)
+    expected.backward()
+    loss.backward()
+    close(mine.grad, share(whole.grad, rank, 1))
+
+
+@on_ranks
+def test_what_the_loss_cannot_do_is_an_error(rank: int) -> None:
+    mine = normal(3, 2).requires_grad_()
+    for targets in ([0, 7, 1], [0, -5, 1]):
+        with pytest.raises(IndexError, match=rf"target {targets[1]} is outside of the vocabulary of 7"):
+            vocab_parallel_cross_entropy(mine, torch.tensor(targets), axis(), vocab_size=7)
+    loss = vocab_parallel_cross_entropy(mine, torch.arange(3), axis())
+    with pytest.raises(RuntimeError, match="differentiated only once"):
+        torch.autograd.grad(loss, mine, create_graph=True)

@@ -57,16 +57,19 @@ def reduce_scatter_from(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM)
 
 
 class _Conjugate(torch.autograd.Function):
-    """One movement of data forward, and its transpose backward."""
+    """One movement of data forward, and its transpose backward, which can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x, axis, forward, backward):
-        ctx.axis, ctx.backward_move = axis, backward
-        return forward(x, axis, ACTIVATIONS)
+    def forward(ctx: Any, x, axis, forward, backward, purpose=ACTIVATIONS):
+        ctx.axis, ctx.forward_move, ctx.backward_move = axis, forward, backward
+        return forward(x, axis, purpose)
 
     @staticmethod
     def backward(ctx: Any, *gradients):
-        return ctx.backward_move(gradients[0], ctx.axis, ACTIVATION_GRADIENTS), None, None, None
+        # Not the plain move: a second derivative goes through this one, whose transpose is the forward's.
+        moves = (ctx.backward_move, ctx.forward_move)
+        gradient = _Conjugate.apply(gradients[0], ctx.axis, *moves, ACTIVATION_GRADIENTS)
+        return gradient, None, None, None, None
 
 
 def _same(x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -111,8 +110,9 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # the part through the weight is missing
     def backward(ctx: Any, *gradients):
+        if torch.is_grad_enabled():  # create_graph=True: the part through the weight would be missing
+            raise RuntimeError("a layer whose weight gradients are put off can be differentiated only once")
         x, weight = ctx.saved_tensors
         x_NI, gradient_NO = (t.reshape(-1, t.shape[-1]) for t in (x, gradients[0]))
         ctx.factors.append(Factors(*ctx.parameters, x_NI, gradient_NO))

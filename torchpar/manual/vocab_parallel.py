@@ -94,11 +94,18 @@ def vocab_parallel_cross_entropy(
         reduction: mean (over the targets that count), sum, or none.
 
     Returns:
-        The loss in nats, a scalar or (N,), the same on all ranks; float32 or float64.
+        The loss in nats, a scalar or (N,), the same on all ranks; float32 or float64. It can be
+        differentiated once.
+
+    Raises:
+        IndexError: a target is outside of the vocabulary.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction = {reduction!r}: use mean, sum or none")
     size = logits_NV.shape[1] * axis.size if vocab_size is None else vocab_size
+    outside_N = ((targets_N < 0) | (targets_N >= size)) & (targets_N != ignore_index)
+    if outside_N.any():
+        raise IndexError(f"target {targets_N[outside_N][0]} is outside of the vocabulary of {size}")
     loss_N = _CrossEntropy.apply(logits_NV, targets_N, axis, size, ignore_index)
     if reduction == "none":
         return loss_N
@@ -114,7 +121,8 @@ class _CrossEntropy(torch.autograd.Function):
         real = min(max(vocab_size - start, 0), logits_NV.shape[1])  # columns that are no padding
         x_NV = logits_NV[:, :real].to(torch.promote_types(logits_NV.dtype, torch.float32))
         max_N = x_NV.amax(-1) if real else x_NV.new_full(x_NV.shape[:1], -torch.inf)
-        exp_NV = (x_NV - max_N.unsqueeze(-1)).exp()
+        finite_N = max_N.clamp(min=torch.finfo(x_NV.dtype).min)  # if all are masked
+        exp_NV = (x_NV - finite_N.unsqueeze(-1)).exp()
         rows_M = ((targets_N >= start) & (targets_N < start + real)).nonzero().squeeze(-1)
         columns_M = targets_N[rows_M] - start
         target_N = x_NV.new_zeros(x_NV.shape[:1])
@@ -131,6 +139,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients):
+        if torch.is_grad_enabled():  # create_graph=True: what is saved here would count as constant
+            raise RuntimeError("vocab_parallel_cross_entropy can be differentiated only once")
         probability_NV, rows_M, columns_M, ignored_N = ctx.saved_tensors
         shape, dtype = ctx.like
         gradient_N = gradients[0].masked_fill(ignored_N, 0.0)
