@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `shardpair ... | head`: nobody reads on, and nothing went wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        errors.print(f"shardpair: error: {error.filename}: {error.strerror}", style="red")
+        return 2
 
 
 def _dispatch(arguments: list[str]) -> int:

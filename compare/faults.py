@@ -6,13 +6,12 @@ Most are a wrong value somewhere in the spec, given to one engine only. The othe
 
 from collections.abc import Mapping
 
-import msgspec
 from msgspec import Struct
 
 from compare.contract.engines import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
-from compare.pairing import Case, Comparison, with_layout
-from compare.presets import PRESETS, preset_layout
+from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.pairing import Case, Comparison
+from compare.presets import PRESETS, check_names, spread
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -90,6 +89,12 @@ FAULTS = {
             edit={"optimizer": {"beta2": 0.999}},
         ),
         Fault(
+            name="kept_gradients",
+            rung="later_weights",
+            story="gradients are not cleared between steps",
+            impossible_in=("jax-compiler", "jax-manual"),
+        ),
+        Fault(
             name="dropped_tp_all_reduce",
             rung="loss",
             story="a row-parallel product stays one rank's part",
@@ -150,19 +155,19 @@ def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str],
     Raises:
         ExperimentError: an unknown fault, or a batch that the devices do not divide.
     """
-    unknown = sorted(set(names) - set(FAULTS))
-    if unknown:
-        raise ExperimentError(f"--names {unknown[0]}: no such fault (there are {', '.join(FAULTS)})")
-    short = _edited(experiment, {"train": {"max_iters": 2}})
-    reference = Case(name="reference", engine="torch-manual", experiment=with_layout(short, dp_replicate=1))
-    cases = [reference]
+    check_names("--names", "fault", names, FAULTS)
+    if devices < 2:
+        raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
+    short = edited(experiment, {"train": {"max_iters": 2}})
+    cases = [Case(name="reference", engine="torch-manual", experiment=spread(short, "single"))]
     for fault in (FAULTS[name] for name in names or FAULTS):
-        preset, spread = (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
-        layout = preset_layout(short.layout, preset, spread)
-        sharded = revalidate(msgspec.structs.replace(short, layout=layout))
+        preset, of_preset = (
+            (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
+        )
+        sharded = spread(short, preset, of_preset)
         for engine in engines:
             if engine not in fault.impossible_in:
-                ENGINES[engine].require(layout)
+                ENGINES[engine].require(sharded.layout)
                 cases.append(_plant(fault, engine, sharded))
     return cases
 
@@ -174,7 +179,7 @@ def _plant(fault: Fault, engine: str, experiment: Experiment) -> Case:
     edit = fault.edit
     if fault.name == "warmup_off_by_one":  # relative to the experiment's own
         edit = {"optimizer": {"warmup_iters": experiment.optimizer.warmup_iters - 1}}
-    return Case(name=name, engine=engine, experiment=revalidate(_edited(experiment, edit)))
+    return Case(name=name, engine=engine, experiment=revalidate(edited(experiment, edit)))
 
 
 def planted(case_name: str) -> tuple[Fault, str]:
@@ -189,11 +194,3 @@ def caught_as_expected(comparison: Comparison) -> bool:
         verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
         for verdict in comparison.verdicts
     )
-
-
-def _edited(experiment: Experiment, edit: Mapping[str, Mapping[str, object]]) -> Experiment:
-    sections = {
-        section: msgspec.structs.replace(getattr(experiment, section), **fields)
-        for section, fields in edit.items()
-    }
-    return msgspec.structs.replace(experiment, **sections)

@@ -8,20 +8,22 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.engines import ENGINES, Engine
-from compare.contract.experiment import Experiment, ExperimentError, Layout, revalidate
+from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.numerics import Verdict
 from compare.pairing import Case, Comparison
-from compare.presets import PRESETS, preset_layout
+from compare.presets import PRESETS, check_names, spread
 from compare.residency import TOLERANCE, closed_form, excess
 
 STUDIES: dict[str, dict[str, dict[str, object]]] = {
-    "float64": {"precision": {"dtype": "float64"}},
-    "float32": {"precision": {"dtype": "float32"}},
+    "float64": {"precision": {"dtype": "float64"}, "optimizer": {"name": "adamw"}},
+    "float32": {"precision": {"dtype": "float32"}, "optimizer": {"name": "adamw"}},
     "float64, SGD": {
         "precision": {"dtype": "float64"},
         "optimizer": {"name": "sgd", "momentum": 0.9, "grad_clip": 0.0, "learning_rate": 0.1, "min_lr": 0.01},
     },
 }
+SHOWN = ("gradients", "later_weights")
+"""The rungs whose errors a cell shows."""
 LAYOUTS = [name for name in PRESETS if name != "single"]
 
 
@@ -45,23 +47,25 @@ class Cell(Struct, frozen=True, kw_only=True):
 
     @property
     def excess(self) -> float:
-        """How far `resident` is off, as a fraction: see `compare.residency.excess`."""
+        """How far `resident` is off, as a fraction: see `compare.residency.excess`. 0 without any."""
         return excess(self.resident, self.closed_form) if self.resident else 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether every study of an expressible cell passed, and its devices hold what they should."""
+        """Whether every study of an expressible cell passed, and its devices hold what they should.
+
+        What was not measured has not passed.
+        """
+        measured = bool(self.resident) and all(
+            verdict.error(rung) is not None for verdict in self.verdicts.values() for rung in SHOWN
+        )
         agrees = not self.failures and all(verdict.passed for verdict in self.verdicts.values())
-        return agrees and abs(self.excess) <= TOLERANCE
+        return measured and agrees and abs(self.excess) <= TOLERANCE
 
 
 def study(experiment: Experiment, name: str) -> Experiment:
     """The experiment as a study changes it."""
-    sections = {
-        section: msgspec.structs.replace(getattr(experiment, section), **fields)
-        for section, fields in STUDIES[name].items()
-    }
-    return revalidate(msgspec.structs.replace(experiment, **sections))
+    return revalidate(edited(experiment, STUDIES[name]))
 
 
 def matrix_cases(
@@ -78,23 +82,24 @@ def matrix_cases(
         The cases, named ENGINE.LAYOUT, and the cells by (layout, engine), row by row.
 
     Raises:
-        ExperimentError: no such layout, or one that the experiment's sizes do not fit.
+        ExperimentError: no such layout, one that the experiment's sizes do not fit, or none that an engine
+            can express.
     """
-    whole = msgspec.structs.replace(experiment, layout=preset_layout(experiment.layout, "single", 1))
-    cases = [Case(name="reference", engine="torch-manual", experiment=whole)]
+    check_names("--layouts", "layout", layouts, PRESETS)
+    cases = [Case(name="reference", engine="torch-manual", experiment=spread(experiment, "single"))]
     cells = {}
     for name in layouts:
-        devices = PRESETS[name].devices if name in PRESETS else 1
-        preset = preset_layout(experiment.layout, name, devices)
-        revalidate(msgspec.structs.replace(experiment, layout=preset))
+        preset = spread(experiment, name, PRESETS[name].devices)
         for engine in engines:
-            layout, note = _with_a_schedule_of(ENGINES[engine], preset)
+            layout, note = _with_a_schedule_of(ENGINES[engine], preset.layout)
             cells[name, engine] = Cell(
                 engine=engine, layout=name, note=note, refusal=_refusal(ENGINES[engine], name, layout)
             )
             if not cells[name, engine].refusal:
                 sharded = revalidate(msgspec.structs.replace(experiment, layout=layout))
                 cases.append(Case(name=f"{engine}.{name}", engine=engine, experiment=sharded))
+    if len(cases) == 1:
+        raise ExperimentError(f"no cell is left: {next(iter(cells.values())).refusal}")
     return cases, cells
 
 

@@ -21,6 +21,7 @@ from compare.costs import Cost, cost_of
 from compare.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
 from compare.numerics import Verdict, climb
 from compare.paths import create_run_dir
+from compare.presets import spread
 from compare.progress import Reporter
 
 COMPARISON = "comparison.json"
@@ -110,14 +111,14 @@ def ladder_cases(experiment: Experiment, engines: list[str], devices: int) -> li
     The reference is torchpar's plain module on one device: PyTorch's autograd, no container around it,
     no collective. It is the first case.
     """
-    one = with_layout(experiment, dp_replicate=1)
+    one = spread(experiment, "single")
     cases = [Case(name="reference", engine="torch-manual", experiment=one)]
     for name in engines:
         engine = ENGINES[name]
         cases.append(Case(name=f"{name}-1", engine=name, experiment=one))
         for sync in engine.gradient_sync if devices > 1 else ():
             chosen = sync if engine.offers_choice else experiment.layout.gradient_sync
-            sharded = with_layout(experiment, dp_replicate=devices, gradient_sync=chosen)
+            sharded = with_layout(one, dp_replicate=devices, gradient_sync=chosen)
             cases.append(Case(name=f"{name}-{devices}-{sync}", engine=name, experiment=sharded))
     return cases
 
@@ -163,6 +164,7 @@ def compare_cases(
     """
     for case in cases:
         require_devices(case.experiment, settings.platform)
+        ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
     folder = create_run_dir(name, run_dir)
     prepared = prepare(experiment, folder)
     records: dict[str, Record] = {}

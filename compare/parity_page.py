@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from compare.matrix import STUDIES, Cell
+from compare.matrix import SHOWN, STUDIES, Cell
 from compare.presets import PRESETS
 from compare.residency import KINDS, TOLERANCE
 
-PREAMBLE = """Written by `make matrix`, not by hand. Every engine under every layout, 20 steps, against ONE
-unsharded device (PyTorch, no container, no collective). A cell is the worst relative error of a gradient
-before clipping / of a weight after 20 steps, over all parameters. Limits: 1e-10 in float64; in float32 1e-5
-on gradients. AdamW with clipping, unless it says SGD (with momentum, without clipping)."""
+PREAMBLE = """Written by `make matrix`, not by hand. Every engine under every layout, {steps} steps, against
+ONE unsharded device (PyTorch, no container, no collective). A cell is the worst relative error of a gradient
+before clipping / of a weight after the last of these steps, over all parameters. Limits: 1e-10 in float64;
+in float32 1e-5 on gradients and 1e-2 on weights, which Adam lets every rounding into. AdamW with clipping,
+unless it says SGD (with momentum, without clipping)."""
 RESIDENT = """Bytes of parameters / gradients / optimizer state that are there between two steps of the first
 study (gradients: just before the optimizer's step), each on the device that has most of it, in kB (1e3
 bytes). The closed form is that of PyTorch's pipelines, whose first and last stage alone have the embedding;
@@ -17,8 +18,14 @@ in the JAX engines every stage has it, because all devices run one program. In b
 that is furthest from its own engine's closed form is off it: more than 5 % fails the cell."""
 
 
-def markdown(cells: list[Cell], *, version: str) -> str:
-    """The grid as a page of its own: docs/parity.md."""
+def markdown(cells: list[Cell], *, steps: int, version: str) -> str:
+    """The grid as a page of its own: docs/parity.md.
+
+    Args:
+        cells: row by row.
+        steps: optimizer steps of each study.
+        version: of what ran it, in words.
+    """
     engines = list(dict.fromkeys(cell.engine for cell in cells))
     layouts = list(dict.fromkeys(cell.layout for cell in cells))
     by_place = {(cell.engine, cell.layout): cell for cell in cells}
@@ -26,7 +33,7 @@ def markdown(cells: list[Cell], *, version: str) -> str:
     lines = [
         "# Parity",
         "",
-        PREAMBLE,
+        PREAMBLE.format(steps=steps),
         "",
         f"{sum(cell.passed for cell in ran)} of {len(ran)} cells pass. {version}.",
     ]
@@ -59,7 +66,8 @@ def cell_text(cell: Cell, name: str) -> str:
     if name not in cell.verdicts:
         return ""
     verdict = cell.verdicts[name]
-    errors = " / ".join(f"{verdict.error(rung) or 0.0:.0e}" for rung in ("gradients", "later_weights"))
+    found = (verdict.error(rung) for rung in SHOWN)
+    errors = " / ".join("?" if error is None else f"{error:.0e}" for error in found)
     if not verdict.passed:
         return f"**{verdict.sentence()}**"
     return f"{errors} ({cell.note})" if cell.note else errors

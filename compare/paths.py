@@ -7,6 +7,25 @@ from pathlib import Path
 
 from compare.contract.experiment import ExperimentError
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_output(flag: str, path: Path | None, *, kinds: tuple[str, ...] = ()) -> None:
+    """Refuse a file that cannot be written, before the work that makes it.
+
+    Args:
+        flag: that asked for it.
+        path: the file; None if nobody asked.
+        kinds: what its name may end in; anything, if there are none.
+
+    Raises:
+        ExperimentError: another kind, or no such folder.
+    """
+    if path and kinds and path.suffix not in kinds:
+        raise ExperimentError(f"{flag} {path}: end it in one of {', '.join(kinds)}")
+    if path and not path.parent.is_dir():
+        raise ExperimentError(f"{flag} {path}: there is no folder {path.parent}")
+
 
 def default_cache() -> str:
     """The user's cache folder: $XDG_CACHE_HOME/shardpair, or ~/.cache/shardpair."""

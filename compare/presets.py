@@ -1,11 +1,12 @@
 """Layouts by the names people know them by: each is a few fields of `Layout`, given the devices."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from compare.contract.experiment import ExperimentError, Layout
+from compare.contract.experiment import Experiment, ExperimentError, Layout, revalidate
 
 Fields = dict[str, object]
 
@@ -118,6 +119,15 @@ _SPREAD_OVER_NOTHING: Fields = {
 }
 
 
+def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse a name that there is not, or that is given twice. Raises ExperimentError, naming the flag."""
+    for name, count in Counter(names).items():
+        if name not in known:
+            raise ExperimentError(f"{flag} {name}: no such {what} (there are {', '.join(known)})")
+        if count > 1:
+            raise ExperimentError(f"{flag} {name}: give each {what} once")
+
+
 def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
     """`layout` spread as the preset says; what the preset does not speak of (remat, bucket_mb) stays.
 
@@ -127,6 +137,12 @@ def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
     if preset not in PRESETS:
         raise ExperimentError(f"--preset {preset}: no such preset (there are {', '.join(PRESETS)})")
     return msgspec.structs.replace(layout, **(_SPREAD_OVER_NOTHING | PRESETS[preset].fields(devices)))
+
+
+def spread(experiment: Experiment, preset: str, devices: int = 1) -> Experiment:
+    """The experiment under a preset, checked. `single` is one device, whatever its layout was."""
+    layout = preset_layout(experiment.layout, preset, devices)
+    return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
 
 def apply_preset(layout: Layout, *, preset: str, devices: int, default: Layout) -> Layout:

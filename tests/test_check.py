@@ -2,9 +2,13 @@
 
 import json
 
+import msgspec
 import pytest
 
 from compare.contract.engines import ENGINES
+from compare.contract.experiment import Layout, load
+from compare.faults import fault_cases
+from compare.pairing import ladder_cases
 
 DEVICES = 4
 STEPS = 20
@@ -50,3 +54,13 @@ def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimi
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (shardpair.folder / "runs").is_dir()
+
+
+def test_the_reference_is_unsharded_whatever_the_layout():
+    layout = Layout(tp=2, pp=2, dp_shard=2, zero=3, microbatches=4)
+    sharded = msgspec.structs.replace(load("check"), layout=layout)
+    reference, *cases = ladder_cases(sharded, list(ENGINES), 4)
+    assert reference.experiment.layout.devices == 1
+    assert {case.experiment.layout.devices for case in cases} == {1, 4}
+    (reference, *_) = fault_cases(sharded, ["torch-manual"], names=["no_clip"], devices=4)
+    assert reference.experiment.layout.devices == 1

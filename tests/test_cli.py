@@ -65,7 +65,23 @@ def files(tmp_path, monkeypatch):
         ("run --run_dir taken", "taken exists already"),
         ("run --run_dir file/inside", "file/inside cannot be created"),
         ("report taken", "taken has no comparison.json"),
+        ("report taken --picture curve.doc", "taken has no comparison.json"),
         ("faults --names nosuch", "--names nosuch: no such fault"),
+        ("faults --names no_clip no_clip", "--names no_clip: give each fault once"),
+        ("faults --devices 1", "--devices 1: most faults show between devices only"),
+        ("matrix --layouts nosuch", "--layouts nosuch: no such layout"),
+        ("matrix --layouts ddp ddp", "--layouts ddp: give each layout once"),
+        ("matrix --studies float16", "--studies float16: no such study"),
+        ("matrix --output missing/parity.md", "there is no folder missing"),
+        ("matrix --engines jax-compiler --layouts pp_zero_bubble", "no cell is left: layout.schedule"),
+        (
+            "run check --preset tp --devices 4 --model.vocab_size 5",
+            "leaves a rank nothing of model.vocab_size = 5",
+        ),
+        ("run check --layout.pp 2 --layout.microbatches 2 --layout.schedule zero_bubble", "jax-compiler has"),
+        ("schedule --picture missing/s.png", "there is no folder missing"),
+        ("schedule --trace missing/s.json", "there is no folder missing"),
+        ("schedule --names interleaved --microbatches 6", "microbatches = 6 are not divisible by stages = 4"),
     ],
 )
 def test_refused_in_one_line(files, no_process, capsys, arguments, says):
@@ -105,6 +121,20 @@ def test_more_devices_than_gpus(files, no_process, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert main(["run", "--platform", "gpu", "--layout.dp_replicate", "2"]) == 2
     assert "needs 2 devices and 1 GPUs are visible" in capsys.readouterr().err
+
+
+def test_pipelines_that_need_the_cpu_are_refused_before_any_process(files, no_process, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    pipeline = "run check --platform gpu --engines torch-manual --layout.pp 4 --layout.microbatches 4"
+    assert main(pipeline.split()) == 2
+    assert "layout.pp = 4: torch-manual tells messages between stages apart" in capsys.readouterr().err
+
+
+def test_schedules_that_fit_are_drawn(files, capsys):
+    assert main(["schedule", "--microbatches", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero_bubble" in printed
+    assert "interleaved" not in printed
 
 
 def test_help_teaches(capsys):

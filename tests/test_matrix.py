@@ -67,18 +67,24 @@ def test_page_shows_errors_reasons_and_failures():
         ]
         return Verdict(candidate="", reference="", rungs=rungs)
 
-    good = Cell(engine="jax-manual", layout="ddp", verdicts={"float64": verdict(2e-15)})
-    bad = Cell(engine="torch-manual", layout="ddp", verdicts={"float64": verdict(3e-3)})
+    sharded = {"parameters": [1000], "gradients": [1000], "optimizer": [2000]}
+    held = {"layout": "ddp", "resident": sharded, "closed_form": sharded}
+    good = Cell(engine="jax-manual", verdicts={"float64": verdict(2e-15)}, **held)
+    bad = Cell(engine="torch-manual", verdicts={"float64": verdict(3e-3)}, **held)
     broken = Cell(engine="torch-library", layout="ddp", failures={"float64": "rank 1 died"})
     impossible = Cell(engine="jax-compiler", layout="ddp", refusal="it cannot be said")
-    page = markdown([good, bad, broken, impossible], version="v")
+    page = markdown([good, bad, broken, impossible], steps=20, version="v")
     assert "2e-15 / 2e-15 | **FAIL at gradients" in page
     assert "did not finish: rank 1 died | - |" in page
     assert "- it cannot be said" in page
     assert "1 of 3 cells pass" in page
-    sharded = {"parameters": [1000.0], "gradients": [1000.0], "optimizer": [2000.0]}
-    whole = msgspec.structs.replace(good, closed_form=sharded, resident={**sharded, "optimizer": [8000]})
+    whole = msgspec.structs.replace(good, resident={**sharded, "optimizer": [8000]})
     assert not whole.passed
-    assert "**1 / 1 / 8 (+300.0%)**" in markdown([whole], version="v")
+    assert "**1 / 1 / 8 (+300.0%)**" in markdown([whole], steps=20, version="v")
     assert cell_text(good, "float32") == ""
+    assert not msgspec.structs.replace(good, resident={}).passed
+    unseen = Verdict(candidate="", reference="", rungs=verdict(2e-15).rungs[:1])
+    blind = msgspec.structs.replace(good, verdicts={"float64": unseen})
+    assert not blind.passed
+    assert cell_text(blind, "float64") == "2e-15 / ?"
     assert set(STUDIES) == {"float64", "float32", "float64, SGD"}

@@ -118,7 +118,7 @@ def test_an_incomplete_schedule_is_refused(damage, says):
         ({"name": "nosuch", "ranks": 2, "microbatches": 2}, "no such schedule"),
         (
             {"name": "interleaved", "ranks": 4, "microbatches": 6, "chunks": 2},
-            "= 6 is not divisible by layout.pp = 4",
+            "= 6 are not divisible by stages = 4",
         ),
         ({"name": "1f1b", "ranks": 2, "microbatches": 2, "chunks": 2}, "use interleaved"),
         ({"name": "gpipe", "ranks": 0, "microbatches": 2}, "stages = 0 must be at least 1"),

@@ -118,6 +118,11 @@ def _sum(axis: Axis, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _kept_gradients(engine: str) -> AbstractContextManager:
+    """A step's gradients are added to those of the step before."""
+    return patch.object(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None)
+
+
 def _dropped_tp_all_reduce(engine: str) -> AbstractContextManager:
     """Each rank goes on with its own part of what attention and MLP add to the stream."""
     if engine == "torch-library":
@@ -200,6 +205,7 @@ FAULTS: dict[str, Callable[[str], AbstractContextManager]] = {
     "doubled_row_bias": _doubled_row_bias,
     "missing_norm_psum": _missing_norm_psum,
     "sum_for_mean": _sum_for_mean,
+    "kept_gradients": _kept_gradients,
     "moved_weight": _moved_weight,
     "norm_counts_replicas_twice": _norm_counts_replicas_twice,
     "wrong_optimizer_shard": _wrong_optimizer_shard,

@@ -43,12 +43,8 @@ def read_request(folder: Path) -> Request:
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
     experiment = revalidate(request.experiment)
+    ENGINES[request.engine].require(experiment.layout, platform=request.platform)
     ENGINES[request.engine].gradient_sync_for(experiment.layout)
-    if request.engine == "torch-manual" and request.platform == "gpu" and experiment.layout.pp > 1:
-        raise ExperimentError(
-            f"layout.pp = {experiment.layout.pp}: torch-manual tells messages between stages apart by their "
-            f"tags, which gloo has and NCCL has not: take torch-library, or platform cpu"
-        )
     plant(request.fault, engine=request.engine, layout=experiment.layout)  # only to hear its objections
     return request
 

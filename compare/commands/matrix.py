@@ -8,20 +8,22 @@ from rich.table import Table
 
 from compare.arguments import EngineName, Spec, chosen_engines
 from compare.console import results_console
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.experiment import Experiment
 from compare.contract.record import write_atomically
 from compare.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
-from compare.pairing import Comparison, compare_cases
+from compare.pairing import LATER_STEP, Comparison, compare_cases
 from compare.parity_page import cell_text, markdown, resident_row
-from compare.presets import PRESETS
+from compare.paths import check_output
+from compare.presets import PRESETS, check_names
 from compare.progress import Reporter
 
 
 class Matrix(Spec, frozen=True, kw_only=True):
     """Prove every layout on every engine equal to one device, and print the grid.
 
-    Each cell is trained three times: float64 and float32 with AdamW, float64 with SGD. All of it takes a
-    half an hour on two cores; choose a part with --layouts, --engines, --studies.
+    Each cell is trained three times: float64 and float32 with AdamW, float64 with SGD. Precision, optimizer
+    and degrees are those of the study and the layout, whatever the experiment says. All of it takes half an
+    hour on two cores; choose a part with --layouts, --engines, --studies.
 
     Try:
       shardpair matrix --layouts fsdp tp --engines jax-manual torch-manual --studies float64
@@ -32,19 +34,18 @@ class Matrix(Spec, frozen=True, kw_only=True):
     """Which engines. Default: all four."""
     layouts: tuple[str, ...] = ()
     """Which presets. Default: all."""
-    studies: tuple[str, ...] = tuple(STUDIES)
-    """Which of float64, float32, "float64, SGD"."""
+    studies: tuple[str, ...] = ()
+    """Which of float64, float32, "float64, SGD". Default: all."""
     output: Path | None = None
     """Also write the grid as Markdown."""
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if every cell passes that an engine can express, else 1."""
         experiment, engines = self.resolved(), chosen_engines(self.engines)
-        layouts = list(self.layouts) or LAYOUTS
-        unknown = sorted(set(self.studies) - set(STUDIES))
-        if unknown:
-            raise ExperimentError(f"--studies {unknown[0]}: no such study (there are {', '.join(STUDIES)})")
-        plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in self.studies}
+        layouts, studies = list(self.layouts) or LAYOUTS, list(self.studies) or list(STUDIES)
+        check_names("--studies", "study", studies, STUDIES)
+        check_output("--output", self.output)
+        plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in studies}
         comparisons = {}
         for name, (cases, _) in plans.items():
             comparisons[name], _ = compare_cases(
@@ -57,11 +58,12 @@ class Matrix(Spec, frozen=True, kw_only=True):
                 keep_going=True,
             )
         _, blank = next(iter(plans.values()))
-        cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in self.studies})
+        cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in studies})
+        steps = min(LATER_STEP, experiment.train.max_iters)
         if self.output:
-            page = markdown(cells, version=_versions(list(comparisons.values())))
+            page = markdown(cells, steps=steps, version=_versions(list(comparisons.values())))
             write_atomically(self.output, page.encode())
-        print_matrix(cells, list(self.studies), as_json=self.json)
+        print_matrix(cells, studies, steps=steps, as_json=self.json)
         return 0 if all(cell.passed for cell in cells) else 1
 
 
@@ -73,7 +75,7 @@ def _versions(comparisons: list[Comparison]) -> str:
     )
 
 
-def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> None:
+def print_matrix(cells: list[Cell], studies: list[str], *, steps: int, as_json: bool) -> None:
     """The grid on stdout, study by study."""
     if as_json:
         print(msgspec.json.encode(cells).decode())
@@ -81,7 +83,7 @@ def print_matrix(cells: list[Cell], studies: list[str], *, as_json: bool) -> Non
     engines = list(dict.fromkeys(cell.engine for cell in cells))
     console = results_console()
     for name in studies:
-        table = Table(title=f"{name}: worst gradient error / worst weight error after 20 steps")
+        table = Table(title=f"{name}: worst gradient error / worst weight error after {steps} steps")
         for column in ("layout", "devices", *engines):
             table.add_column(column, justify="left" if column == "layout" else "right")
         for layout in dict.fromkeys(cell.layout for cell in cells):

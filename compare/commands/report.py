@@ -9,9 +9,8 @@ from msgspec import Struct
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.outcome import print_outcome
 from compare.pairing import COMPARISON, read_comparison
+from compare.paths import PICTURES, check_output
 from compare.report.render import write_report
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -34,10 +33,9 @@ class Report(Struct, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"{self.run_dir} has no {COMPARISON}: it is not the folder of a finished `shardpair run`"
             )
+        check_output("--picture", self.picture, kinds=PICTURES)
         comparison, records = read_comparison(self.run_dir)
         if self.picture:
-            if self.picture.suffix not in PICTURES:
-                raise ExperimentError(f"--picture {self.picture}: end it in one of {', '.join(PICTURES)}")
             from compare.report.figures import save_overlay  # matplotlib takes seconds to import
 
             save_overlay(self.picture, comparison.cases, records)

@@ -3,7 +3,7 @@
 import msgspec
 
 from compare.arguments import EngineName, Spec, chosen_engines
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, revalidate
 from compare.outcome import print_outcome
 from compare.pairing import compare_cases, engine_cases
 from compare.presets import apply_preset
@@ -37,7 +37,7 @@ class Run(Spec, frozen=True, kw_only=True):
             layout = apply_preset(
                 experiment.layout, preset=self.preset, devices=self.devices, default=default.layout
             )
-            experiment = msgspec.structs.replace(experiment, layout=layout)
+            experiment = revalidate(msgspec.structs.replace(experiment, layout=layout))
         comparison, folder = compare_cases(
             self.experiment,
             experiment,

@@ -7,12 +7,12 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.console import results_console
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.experiment import Experiment
 from compare.contract.record import write_atomically
 from compare.contract.schedule_checks import bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
+from compare.paths import PICTURES, check_output
 
-PICTURES = (".png", ".svg", ".pdf")
 MICROSECONDS = 1000  # of a Chrome trace for one forward
 
 
@@ -26,8 +26,8 @@ class Draw(Struct, frozen=True, kw_only=True):
       shardpair schedule --names 1f1b zero_bubble --stages 8 --microbatches 16 --trace pipeline.json
     """
 
-    names: tuple[str, ...] = tuple(SCHEDULES)
-    """Which schedules: gpipe, 1f1b, interleaved, zero_bubble."""
+    names: tuple[str, ...] = ()
+    """Which of gpipe, 1f1b, interleaved, zero_bubble. Default: all; interleaved if its numbers fit."""
     stages: int = 4
     """Ranks of the pipeline."""
     microbatches: int = 8
@@ -41,8 +41,8 @@ class Draw(Struct, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Draw them. Returns 0."""
-        if self.picture and self.picture.suffix not in PICTURES:
-            raise ExperimentError(f"--picture {self.picture}: end it in one of {', '.join(PICTURES)}")
+        check_output("--picture", self.picture, kinds=PICTURES)
+        check_output("--trace", self.trace)
         schedules = {
             name: make_schedule(
                 name,
@@ -50,7 +50,7 @@ class Draw(Struct, frozen=True, kw_only=True):
                 microbatches=self.microbatches,
                 chunks=self.chunks if name == "interleaved" else 1,
             )
-            for name in self.names
+            for name in self.names or self._fitting()
         }
         results_console().print(_table(schedules))
         if self.picture:
@@ -60,6 +60,11 @@ class Draw(Struct, frozen=True, kw_only=True):
         if self.trace:
             write_atomically(self.trace, chrome_trace(schedules))
         return 0
+
+    def _fitting(self) -> list[str]:
+        """All schedules, but interleaved only where the stages divide the microbatches."""
+        fits = self.stages > 0 and self.microbatches % self.stages == 0
+        return [name for name in SCHEDULES if fits or name != "interleaved"]
 
 
 def chrome_trace(schedules: dict[str, Schedule]) -> bytes:

@@ -64,6 +64,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Why it has no other, and what to do."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
+    no_pipeline_on_gpu: str = ""
+    """Why its pipelines run on the CPU only; empty if they do not."""
     refuses: Callable[[Layout], str] = _nothing
     """Why it cannot express a layout that everything above allows; empty if it can."""
 
@@ -89,8 +91,10 @@ class Engine(Struct, frozen=True, kw_only=True):
             return self.gradient_sync[0]
         return layout.gradient_sync
 
-    def require(self, layout: Layout) -> None:
+    def require(self, layout: Layout, *, platform: str = "cpu") -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
+        if layout.pp > 1 and platform == "gpu" and self.no_pipeline_on_gpu:
+            raise ExperimentError(f"layout.pp = {layout.pp}: {self.no_pipeline_on_gpu}")
         if layout.zero and layout.zero not in self.zero:
             raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
         if layout.tp > 1 and not self.tp:
@@ -147,6 +151,10 @@ ENGINES = {
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+            no_pipeline_on_gpu=(
+                "torch-manual tells messages between stages apart by their tags, which gloo has and NCCL has "
+                "not: take torch-library, or platform cpu"
+            ),
         ),
         Engine(
             name="torch-library",

@@ -4,6 +4,7 @@ The file format is TOML, one table per section (`compare.contract.sections`). Re
 key or a wrong type is an error that names the key.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -124,6 +125,11 @@ def _check_layout(model: Model, train: Train, layout: Layout) -> None:
         raise ExperimentError(
             f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
         )
+    if model.vocab_size <= (layout.tp - 1) * -(-model.vocab_size // layout.tp):
+        raise ExperimentError(
+            f"layout.tp = {layout.tp} leaves a rank nothing of model.vocab_size = {model.vocab_size}: lower "
+            f"layout.tp"
+        )
     if layout.sequence_parallel and layout.tp == 1:
         raise ExperimentError(
             "layout.sequence_parallel = true with layout.tp = 1: it splits what tp leaves; raise layout.tp"
@@ -172,6 +178,15 @@ def _check_pipeline(model: Model, train: Train, layout: Layout) -> None:
             f"layout.schedule = interleaved has {in_schedule} microbatches, which layout.pp = {layout.pp} "
             f"does not divide: change layout.microbatches"
         )
+
+
+def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:
+    """The experiment with other values in some fields, unchecked: `{"train": {"max_iters": 2}}`."""
+    sections = {
+        section: msgspec.structs.replace(getattr(experiment, section), **fields)
+        for section, fields in edits.items()
+    }
+    return msgspec.structs.replace(experiment, **sections)
 
 
 def to_toml(experiment: Experiment) -> str:

@@ -70,8 +70,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """
     if microbatches % ranks:
         raise ExperimentError(
-            f"layout.microbatches = {microbatches} is not divisible by layout.pp = {ranks}, as interleaved "
-            f"needs: change one of them"
+            f"microbatches = {microbatches} are not divisible by stages = {ranks}, as interleaved needs: "
+            f"change one of them"
         )
     if chunks == 1:
         return one_f_one_b(ranks, microbatches)
