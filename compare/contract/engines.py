@@ -140,6 +140,8 @@ ENGINES = {
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved"),
+            no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
+            "these",
             refuses=_not_in_lock_step,
             ends_on_every_stage=True,
         ),
