@@ -74,7 +74,7 @@ def files(tmp_path, monkeypatch):
         ("matrix --studies float16", "--studies float16: no such study"),
         ("matrix --output missing/parity.md", "there is no folder missing"),
         ("matrix --engines jax-compiler --layouts pp_zero_bubble", "no cell is left: layout.schedule"),
-        ("run check --preset tp --devices 4 --model.vocab_size 5", "leaves a rank nothing of model.vocab_size"),
+        ("run check --preset tp --devices 4 --model.vocab_size 5", "leaves a rank nothing of model.vocab"),
         ("run --preset tp --devices 3", "layout.tp = 3 does not divide model.n_head = 4"),
         ("run check --layout.pp 2 --layout.microbatches 2 --layout.schedule zero_bubble", "jax-compiler has"),
         ("schedule --picture missing/s.png", "there is no folder missing"),
