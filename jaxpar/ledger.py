@@ -38,6 +38,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
 _DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)|device_ids=\(([\d,]+)\)")
 _SHARE = re.compile(r"\bruns_(\d+)_of_(\d+)\b")
+_BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
 _PURPOSE = re.compile(r'op_name="[^"]*\bfor_(\w+?)\b')
 
 
@@ -52,6 +53,7 @@ class Collective:
         calls: how often it runs in one step.
         share: (N, M) if the branch that it is in is taken at N of M turns of the loop around it.
         purpose: from a named scope `for_PURPOSE` around what made it; or "".
+        backward: whether autodiff made it.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Collective:
     calls: int = 1
     share: tuple[int, int] = (1, 1)
     purpose: str = ""
+    backward: bool = False
 
 
 def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communication]:
@@ -72,8 +75,9 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
     Returns:
         One entry per kind, axis and purpose, per device and per call of the function. Purpose: what a
         named scope `for_PURPOSE` says; else scalars are for the loss and its like, "metrics", what runs
-        along tp is for "activations", a gather along dp for "parameters", and a reduction for
-        "gradients". A collective over one device is none.
+        along tp is for "activations", a permute along pp for these or, in backward, for "activation
+        gradients", a gather along dp for "parameters", and a reduction for "gradients". A collective over
+        one device is none.
 
     Raises:
         ValueError: a collective in a loop of unknown length, or replica groups in an unknown spelling.
@@ -104,6 +108,8 @@ def _purpose(collective: Collective, axis: str) -> str:
         return "metrics"
     if axis == "tp":
         return "activations"
+    if axis == "pp" and collective.kind == "permute":
+        return "activation gradients" if collective.backward else "activations"
     return "parameters" if collective.kind == "all_gather" else "gradients"
 
 
@@ -188,6 +194,7 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         arrays=tuple(arrays),
         share=(int(turns), int(of_turns)),
         purpose=said[1].replace("_", " ") if said else "",
+        backward=bool(_BACKWARD.search(text)),
     )
 
 

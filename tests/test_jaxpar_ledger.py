@@ -79,6 +79,14 @@ CASES = {
 }
 
 
+PIPELINE = {
+    'op_name="jit(step)/jvp()/while/body/vmap()/add"': "activations",
+    'op_name="jit(step)/transpose(jvp())/while/body/add_any"': "activation gradients",
+    'op_name="jit(step)/vmap(transpose(vmap(jvp(jit(_roll_static)))))/concatenate"': "activation gradients",
+    'op_name="jit(step)/jvp()/transpose"': "activations",
+}
+
+
 def module(entry: str, others: str = "") -> str:
     return (
         f"HloModule m, num_partitions=4\n\n{others}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  {entry}\n}}\n"
@@ -92,6 +100,14 @@ def test_spellings(text, expected):
     assert entry == Communication(
         kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
     )
+
+
+@pytest.mark.parametrize(("made_by", "purpose"), PIPELINE.items())
+def test_permutes_along_a_pipeline_are_for_activations_or_their_gradients(made_by, purpose):
+    permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
+    text = f"{permute}, metadata={{{made_by}}}"
+    (entry,) = communications(module(text), {"pp": 2, "tp": 2})
+    assert (entry.axis, entry.purpose, entry.bytes) == ("pp", purpose, 32)
 
 
 def test_groups_of_one_are_no_communication():

@@ -229,13 +229,10 @@ def shift(x_S: jax.Array, by: int) -> jax.Array:
 
     Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
     """
-    with jax.named_scope("for_activations"):
-        return jnp.roll(x_S, by, axis=0)
+    return jnp.roll(x_S, by, axis=0)
 
 
-def _shift_back(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
-    with jax.named_scope("for_activation_gradients"):
-        return (jnp.roll(gradient_S, -by, axis=0),)
-
-
-shift.defvjp(lambda x_S, by: (shift(x_S, by), None), _shift_back)
+shift.defvjp(
+    lambda x_S, by: (shift(x_S, by), None),
+    lambda by, _, gradient_S: (shift(gradient_S, -by),),
+)
