@@ -157,32 +157,6 @@ def test_unused_and_reused_layers(rank: int, options: dict) -> None:
     assert sharded.pieces["never.weight"].grad is None
 
 
-class Uneven(nn.Module):
-    """Two cuts: ranks 0 and 1 hold `always`, 2 and 3 `sometimes`."""
-
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes = (nn.Parameter(torch.ones(8, dtype=double)) for _ in range(2))
-
-    def forward(self, use: bool) -> torch.Tensor:
-        return (self.always + self.sometimes if use else self.always).sum()
-
-
-@each_way
-@on_ranks
-def test_a_rank_that_does_not_use_a_parameter_adds_zero(rank: int, options: dict) -> None:
-    sharded = FSDP(Uneven(), **options)
-    for _ in range(2):  # the second time in a buffer that is not new
-        sharded.zero_grad()
-        sharded(rank != 1).backward()
-        sharded.finish_gradient_synchronization()
-    whole = sharded.gather(
-        {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in sharded.pieces.items()}
-    )
-    close(whole["always"], torch.full((8,), 1.0, dtype=double))
-    close(whole["sometimes"], torch.full((8,), 0.75, dtype=double))
-
-
 @on_ranks
 def test_freezing_after_construction(rank: int) -> None:
     reference, module = Odd(), Odd()

@@ -65,6 +65,18 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
 
 
 @on_ranks
+def test_a_frozen_prefix_is_freed_too(rank: int) -> None:
+    module = stack(layers=8)
+    module[:6].requires_grad_(False)
+    sharded = FSDP(module)
+    watch = Watch(sharded)
+    with watch:
+        sharded(torch.ones(1, 16, dtype=double)).sum().backward()
+    assert watch.peak == 2 * (16 * 16 + 16) * 8
+    assert module[7].weight.requires_grad
+
+
+@on_ranks
 def test_a_unit_is_gathered_while_the_one_before_runs(rank: int) -> None:
     module = stack(3)
     sharded = FSDP(module)

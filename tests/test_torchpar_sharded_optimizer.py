@@ -156,6 +156,114 @@ def test_sharded_optimizer_clips_by_the_global_norm(rank: int) -> None:
     assert axis.traffic.bytes[Call("reduce_scatter", "world", "gradients")] == trainable
 
 
+class Branches(nn.Module):
+    """Linear layers of which the second is used or not, and the third never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(3, 3, dtype=double) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        x = self.first(x)
+        return (self.second(x) if use else x).square().mean()
+
+
+def batch(rows: int = RANKS) -> torch.Tensor:
+    return torch.linspace(-1, 1, 3 * rows, dtype=double).view(rows, 3)
+
+
+@on_ranks
+def test_a_parameter_that_some_ranks_do_not_use(rank: int) -> None:
+    for users in ((0,), (1, 2, 3), ()):
+        reference, module = Branches(), Branches()
+        _, optimizer, reduce = optimizers(module, reduces=True, make=torch.optim.SGD, lr=1.0)
+        alone = torch.optim.SGD(reference.parameters(), lr=1.0)
+        for _ in range(2):
+            sum(reference(row, r in users) for r, row in enumerate(batch())).div(RANKS).backward()
+            module(batch()[rank], rank in users).backward()
+            reduce()
+            for each in (alone, optimizer):
+                each.step()
+                each.zero_grad()
+        assert_same_weights(module, reference)
+
+
+@on_ranks
+def test_unfreezing_after_construction(rank: int) -> None:
+    for reduces in (False, True):
+        reference, module = Branches(), Branches()
+        module.first.requires_grad_(False)
+        replicas, optimizer, reduce = optimizers(module, reduces=reduces, make=torch.optim.SGD, lr=1.0)
+        module.first.requires_grad_(True)
+        module.third.requires_grad_(False)
+        reference(batch()).backward()
+        replicas(share(batch(), rank)).backward()
+        reduce()
+        optimizer.step()
+        torch.optim.SGD(reference.parameters(), lr=1.0).step()
+        assert_same_weights(module, reference)
+
+
+@on_ranks
+def test_zero_grad_of_a_skipped_step_and_to_zeros(rank: int) -> None:
+    for reduces in (False, True):
+        for to_none in (True, False):
+            reference, module = Branches(), Branches()
+            options = {"make": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+            replicas, optimizer, reduce = optimizers(module, reduces=reduces, **options)
+            alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+            module.third.requires_grad_(False)
+            if reduces:
+                (100 * replicas(batch())).backward()
+                optimizer.zero_grad(set_to_none=to_none)
+            for _ in range(2):
+                reference(batch()).backward()
+                replicas(share(batch(), rank)).backward()
+                reduce()
+                for each in (alone, optimizer):
+                    each.step()
+                    each.zero_grad(set_to_none=to_none)
+            for each in (alone, optimizer):
+                each.step()  # zeros are gradients, with which momentum goes on
+            assert_same_weights(module, reference)
+
+
+@on_ranks
+def test_calls_that_cannot_be_meant_say_what_to_call(rank: int) -> None:
+    module = Branches()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0, reduce_gradients=True)
+    assert optimizer.clip_grad_norm_(1.0) == 0.0  # nothing to clip
+    module(batch()).backward()
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) before step"):
+        optimizer.step()
+    plain = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
+    for call in (plain.finish_gradient_synchronization, partial(plain.clip_grad_norm_, 1.0)):
+        with pytest.raises(RuntimeError, match="make it with reduce_gradients=True"):
+            call()
+    sparse = nn.Embedding(5, 3, sparse=True)
+    sentence = "weight has a sparse gradient: use a dense embedding"
+    named = ShardedOptimizer(sparse.named_parameters(), torch.optim.SGD, lr=1.0)
+    sparse(torch.arange(3)).sum().backward()
+    with pytest.raises(RuntimeError, match=sentence):
+        named.step()
+    ShardedOptimizer(sparse.named_parameters(), torch.optim.SGD, lr=1.0, reduce_gradients=True)
+    with pytest.raises(RuntimeError, match=sentence):
+        sparse(torch.arange(3)).sum().backward()
+
+
+@on_ranks
+def test_names_of_parameters_are_in_the_state(rank: int) -> None:
+    module = Branches()
+    optimizer = ShardedOptimizer(module.named_parameters(), torch.optim.AdamW, lr=0.1)
+    alone = torch.optim.AdamW(module.named_parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"] == alone.state_dict()["param_groups"]
+    assert saved["param_groups"][0]["param_names"][0] == "first.weight"
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == saved["param_groups"]
+
+
 @on_ranks
 def test_the_examples_run(rank: int) -> None:
     for example in (FSDP, ShardedOptimizer):

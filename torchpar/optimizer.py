@@ -101,11 +101,14 @@ def clip_gradients(
                 axis.all_reduce(square, purpose="norm")
             norm = square.sqrt()
         norms.append(norm)
+    if not norms:
+        return torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     if max_norm:
         scale = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
         gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
     return norm
 
 

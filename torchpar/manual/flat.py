@@ -20,6 +20,7 @@ from torchpar.pieces import pieces
 from torchpar.works import Work
 
 PARAMETERS, GRADIENTS, REPLICATE, RECORD = "parameters", "gradients", "replicate", "record"
+UNUSED = "unused parameters"
 
 
 class Flat:
@@ -122,8 +123,7 @@ class Flat:
         parameter = self.parameters[place]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if gradient.is_sparse:
-            raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
+        self._require_dense(place, gradient)
         if self._gradients is None:
             self._gradients = self.shard.new_empty(self._starts[-1])
         slot = self.views(self._gradients)[place]
@@ -138,11 +138,36 @@ class Flat:
         else:
             slot.add_(gradient)
 
+    def take_gradients(self) -> None:
+        """Take those that backward left on parameters without a hook, which were frozen before."""
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.add_gradient(place)
+
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters have a gradient here that is still to be reduced."""
+        return [place in self._used or p.grad is not None for place, p in enumerate(self.parameters)]
+
+    def drop_gradients(self, *, set_to_none: bool = True) -> None:
+        """Forget gradients: those of the pieces, or make them zero, and those that were to be reduced."""
+        if self._reduction:
+            self._reduction.wait()
+        self._gradients, self._used = None, set()
+        self._reduction = self._sent = self._reduced = None
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            parameter.grad = None
+            if set_to_none:
+                piece.grad = None
+            elif piece.grad is not None:
+                piece.grad = torch.zeros_like(piece.grad)
+
     @torch.no_grad()
     def take_mean_gradients(self) -> None:
         """Give each piece its part of a whole gradient that is the mean already: a view of it."""
         for place, (parameter, piece) in enumerate(zip(self.parameters, self.pieces, strict=True)):
             gradient, (shape, strides) = parameter.grad, self._places[place]
+            self._require_dense(place, gradient)
             if gradient is not None and gradient.stride() != strides:
                 gradient = torch.empty_strided(shape, strides, dtype=piece.dtype).copy_(gradient)
             piece.grad = None
@@ -152,15 +177,23 @@ class Flat:
                 piece.grad = flat[first : first + piece.numel()]
 
     @torch.no_grad()
-    def start_reduction(self) -> None:
-        """Begin to sum the gradients over the ranks; without any on this step there is nothing to do."""
-        if self._gradients is None:
+    def start_reduction(self, used: Sequence[bool] | None = None) -> None:
+        """Begin to sum the gradients over the ranks; without any on this step there is nothing to do.
+
+        Args:
+            used: which parameters have a gradient on any rank, if the ranks have agreed on that; else all
+                have the same.
+        """
+        places = self._used if used is None else {place for place, is_used in enumerate(used) if is_used}
+        if not places:
             return
         self.finish_reduction()  # of a backward before, if nobody has asked for its gradients yet
+        if self._gradients is None:
+            self._gradients = self.shard.new_empty(self._starts[-1])
         for place, slot in enumerate(self.views(self._gradients)):
             if place not in self._used:
                 slot.zero_()
-        self._sent, self._reduced_places = self._gradients, self._used
+        self._sent, self._reduced_places = self._gradients, places
         self._gradients, self._used = None, set()
         mine = self._sent[self.own]
         self._reduced = mine if self.keeps_gradients else torch.empty_like(mine)
@@ -178,17 +211,41 @@ class Flat:
 
     @torch.no_grad()
     def finish_reduction(self) -> None:
-        """Leave each piece its part of the mean gradient, added to one that is there already."""
+        """Leave each piece its part of the mean gradient, added to one that is there already.
+
+        Raises:
+            RuntimeError: a part of the sum belongs to a parameter that this rank did not use.
+        """
         self.settle()
         if self._reduced is None:
             return
         if self._reduction:
             self._reduction.wait()
         self._reduced /= self.axis.size * (self.replicas.size if self.replicas else 1)
-        for place in sorted(self._reduced_places):
-            piece, gradient = self.pieces[place], self._reduced[self._cut(place)]
-            piece.grad = gradient if piece.grad is None else piece.grad + gradient
+        for place, piece in enumerate(self.pieces):
+            gradient = self._reduced[self._cut(place)]
+            if place in self._reduced_places:
+                piece.grad = gradient if piece.grad is None else piece.grad + gradient
+            elif gradient.any():
+                raise RuntimeError(
+                    f"parameter {self.names[place]} has a gradient on other ranks and none on rank "
+                    f"{self.axis.rank}: use it on every rank, or set find_unused_parameters=True"
+                )
         self._reduction = self._reduced = None
+
+    @torch.no_grad()
+    def load(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the pieces their parts of whole tensors. ValueError if one has not its parameter's shape."""
+        whole = self.shard.new_empty(self._starts[-1])
+        for name, view, value in zip(self.names, self.views(whole), values, strict=True):
+            if value.shape != view.shape:
+                raise ValueError(f"{name} is {tuple(view.shape)}, and the state has {tuple(value.shape)}")
+            view.copy_(value)
+        self.shard.copy_(whole[self.own])
+
+    def _require_dense(self, place: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and gradient.is_sparse:
+            raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
 
     def _cut(self, place: int) -> slice:
         """Where in the shard the piece of the parameter at `place` lies."""
@@ -205,6 +262,21 @@ class Flat:
             if axis and axis.size > 1:
                 axis.broadcast(whole, purpose=REPLICATE)
         return whole
+
+
+def agree_on_use(flats: Sequence[Flat]) -> list[list[bool]]:
+    """For each flat, which of its parameters have a gradient on any rank: one small all-reduce.
+
+    What ranks then reduce is the same on all of them, and in the same order, whatever each of them used.
+    """
+    if not flats:
+        return []
+    used = [is_used for flat in flats for is_used in flat.used]
+    flags = torch.tensor(used, dtype=torch.int32, device=flats[0].full.device)
+    for axis in (flats[0].axis, flats[0].replicas):
+        if axis and axis.size > 1:
+            axis.all_reduce(flags, purpose=UNUSED, op="max")
+    return [part.bool().tolist() for part in flags.split([len(flat.parameters) for flat in flats])]
 
 
 def make_flats(named: Sequence[tuple[str, nn.Parameter]], axis: Axis, **options) -> list[Flat]:

@@ -19,11 +19,11 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.flat import Flat
-from torchpar.manual.units import Unit, Units, make_units, tensors_in
+from torchpar.manual.flat import Flat, agree_on_use
+from torchpar.manual.gathers import Gathers
+from torchpar.manual.units import Unit, Units, make_units
 from torchpar.optimizer import clip_gradients
 
 
@@ -45,27 +45,41 @@ class FSDP(nn.Module):
         >>> {name: tuple(weight.shape) for name, weight in model.full_state_dict().items()}
         {'0.weight': (32, 8), '0.bias': (32,), '2.weight': (8, 32), '2.bias': (8,)}
 
-    Every rank must run the same units in the same order. A parameter is whole only while a module of its
-    unit runs: a model that reads another layer's weight directly wants both in one unit.
+    Every rank must run the same units in the same order, and use the same parameters, but for
+    `find_unused_parameters`. A parameter is whole only while a module of its unit runs, which means: is
+    called, not by another method. A model that reads another layer's weight directly wants both in one
+    unit. Backward must enter a unit through what one of its modules returned: a loss kept in an attribute
+    would find the weights freed. Gradients that are to be thrown away before they are synchronised are
+    known to this module's `zero_grad`, and not to an optimizer's.
 
     Args:
         module: tied and frozen parameters, custom layers, mixed dtypes, fewer elements than ranks are fine.
             Its values become those of the first rank.
         units: submodules to gather one after the other, or lists of them that are gathered together; what is
             in none, or tied between two, stays gathered throughout. None: the elements of the outermost
-            ModuleLists and Sequentials. (): everything at once.
+            ModuleLists and Sequentials, through lists and dicts of lists; name layers that are attributes
+            or in a ModuleDict yourself. (): everything at once.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one: hybrid sharding.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         compute_dtype: gather and compute in this dtype, floating-point inputs too; shards and gradients stay
-            in the parameters' own, and are summed in it.
-        inputs_only: modules whose backward does not read their weights need not be gathered for it.
+            in the parameters' own, and are summed in it. Buffers stay as they are; what they promote is
+            cast again where the next unit begins.
+        inputs_only: modules of just these types need not be gathered for backward, which does not read
+            their weights.
+        find_unused_parameters: parameters may be used on some ranks only, and count as zero on the others.
+            Costs one small all-reduce a step, and the overlap of reductions with backward: whole gradients
+            of all units stay in memory until the end.
 
     Attributes:
         module: with pieces for parameters, except while it runs.
         pieces: by the original names, what an optimizer is to update.
         units: in the order of the argument.
+
+    Raises:
+        RuntimeError: from `finish_gradient_synchronization`, if this rank did not use a parameter of which
+            it holds a piece, and others did.
     """
 
     def __init__(
@@ -79,6 +93,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         compute_dtype: torch.dtype | None = None,
         inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
+        find_unused_parameters: bool = False,
     ):
         super().__init__()
         if zero not in (2, 3):
@@ -86,27 +101,23 @@ class FSDP(nn.Module):
         self.module = module
         self.axis = Axis.of(group)
         self.replicas = None if replicate_group is None else Axis.of(replicate_group)
-        self._compute_dtype = compute_dtype
-        self._inputs_only = inputs_only
-        self._reshards = zero == 3 and reshard_after_forward
+        self._find_unused = find_unused_parameters
         self._synchronizing = True
         options = {"replicas": self.replicas, "keeps_full": zero == 2, "compute_dtype": compute_dtype}
         self._broadcast_buffers()
         self.units = make_units(module, units, self.axis, **options)
-        flats = [flat for unit in self.units for flat in unit.flats]
-        by_name = {name: p for flat in flats for name, p in zip(flat.names, flat.pieces, strict=True)}
+        self._flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # as backward comes
+        by_name = {name: p for flat in self._flats for name, p in zip(flat.names, flat.pieces, strict=True)}
         self.pieces = {name: by_name[name] for name, _ in module.named_parameters()}
-        self._forward_order: list[tuple[Unit, bool]] = []  # of the pass before
-        self._visits: list[tuple[Unit, bool]] = []  # of this one: which unit, and whether backward reads it
-        self._gathered: list[Unit] = []
-        self._current: Unit | None = None
         self._launched: Unit | None = None
         self._hooked: set[nn.Parameter] = set()
-        for unit in self.units:
-            unit.free()
-            for each in unit.modules:
-                each.register_forward_pre_hook(self._make_before(unit), prepend=True)
-                each.register_forward_hook(self._make_after(unit), always_call=True)
+        self._gathers = Gathers(
+            self.units,
+            reshards=zero == 3 and reshard_after_forward,
+            inputs_only=inputs_only,
+            compute_dtype=compute_dtype,
+            on_whole=self._watch,
+        )
 
     @property
     def transient(self) -> tuple[torch.Tensor, ...]:
@@ -115,14 +126,13 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         """The module's own."""
-        self._forward_order, self._visits = self._visits or self._forward_order, []
+        self._gathers.begin_pass()
         for unit in self.units:
             unit.begin_pass()
-        if self._compute_dtype:
-            args, kwargs = tree_map(self._cast, (args, kwargs))
+        args, kwargs = self._gathers.cast(args, kwargs)
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
-            self._free_all()
+            self._gathers.free_all()
         return output
 
     @contextmanager
@@ -142,13 +152,24 @@ class FSDP(nn.Module):
 
         A parameter that took no part in the loss keeps the gradient None, as on one device.
         """
-        for unit in reversed(self.units):
-            self._launch(unit)
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.finish_reduction()
+        if self._find_unused:
+            for flat, used in zip(self._flats, agree_on_use(self._flats), strict=True):
+                flat.start_reduction(used)
+        else:
+            for unit in reversed(self.units):
+                self._launch(unit)
+        for flat in self._flats:
+            flat.finish_reduction()
         self._launched = None
-        self._free_all()
+        self._gathers.free_all()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or make them zero; drop also those that are still to be reduced."""
+        for unit in self.units:
+            unit.begin_pass()
+        for flat in self._flats:
+            flat.drop_gradients(set_to_none=set_to_none)
+        self._launched = None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
@@ -157,9 +178,8 @@ class FSDP(nn.Module):
     def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Whole tensors from every rank's pieces: weights, gradients or moments by the original names."""
         whole: dict[str, torch.Tensor] = {}
-        for unit in self.units:
-            for flat in unit.flats:
-                whole.update(zip(flat.names, flat.gather([pieces[n] for n in flat.names]), strict=True))
+        for flat in self._flats:
+            whole.update(zip(flat.names, flat.gather([pieces[n] for n in flat.names]), strict=True))
         return {name: whole[name] for name in pieces}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -167,66 +187,26 @@ class FSDP(nn.Module):
         weights = self.gather({name: piece.detach() for name, piece in self.pieces.items()})
         return {**weights, **dict(self.module.named_buffers())}
 
-    def _make_before(self, unit: Unit):
-        def before_forward(module: nn.Module, args: tuple) -> None:
-            unit.running += 1
-            if unit is not self._current or not self._visits:
-                self._visits.append((unit, False))
-                self._enter(unit, self._next(self._forward_order, len(self._visits)))
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load what `full_state_dict` returned, also on another number of ranks.
 
-        return before_forward
+        Args:
+            state: whole tensors, the same on all ranks; the `state_dict()` of the unwrapped module will do.
 
-    def _make_after(self, unit: Unit):
-        def after_forward(module: nn.Module, args: tuple, output: object) -> None:
-            unit.running -= 1
-            if isinstance(module, self._inputs_only) or not torch.is_grad_enabled():
-                return
-            tensors = tensors_in(output)
-            if not tensors and output is not None:  # None: a recomputation that was stopped early
-                unit.spans = True  # nothing to hang a hook on: backward would find the unit freed
-            for tensor in tensors:
-                tensor.register_hook(lambda gradient: self._before_backward(unit))
-            if unit is self._visits[-1][0]:
-                self._visits[-1] = (unit, True)
-
-        return after_forward
-
-    def _before_backward(self, unit: Unit) -> None:
-        order = [visit for visit in reversed(self._visits) if visit[1]]
-        place = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
-        self._enter(unit, self._next(order, place + 1))
-
-    @staticmethod
-    def _next(order: list[tuple[Unit, bool]], place: int) -> Unit | None:
-        return order[place][0] if place < len(order) else None
-
-    def _enter(self, unit: Unit, upcoming: Unit | None) -> None:
-        """Make a unit whole, free those that are not running, and begin to gather the one to come."""
-        if unit is not self._current or unit not in self._gathered:
-            if not (unit.spans and unit in self._gathered):  # else it is around the current one
-                self._current = unit
-                self._free_idle(unit)
-            self._start(unit)
-            unit.finish_gather()
-            self._watch(unit)
-        if upcoming:
-            self._start(upcoming)
-
-    def _start(self, unit: Unit) -> None:
-        if unit not in self._gathered:
-            self._gathered.append(unit)
-            unit.start_gather()
-
-    def _free_idle(self, entering: Unit) -> None:
-        for unit in [unit for unit in self._gathered if unit is not entering and unit.is_idle]:
-            if self._reshards:
-                self._gathered.remove(unit)
-                unit.free()
-
-    def _free_all(self) -> None:
-        for unit in self._gathered:
-            unit.free()
-        self._gathered, self._current = [], None
+        Raises:
+            ValueError: a parameter or buffer is missing, or has another shape.
+        """
+        buffers = dict(self.module.named_buffers())
+        persistent = [name for name in self.module.state_dict() if name in buffers]
+        missing = [name for name in (*self.pieces, *persistent) if name not in state]
+        if missing:
+            raise ValueError(f"the state has no {', '.join(missing)}")
+        self._gathers.free_all()
+        for flat in self._flats:
+            flat.load([state[name] for name in flat.names])
+        for name in buffers.keys() & state.keys():
+            buffers[name].copy_(state[name])
 
     def _watch(self, unit: Unit) -> None:
         """Have the gradients of a unit's parameters taken in; also of one that was frozen before."""
@@ -238,7 +218,7 @@ class FSDP(nn.Module):
 
     def _make_take(self, unit: Unit, flat: Flat, place: int):
         def take_gradient(parameter: torch.Tensor) -> None:
-            if unit.add_gradient(flat, place) and self._synchronizing:
+            if unit.add_gradient(flat, place) and self._synchronizing and not self._find_unused:
                 self._launch(unit)
 
         return take_gradient
@@ -260,8 +240,3 @@ class FSDP(nn.Module):
                     axis.broadcast(whole, purpose="replicate")
             if whole is not buffer:
                 buffer.copy_(whole)
-
-    def _cast(self, value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(self._compute_dtype)
-        return value

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.flat import Flat, make_flats
+from torchpar.manual.flat import Flat, agree_on_use, make_flats
 from torchpar.optimizer import clip_gradients
 
-_PARAMS = "params"
+_PARAMS, _NAMES = "params", "param_names"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -83,7 +83,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add parameters, with options of their own; later ones than the first step too."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        named = [(str(index), parameter) for index, parameter in enumerate(group[_PARAMS])]
+        names = group.get(_NAMES) or [f"parameter {index}" for index in range(len(group[_PARAMS]))]
+        named = list(zip(names, group[_PARAMS], strict=True))
         flats = make_flats(
             named, self.axis, replicas=self._replicas, keeps_full=True, keeps_gradients=self._reduces
         )
@@ -93,6 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _take_gradients_into(flat)
         self._flats += flats
         pieces = {**_options(group), _PARAMS: [self._piece_of[p] for p in group[_PARAMS]]}
+        if _NAMES in group:
+            pieces[_PARAMS] = list(zip(group[_NAMES], pieces[_PARAMS], strict=True))
         if self._inner is None:
             self._inner = self._make([pieces])
             self.defaults = self._inner.defaults
@@ -103,15 +106,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's cut of the parameters, and gather the others'. Returns the closure's loss."""
+        """Update this rank's cut of the parameters, and gather the others'. Returns the closure's loss.
+
+        Raises:
+            RuntimeError: with reduce_gradients, gradients are still each rank's own.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._push_options()
-        if not self._reduces:
-            for flat in self._flats:
+        for flat in self._flats:
+            if not self._reduces:
                 flat.take_mean_gradients()
+            elif any(flat.used):
+                raise RuntimeError("call finish_gradient_synchronization() before step()")
         self.inner.step()
         updated = [flat for flat in self._flats if any(piece.grad is not None for piece in flat.pieces)]
         for flat in updated:
@@ -122,14 +131,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish_gradient_synchronization(self) -> None:
-        """With reduce_gradients: leave each rank the mean gradient of its pieces."""
+        """With reduce_gradients: leave each rank the mean gradient of its pieces.
+
+        A parameter that some ranks did not use counts as zero there; one that none did keeps None.
+        """
+        self._require_reduction()
         for flat in self._flats:
-            flat.start_reduction()
+            flat.take_gradients()
+        for flat, used in zip(self._flats, agree_on_use(self._flats), strict=True):
+            flat.start_reduction(used)
         for flat in self._flats:
             flat.finish_reduction()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
+        self._require_reduction()
         pieces = {f"{i}.{j}": p for i, flat in enumerate(self._flats) for j, p in enumerate(flat.pieces)}
         return clip_gradients(pieces, lambda name: (self.axis,), max_norm=max_norm)
 
@@ -143,9 +159,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters and of the pieces, or make them zero."""
-        super().zero_grad(set_to_none)
-        for piece in self._piece_of.values():
-            piece.grad = None  # set anew from the parameter's, or by the next reduction
+        if self._reduces:
+            for flat in self._flats:
+                flat.drop_gradients(set_to_none=set_to_none)
+        else:  # the next step gives each piece its part of the parameter's
+            super().zero_grad(set_to_none)
+            for piece in self._piece_of.values():
+                piece.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, and which part it is."""
@@ -166,6 +186,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
 
+    def _require_reduction(self) -> None:
+        if not self._reduces:
+            raise RuntimeError("this optimizer does not reduce gradients: make it with reduce_gradients=True")
+
     def _push_options(self) -> None:
         """Schedulers and users change this optimizer's groups: the inner one follows."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -173,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (_PARAMS, "param_names")}
+    return {key: value for key, value in group.items() if key not in (_PARAMS, _NAMES)}
 
 
 def _take_gradients_into(flat: Flat) -> None:

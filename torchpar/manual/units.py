@@ -11,7 +11,8 @@ from torchpar.manual.flat import Flat, make_flats
 
 Units = Iterable[nn.Module | Iterable[nn.Module]]
 Use = tuple[nn.Module, str, nn.Parameter]  # a module, and under which name it has a parameter
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called themselves
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called themselves
+_TRANSPARENT = (torch.Tensor, int, float, complex, str, type(None))
 
 
 class Unit:
@@ -73,17 +74,19 @@ class Unit:
         self._arrived.clear()
 
 
-def default_units(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of the outermost ModuleLists and Sequentials: the layers of most models."""
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        for child in module.children():
-            if isinstance(child, _CONTAINERS):
-                yield from default_units(child)
-            else:
-                yield child
-    else:
-        for child in module.children():
-            yield from default_units(child)
+def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.Module]:
+    """The elements of the outermost ModuleLists and Sequentials: the layers of most models.
+
+    Args:
+        module: any.
+        is_listed: it is an element of such a list itself, which is never called.
+    """
+    is_listed = is_listed or isinstance(module, (nn.ModuleList, nn.Sequential))
+    for child in module.children():
+        if is_listed and not isinstance(child, _CONTAINERS):
+            yield child
+        else:
+            yield from default_units(child, is_listed=is_listed)
 
 
 def make_units(module: nn.Module, units: Units | None, axis: Axis, **options) -> list[Unit]:
@@ -127,3 +130,8 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of a module's output that backward goes through."""
     leaves = tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def is_opaque(value: object) -> bool:
+    """Whether a module's output holds something in which tensors may hide."""
+    return not all(isinstance(leaf, _TRANSPARENT) for leaf in tree_leaves(value))

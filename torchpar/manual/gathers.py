@@ -1,0 +1,126 @@
+"""Which units of a fully sharded module are whole, and when: hooks around the module's forward and backward.
+
+One unit is current; the one to come is gathered meanwhile, in the order of the pass before (forward), or of
+this pass reversed (backward). The others are freed, but for those that run around the current one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from torchpar.manual.units import Unit, is_opaque, tensors_in
+
+
+class Gathers:
+    """Gathers each unit before one of its modules runs, and before backward reaches it.
+
+    Args:
+        units: their parameters are at rest.
+        reshards: free what is not running; else all stays whole until `free_all`.
+        inputs_only: modules whose backward does not read their weights.
+        compute_dtype: cast a unit's floating-point inputs to this dtype, or None.
+        on_whole: called with a unit that has become whole.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        reshards: bool,
+        inputs_only: tuple[type[nn.Module], ...],
+        compute_dtype: torch.dtype | None,
+        on_whole: Callable[[Unit], None],
+    ):
+        self._reshards, self._inputs_only = reshards, inputs_only
+        self._compute_dtype, self._on_whole = compute_dtype, on_whole
+        self._forward_order: list[tuple[Unit, bool]] = []  # of the pass before
+        self._visits: list[tuple[Unit, bool]] = []  # of this one: which unit, and whether backward reads it
+        self._gathered: list[Unit] = []
+        self._current: Unit | None = None
+        for unit in units:
+            unit.free()
+            for module in unit.modules:
+                module.register_forward_pre_hook(self._make_before(unit), prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._make_after(unit), always_call=True)
+
+    def begin_pass(self) -> None:
+        """Another forward begins."""
+        self._forward_order, self._visits = self._visits or self._forward_order, []
+
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Arguments with floating-point tensors in the dtype to compute in."""
+        if self._compute_dtype is None:
+            return args, kwargs
+        return tree_map(self._cast_one, (args, kwargs))
+
+    def free_all(self) -> None:
+        """No unit is whole."""
+        for unit in self._gathered:
+            unit.free()
+        self._gathered, self._current = [], None
+
+    def _make_before(self, unit: Unit):
+        def before_forward(module: nn.Module, args: tuple, kwargs: dict):
+            unit.running += 1
+            if unit is not self._current or not self._visits:
+                self._visits.append((unit, False))
+                self._enter(unit, self._next(self._forward_order, len(self._visits)))
+            # Not only at the top: a buffer in another dtype may have promoted what comes from there.
+            return self.cast(args, kwargs)
+
+        return before_forward
+
+    def _make_after(self, unit: Unit):
+        def after_forward(module: nn.Module, args: tuple, output: object) -> None:
+            unit.running -= 1
+            # Not isinstance: a class made from one of these may have other weights, which backward reads.
+            if type(module) in self._inputs_only or not torch.is_grad_enabled():
+                return
+            tensors = tensors_in(output)
+            if not tensors and is_opaque(output):
+                unit.spans = True  # nothing to hang a hook on: backward would find the unit freed
+            for tensor in tensors:
+                tensor.register_hook(lambda gradient: self._before_backward(unit))
+            if unit is self._visits[-1][0]:
+                self._visits[-1] = (unit, True)
+
+        return after_forward
+
+    def _before_backward(self, unit: Unit) -> None:
+        order = [visit for visit in reversed(self._visits) if visit[1]]
+        place = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
+        self._enter(unit, self._next(order, place + 1))
+
+    @staticmethod
+    def _next(order: list[tuple[Unit, bool]], place: int) -> Unit | None:
+        return order[place][0] if place < len(order) else None
+
+    def _enter(self, unit: Unit, upcoming: Unit | None) -> None:
+        """Make a unit whole, free those that are not running, and begin to gather the one to come."""
+        if unit is not self._current or unit not in self._gathered:
+            if not (unit.spans and unit in self._gathered):  # else it is around the current one
+                self._current = unit
+                self._free_idle(unit)
+            self._start(unit)
+            unit.finish_gather()
+            self._on_whole(unit)
+        if upcoming:
+            self._start(upcoming)
+
+    def _start(self, unit: Unit) -> None:
+        if unit not in self._gathered:
+            self._gathered.append(unit)
+            unit.start_gather()
+
+    def _free_idle(self, entering: Unit) -> None:
+        for unit in [unit for unit in self._gathered if unit is not entering and unit.is_idle]:
+            if self._reshards:
+                self._gathered.remove(unit)
+                unit.free()
+
+    def _cast_one(self, value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(self._compute_dtype)
+        return value
