@@ -48,7 +48,7 @@ class Problem:
     """Like `shapes`, with a tuple of logical axis names, one for each dim, for a leaf."""
     remat: Remat
     pieces: Callable[[Edit], Pieces] | None = None
-    """The same model in pieces; pipelines by hand need it."""
+    """The same model in pieces; pipelines need it."""
     vocab_size: int = 0
     """Of a language model, without padding; tensor parallelism needs it."""
     stacked: str = "blocks"

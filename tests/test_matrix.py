@@ -16,8 +16,8 @@ from compare.residency import KINDS, TOLERANCE, excess
 # What each engine trains here, so that every strategy and every family of compositions is trained end to end
 # by some engine; each side's own tests go through the rest, and `make matrix` through everything.
 TRAINED = {
-    "jax-compiler": ["fsdp", "tp_sp"],
-    "jax-manual": ["hsdp", "fsdp_tp"],
+    "jax-compiler": ["fsdp", "tp_sp", "ddp_tp_pp"],
+    "jax-manual": ["hsdp", "fsdp_tp_pp"],
     "torch-manual": ["zero2", "fsdp_tp_sp", "pp_zero_bubble"],
     "torch-library": ["zero1", "fsdp_tp", "pp_interleaved"],
 }
