@@ -99,4 +99,4 @@ def _speak_into(folder: Path, function: Callable[..., int], arguments: tuple) ->
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as torchpar's own ends: see collectives.leave_group
+    os._exit(code)  # as torchpar's own ends: see groups.leave_group

@@ -20,7 +20,7 @@ import pytest
 import torch
 from forks import SERVER, TIMEOUT_S, leave_with_parent
 
-from torchpar import collectives
+from torchpar import groups
 from torchpar.collectives import Axis
 from torchpar.launch import bind_to_loopback
 
@@ -148,9 +148,7 @@ def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     bind_to_loopback()
     try:
-        collectives.join_group(
-            rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=TIMEOUT_S
-        )
+        groups.join_group(rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=TIMEOUT_S)
         while True:
             module, name, parameters = pipe.recv()
             getattr(importlib.import_module(module), name).__wrapped__(rank, **parameters)
@@ -159,6 +157,6 @@ def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:
         pass
     except BaseException as error:  # this rank has no future: the parent ends all
         text = f"rank {rank} failed:\n" + "".join(traceback.format_exception(error))
-        pipe.send((text, collectives.is_consequence(error)))
+        pipe.send((text, groups.is_consequence(error)))
         pipe.poll(None)  # until then a peer must not see this one hang up
-    os._exit(0)  # a group is not destroyed: see collectives.leave_group
+    os._exit(0)  # a group is not destroyed: see groups.leave_group

@@ -88,8 +88,8 @@ def test_the_model_does_not_know_that_it_is_parallel(side):
 
 
 def test_only_the_door_calls_torch_distributed():
-    """Hand-written engines go through torchpar/collectives.py; the library engine is PyTorch's own."""
-    may = {"collectives.py", "launch.py", "ledger.py", "memory.py"}
+    """Hand-written engines go through collectives.py and groups.py; the library engine is PyTorch's own."""
+    may = {"collectives.py", "groups.py", "launch.py", "ledger.py", "memory.py"}
     for path in files("torchpar"):
         if "library" not in path.parts and path.name not in may:
             assert not any(name.startswith("torch.distributed") for name in imports(path)), path

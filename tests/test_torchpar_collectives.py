@@ -6,7 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import RANKS, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
+from torchpar import groups
 from torchpar.collectives import Axis
 from torchpar.pieces import pieces
 
@@ -49,3 +51,12 @@ def test_pieces_cover_everything_once_and_are_equal_but_for_the_last(count, rank
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == ranks
     assert sizes[0] == -(-count // ranks)
+
+
+@on_ranks
+def test_an_axis_over_a_group_is_called_what_it_is(rank: int) -> None:
+    pairs = groups.make_group([[0, 1], [2, 3]])
+    assert Axis.of(None).name == Axis.of(groups.world_group()).name == "world"
+    assert (Axis.of(pairs).name, Axis.of(pairs).size, Axis.of(pairs).rank) == ("subgroup", 2, rank % 2)
+    columns = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))["columns"].get_group()
+    assert Axis.of(columns).name == "columns"

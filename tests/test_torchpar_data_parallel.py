@@ -14,7 +14,8 @@ from torch import nn
 
 from torchpar.collectives import Axis
 from torchpar.ledger import CommunicationMode
-from torchpar.manual.data_parallel import DataParallel, GradientSync, make_buckets
+from torchpar.manual.buckets import make_buckets
+from torchpar.manual.data_parallel import DataParallel, GradientSync
 from torchpar.traffic import Call
 
 each_sync = pytest.mark.parametrize("sync", ["naive", "flat", "overlapped", "bucketed"])
@@ -110,11 +111,17 @@ def test_an_unused_parameter_is_an_error_unless_announced(rank: int) -> None:
 
 @each_sync
 @on_ranks
-def test_second_backward_is_an_error(rank: int, sync: GradientSync) -> None:
-    replicas = DataParallel(Odd(), gradient_sync=sync)
+def test_second_backward_is_an_error_after_which_one_can_go_on(rank: int, sync: GradientSync) -> None:
+    reference, replica = Odd(), Odd()
+    replicas = DataParallel(replica, gradient_sync=sync)
     replicas(ids()).backward()
     with pytest.raises(RuntimeError, match=r"ready twice.*no_sync"):
         replicas(ids()).backward()
+    replicas.zero_grad()  # gives the step up
+    reference(ids()).backward()
+    replicas(share(ids(), rank)).backward()
+    replicas.finish_gradient_synchronization()
+    assert_same_gradients(reference, replica)
 
 
 @on_ranks

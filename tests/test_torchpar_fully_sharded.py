@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchpar import collectives
+from torchpar import groups
 from torchpar.collectives import Axis
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.traffic import Call
@@ -85,8 +85,8 @@ def test_fewer_elements_than_ranks(rank: int, options: dict) -> None:
 @each_way
 @on_ranks
 def test_hybrid_shards_equal_one_rank(rank: int, options: dict) -> None:
-    shards = collectives.make_group([[0, 1], [2, 3]])
-    replicas = collectives.make_group([[0, 2], [1, 3]])
+    shards = groups.make_group([[0, 1], [2, 3]])
+    replicas = groups.make_group([[0, 2], [1, 3]])
     module = Odd(seed=rank)
     train_like_one_rank(rank, Odd(), FSDP(module, group=shards, replicate_group=replicas, **options), steps=2)
 

@@ -20,7 +20,7 @@ from forks import run_forked
 from compare.contract import record
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.record import Request, read_failure, read_record, write_json
-from torchpar import collectives
+from torchpar import groups
 from torchpar.collectives import Axis
 from torchpar.launch import bind_to_loopback, launch
 from torchpar.rank import Rank
@@ -65,7 +65,7 @@ MISDEEDS = {deed.__name__: deed for deed in (fail, die, leave, stop, sleep)}
 def misbehave(rank: Rank, *, deed: str) -> None:
     """Steps with an all-reduce each; rank 2 misbehaves at step 3."""
     torch.set_num_threads(1)
-    collectives.join_group(
+    groups.join_group(
         rank=rank.rank,
         world_size=rank.world_size,
         device=torch.device("cpu"),
@@ -78,7 +78,7 @@ def misbehave(rank: Rank, *, deed: str) -> None:
             MISDEEDS[deed]()
         rank.at(step, "backward")
         Axis.of(None).all_reduce(torch.ones(3))
-    collectives.leave_group()
+    groups.leave_group()
 
 
 def parent(deed: str, folder: Path) -> int:

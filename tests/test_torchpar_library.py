@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
-from torchpar import collectives, library
+from torchpar import groups, library
 from torchpar.ledger import CommunicationMode
 from torchpar.library.faults import take_parts_for_sums, unsummed
 from torchpar.library.tensor_parallel import restore_order, tensor_parallel
@@ -201,7 +201,7 @@ def test_mistakes_show(rank: int) -> None:
 
 @on_ranks
 def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
-    mesh = DeviceMesh.from_group(collectives.world_group(), "cpu", mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group(groups.world_group(), "cpu", mesh_dim_names=("tp",))
     tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
     with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
         tensor_parallel(tiny, mesh)

@@ -4,7 +4,6 @@ The oracle is the same module on one rank, over the whole batch, with PyTorch's 
 """
 
 import copy
-import doctest
 from collections.abc import Callable
 from functools import partial
 
@@ -262,16 +261,6 @@ def test_names_of_parameters_are_in_the_state(rank: int) -> None:
     assert saved["param_groups"][0]["param_names"][0] == "first.weight"
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["param_groups"] == saved["param_groups"]
-
-
-@on_ranks
-def test_the_examples_run(rank: int) -> None:
-    for example in (FSDP, ShardedOptimizer):
-        names = {"torch": torch, "nn": nn, "DataParallel": DataParallel, example.__name__: example}
-        for test in doctest.DocTestFinder(recurse=False).find(example, globs=names):
-            assert len(test.examples) > 3
-            result = doctest.DocTestRunner().run(test)
-            assert result.failed == 0
 
 
 @pytest.mark.parametrize("make", [FSDP, lambda m: ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=1.0)])

@@ -11,16 +11,15 @@ from modules import normal, share
 from ranks import axis, on_ranks
 from torch import nn
 
-from torchpar.manual.conjugates import (
-    scatter_to,
-)
+from torchpar.collectives import Axis
+from torchpar.manual.conjugates import scatter_to
 from torchpar.manual.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    swap,
     synchronize_replicated_gradients,
 )
 from torchpar.manual.vocab_parallel import VocabParallelEmbedding
+from torchpar.swap import swap
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
@@ -137,7 +136,46 @@ def test_what_does_not_divide_names_both_numbers(rank: int) -> None:
         ColumnParallelLinear.from_linear(nn.Linear(8, 18), axis(), groups=3)
     with pytest.raises(ValueError, match=r"= 4 does not divide dim 1 of a tensor \(2, 6\)"):
         scatter_to(torch.zeros(2, 6), axis(), dim=1)
-    with pytest.raises(ValueError, match=r"nowhere.* matches no submodule of Net"):
-        swap(Net(), {"nowhere.*": lambda old: old})
     with pytest.raises(ValueError, match="padding_idx"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, padding_idx=0), axis())
+
+
+def test_swap_keeps_ties_and_takes_every_submodule():
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    net[2].weight = net[0].weight
+    before = list(net)
+    swap(net, {"*": lambda old: nn.Linear(3, 3)})  # not the root, which has no place to be put
+    assert all(old is not new for old, new in zip(before, net, strict=True))
+    assert net[2].weight is net[0].weight
+    assert net[1].weight is not net[0].weight
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("nowhere.*", r"^'nowhere.\*' matches no submodule of Net"),
+        ("", r"^'' matches no submodule of Net"),
+        ("*", r"^'\*' matches both outer and outer.inner inside of it: name one of them"),
+    ],
+)
+def test_swap_names_a_pattern_that_it_cannot_take(pattern, message):
+    net = Net()
+    net.outer = nn.Sequential()
+    net.outer.inner = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=message):
+        swap(net, {pattern: lambda old: old})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ColumnParallelLinear.from_linear, "ColumnParallelLinear is made from nn.Linear, not from LayerNorm"),
+        (RowParallelLinear.from_linear, "RowParallelLinear is made from nn.Linear, not from LayerNorm"),
+        (VocabParallelEmbedding.from_embedding, "VocabParallelEmbedding is made from nn.Embedding, not from"),
+    ],
+)
+def test_a_layer_that_cannot_be_split_is_named_and_so_is_its_place(make, message):
+    alone = Axis("tp", size=1, rank=0, group=None)
+    with pytest.raises(TypeError, match=message) as caught:
+        swap(Net(), {"norm": partial(make, axis=alone)})
+    assert caught.value.__notes__ == ["where norm of Net was to be replaced"]

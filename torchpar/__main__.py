@@ -90,6 +90,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # under torchrun this is a rank, whose process group must not be destroyed (collectives.py)
+    os._exit(code)  # under torchrun this is a rank, whose process group must not be destroyed (groups.py)

@@ -1,4 +1,4 @@
-"""The one door to torch.distributed: process groups and collectives, each counted (`traffic.py`).
+"""The one door to torch.distributed but for `groups.py`: collectives, each counted (`traffic.py`).
 
 An `Axis` is one mesh axis as this rank sees it. Its methods are the collectives along that axis; each
 demands contiguous tensors, because gloo silently returns wrong numbers for a strided one.
@@ -8,10 +8,8 @@ own reduce-scatter is an all-reduce, and its all-gather copies everything once m
 and a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's are fast.
 """
 
-import datetime
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -26,6 +24,7 @@ ProcessGroup = dist.ProcessGroup
 # torch 2.13 deprecates the old names, 2.11 knows only them.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+MESH = "mesh_"  # how PyTorch describes the group of a mesh axis
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -51,14 +50,20 @@ class Axis:
 
     @classmethod
     def of(cls, group: "Axis | ProcessGroup | None") -> "Axis":
-        """An axis as it is, or one over a process group, or (None) over all ranks."""
+        """An axis as it is, or one over a process group, or (None) over all ranks.
+
+        A group's axis is called world, or as in the DeviceMesh that it is from, or subgroup.
+        """
         if isinstance(group, Axis):
             return group
         if not dist.is_initialized():
             raise ValueError("no process group: call torch.distributed.init_process_group first")
         group = dist.group.WORLD if group is None else group
         assert group is not None
-        return cls("world", size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
+        name = "world" if group == dist.group.WORLD else "subgroup"
+        if group.group_desc.startswith(MESH):
+            name = group.group_desc.removeprefix(MESH)
+        return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
     def all_reduce(
         self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
@@ -214,62 +219,3 @@ def _pad(tensor: torch.Tensor, count: int) -> torch.Tensor:
     padded = tensor.new_zeros(count)
     padded[: len(tensor)] = tensor
     return padded
-
-
-def join_group(
-    *, rank: int, world_size: int, device: torch.device, rendezvous: Path | None, timeout_s: float
-) -> None:
-    """Join the group of all ranks. Leave it with `leave_group`.
-
-    Args:
-        rank, world_size: this process among all.
-        device: NCCL for a GPU, which is then this rank's own; gloo for the CPU.
-        rendezvous: a file that all ranks can reach and that did not exist; None reads MASTER_ADDR and
-            MASTER_PORT, which torchrun sets.
-        timeout_s: seconds that a collective may take.
-    """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-
-
-def leave_group() -> None:
-    """Wait for all ranks, so that none hangs up on another. The process must end by os._exit after this.
-
-    The group is not destroyed: if DDP's reducer outlives it, gloo's threads are joined under the GIL, and
-    one of them may need the GIL to drop a dispatch mode that `ledger.py` had installed: a deadlock at exit
-    (seen with torch 2.13).
-    """
-    dist.barrier()
-
-
-def world_group() -> ProcessGroup:
-    """The group of all ranks."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def make_group(partition: list[list[int]]) -> ProcessGroup | None:
-    """This rank's group of a partition of all ranks; None where the groups have one member each.
-
-    Every rank calls this with the same partition, and for all partitions in the same order.
-    """
-    if len(partition) == 1:
-        return world_group()
-    if len(partition[0]) == 1:
-        return None
-    group, _ = dist.new_subgroups_by_enumeration(partition)
-    return group
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether an error only says that another rank went away, so that the cause lies elsewhere."""
-    text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

@@ -19,8 +19,9 @@ from torchpar.collectives import Axis
 from torchpar.library import tensor_parallel as library_tensor_parallel
 from torchpar.library.faults import take_parts_for_sums, unsummed
 from torchpar.manual import tensor_parallel
+from torchpar.manual.buckets import Bucket
 from torchpar.manual.conjugates import scatter_to
-from torchpar.manual.data_parallel import Bucket, DataParallel
+from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.flat import Flat
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.plan import local

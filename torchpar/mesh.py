@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from compare.contract.experiment import Layout
-from torchpar.collectives import Axis, make_group
+from torchpar.collectives import Axis
+from torchpar.groups import make_group
 from torchpar.traffic import Traffic
 
 

@@ -11,6 +11,7 @@ from compare.contract.optimizer import CLIP_EPS
 from compare.contract.parameters import decays, parameter_table
 from torchpar.collectives import Axis
 from torchpar.plan import Plan, local
+from torchpar.traffic import NORM
 from torchpar.weights import nanogpt_name
 
 
@@ -98,7 +99,7 @@ def clip_gradients(
         if axes:
             square = norm.square()
             for axis in axes:
-                axis.all_reduce(square, purpose="norm")
+                axis.all_reduce(square, purpose=NORM)
             norm = square.sqrt()
         norms.append(norm)
     if not norms:

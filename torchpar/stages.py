@@ -17,8 +17,9 @@ from compare.contract.experiment import Layout
 from torchpar.collectives import Axis
 from torchpar.model import GPT
 from torchpar.plan import Named, Plan, local
+from torchpar.traffic import TIED_GRADIENTS
 
-TIED, TIED_GRADIENTS = "transformer.wte.weight", "tied gradients"
+TIED = "transformer.wte.weight"
 
 
 class GPTStages(nn.Module):

@@ -7,6 +7,16 @@ from typing import NamedTuple
 
 from compare.contract.record import Communication, ring_wire_bytes
 
+# The purposes there are.
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "activation gradients"
+REPLICATED_GRADIENTS = (
+    "replicated gradients"  # of whole parameters, from parts of the data
+)
+TIED_GRADIENTS = "tied gradients"  # of the two copies of a weight on the ends of a pipeline
+LOSS, NORM, UNUSED = "loss", "norm", "unused parameters"
+REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
+
 
 class Call(NamedTuple):
     """What calls to a collective have in common in a ledger."""

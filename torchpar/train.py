@@ -14,9 +14,8 @@ from compare.contract.data import open_corpus
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Recorder, Request, Step
-from torchpar import collectives, library, manual
+from torchpar import groups, library, manual
 from torchpar.ledger import CommunicationMode
-from torchpar.manual.data_parallel import GRADIENTS
 from torchpar.memory import resident_bytes, track_peak
 from torchpar.mesh import Mesh, make_mesh
 from torchpar.model import GPT
@@ -24,6 +23,7 @@ from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.plan import local
 from torchpar.rank import Rank
 from torchpar.run import Run, finish, record_after, record_gradients, record_start
+from torchpar.traffic import GRADIENTS, LOSS
 from torchpar.weights import load_weights, read_weights
 
 PARALLELIZE = {"torch-manual": manual.parallelize, "torch-library": library.parallelize}
@@ -41,7 +41,7 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if request.experiment.precision.tf32 else "highest")
     if layout.devices > 1:
-        collectives.join_group(
+        groups.join_group(
             rank=rank.rank,
             world_size=layout.devices,
             device=device,
@@ -56,7 +56,7 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
         train_step(run, recorder, step)
     finish(run, recorder)
     if layout.devices > 1:
-        collectives.leave_group()
+        groups.leave_group()
 
 
 def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
@@ -134,7 +134,7 @@ def compute_gradients(
     run.rank.at(step, "synchronisation")
     run.plan.finish_gradient_synchronization()
     if data.size > 1:
-        data.all_reduce(loss, purpose="loss")
+        data.all_reduce(loss, purpose=LOSS)
         loss /= data.size
     return loss
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from compare.contract.record import Failure
-from torchpar.collectives import is_consequence
+from torchpar.groups import is_consequence
 from torchpar.rank import Heartbeat, Rank
 
 POLL_S = 0.1

@@ -22,6 +22,7 @@ from torchpar.model import GPT
 from torchpar.plan import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
 from torchpar.stages import GPTStages, as_pipeline, cut_each
+from torchpar.traffic import RECORD
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
@@ -138,5 +139,5 @@ class DealtStatePlan(Plan):
             for name, p in self.parameters.items()
         }
         for moment in moments.values():
-            self.state_axis.all_reduce(moment.detach(), purpose="record")
+            self.state_axis.all_reduce(moment.detach(), purpose=RECORD)
         return moments

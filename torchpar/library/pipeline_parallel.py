@@ -20,8 +20,8 @@ from torch.distributed.pipelining import (
 )
 
 from torchpar.collectives import Axis
+from torchpar.traffic import LOSS
 
-LOSS = "loss"
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 Context = Callable[[], AbstractContextManager]

@@ -7,6 +7,13 @@
     all_gather_to        forward: all-gather      backward: reduce-scatter  f under sequence parallelism
     reduce_scatter_from  forward: reduce-scatter  backward: all-gather      g under sequence parallelism
 
+    >>> axis = Axis.of(None)
+    >>> x = torch.ones(3, requires_grad=True)               # the same on all ranks
+    >>> y = reduce_from(copy_to(x, axis) * (axis.rank + 1), axis)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()                         # on four ranks: 1 + 2 + 3 + 4
+    ([10.0, 10.0, 10.0], [10.0, 10.0, 10.0])
+
 A plain all-reduce inside a module would be differentiated as if it were no collective at all: gradients
 would be wrong without an error. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism
 (arXiv 2205.05198).
@@ -19,8 +26,8 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis
+from torchpar.traffic import ACTIVATION_GRADIENTS, ACTIVATIONS, RECORD
 
-ACTIVATIONS, ACTIVATION_GRADIENTS, RECORD = "activations", "activation gradients", "record"
 SEQUENCE_DIM = 1  # of activations (B, T, C)
 
 

@@ -11,7 +11,6 @@ Buckets hold the parameters in reverse, the order in which backward reaches them
 same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
 """
 
-import itertools
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
@@ -19,82 +18,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchpar.collectives import Axis, ProcessGroup, Work
+from torchpar.collectives import Axis, ProcessGroup
+from torchpar.manual.buckets import Bucket, make_buckets
+from torchpar.traffic import REPLICATE, UNUSED
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
-GRADIENTS = "gradients"
-
-
-class Bucket:
-    """Parameters of one dtype and device whose gradients are reduced in one all-reduce."""
-
-    def __init__(self, names: list[str], parameters: list[nn.Parameter]):
-        self.names = names
-        self.parameters = parameters
-        self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
-        self._pending = set(range(len(parameters)))
-        self._buffer: torch.Tensor | None = None
-        self._work: Work | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every gradient of this step is in."""
-        return not self._pending
-
-    @property
-    def pending(self) -> list[int]:
-        """Places whose gradient is not in yet."""
-        return sorted(self._pending)
-
-    def awaits(self, place: int) -> bool:
-        """Whether the gradient at `place` is not in yet."""
-        return place in self._pending
-
-    def add(self, place: int) -> None:
-        """Take in the gradient of the parameter at `place`.
-
-        With several parameters the gradient moves into the bucket and becomes a view of it: one copy,
-        none back, and no second gradient in memory. A single one is reduced where it lies, if it can be.
-        """
-        self._pending.remove(place)
-        parameter = self.parameters[place]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
-        if len(self.parameters) == 1 and gradient.is_contiguous():
-            self._buffer = gradient.view(-1)
-            return
-        if self._buffer is None:
-            self._buffer = gradient.new_empty(self._starts[-1])
-        # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
-        strides = torch.empty_like(parameter, device="meta").stride()
-        slot = self._buffer.as_strided(parameter.shape, strides, self._starts[place])
-        slot.copy_(gradient)
-        parameter.grad = slot
-
-    def launch(self, axis: Axis) -> None:
-        """Begin to sum the bucket over the ranks."""
-        assert self._buffer is not None
-        self._work = axis.start_all_reduce(self._buffer, purpose=GRADIENTS)
-
-    def finish(self, axis: Axis) -> None:
-        """Wait for the sum, make it the mean, and be ready for the next step."""
-        assert self._work is not None
-        assert self._buffer is not None
-        self._work.wait()
-        self.divide(self._buffer, axis.size)
-        self.reset()
-
-    @staticmethod
-    def divide(total: torch.Tensor, ranks: int) -> None:
-        """Turn a sum over ranks into their mean."""
-        total.div_(ranks)
-
-    def reset(self) -> None:
-        """Forget the step; the gradients keep the buffer alive as long as anybody wants them."""
-        self._pending = set(range(len(self.parameters)))
-        self._buffer = self._work = None
 
 
 class DataParallel(nn.Module):
@@ -102,6 +30,16 @@ class DataParallel(nn.Module):
 
     Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step the
     optimizer. Parameters and buffers are those of the first rank from the start.
+
+        >>> model = DataParallel(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> for first, second in torch.randn(3, 2, 16, 8):   # this rank's share of each step's batch
+        ...     with model.no_sync():
+        ...         model(first).square().mean().div(2).backward()
+        ...     model(second).square().mean().div(2).backward()
+        ...     model.finish_gradient_synchronization()      # the mean over all ranks
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
 
     Args:
         module: tied and frozen parameters, buffers and mixed dtypes are fine.
@@ -113,7 +51,8 @@ class DataParallel(nn.Module):
 
     Raises:
         RuntimeError: from `backward`, if it runs twice before the gradients are synchronised; from
-            `finish_gradient_synchronization`, if a parameter has no gradient.
+            `finish_gradient_synchronization`, if a parameter has no gradient. Go on after `zero_grad()`
+            of this module.
     """
 
     def __init__(
@@ -173,6 +112,13 @@ class DataParallel(nn.Module):
                 parameter.grad = None
         self._launched = 0
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or make them zero, also of a step that is given up halfway, on all ranks."""
+        for bucket in self._buckets:
+            bucket.reset()
+        self._launched = 0
+        super().zero_grad(set_to_none)
+
     def _trainable(self) -> list[int]:
         return [id(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
 
@@ -183,7 +129,7 @@ class DataParallel(nn.Module):
     def _broadcast(self) -> None:
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             whole = tensor.contiguous()  # itself, or a copy of a strided one
-            self._axis.broadcast(whole, purpose="replicate")
+            self._axis.broadcast(whole, purpose=REPLICATE)
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -235,27 +181,5 @@ class DataParallel(nn.Module):
             return used
         device = self._buckets[0].parameters[0].device
         ranks_using = torch.tensor(used, dtype=torch.int32, device=device)
-        self._axis.all_reduce(ranks_using, purpose="unused parameters")
+        self._axis.all_reduce(ranks_using, purpose=UNUSED)
         return (ranks_using > 0).tolist()
-
-
-def make_buckets(module: nn.Module, limit_bytes: float) -> list[Bucket]:
-    """Split a module's trainable parameters, in reverse, into buckets of one dtype and device each.
-
-    Args:
-        module: tied parameters count once.
-        limit_bytes: a bucket is closed before it would pass this; 0 gives every parameter its own.
-    """
-    buckets: list[tuple[list[str], list[nn.Parameter]]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[nn.Parameter]]] = {}
-    for name, parameter in reversed(list(module.named_parameters())):
-        if not parameter.requires_grad:
-            continue
-        kind = (parameter.dtype, parameter.device)
-        bucket = open_buckets.get(kind)
-        if bucket is None or sum(p.nbytes for p in bucket[1]) + parameter.nbytes > limit_bytes:
-            bucket = open_buckets[kind] = ([], [])
-            buckets.append(bucket)
-        bucket[0].append(name)
-        bucket[1].append(parameter)
-    return [Bucket(names, parameters) for names, parameters in buckets]

@@ -17,10 +17,8 @@ from torch import nn
 
 from torchpar.collectives import Axis
 from torchpar.pieces import pieces
+from torchpar.traffic import GRADIENTS, PARAMETERS, RECORD, REPLICATE, UNUSED
 from torchpar.works import Work
-
-PARAMETERS, GRADIENTS, REPLICATE, RECORD = "parameters", "gradients", "replicate", "record"
-UNUSED = "unused parameters"
 
 
 class Flat:

@@ -25,6 +25,7 @@ from torchpar.manual.flat import Flat, agree_on_use
 from torchpar.manual.gathers import Gathers
 from torchpar.manual.units import Unit, Units, make_units
 from torchpar.optimizer import clip_gradients
+from torchpar.traffic import REPLICATE
 
 
 class FSDP(nn.Module):
@@ -237,6 +238,6 @@ class FSDP(nn.Module):
             whole = buffer.contiguous()
             for axis in (self.axis, self.replicas):
                 if axis and axis.size > 1:
-                    axis.broadcast(whole, purpose="replicate")
+                    axis.broadcast(whole, purpose=REPLICATE)
             if whole is not buffer:
                 buffer.copy_(whole)

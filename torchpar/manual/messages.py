@@ -12,9 +12,8 @@ import torch
 from compare.contract.schedule_checks import Action
 from compare.contract.schedules import Kind
 from torchpar.collectives import Axis
+from torchpar.traffic import ACTIVATION_GRADIENTS, ACTIVATIONS
 from torchpar.works import Work
-
-ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "activation gradients"
 
 
 class Message(NamedTuple):

@@ -16,14 +16,27 @@ from torch import nn
 from compare.contract.schedule_checks import check_complete, with_communication
 from compare.contract.schedules import Kind, Schedule, Task
 from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.messages import ACTIVATION_GRADIENTS, ACTIVATIONS, Mailbox, Message
+from torchpar.manual.messages import Mailbox, Message
 from torchpar.manual.stage import Stage
-
-LOSS = "loss"
+from torchpar.traffic import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
 
 
 class PipelineParallel:
     """The stages of one rank, and the schedule that takes microbatches through them.
+
+        >>> axis = Axis.of(None)
+        >>> stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh())       # this rank's layers
+        >>> pipeline = PipelineParallel(
+        ...     {axis.rank: stage},
+        ...     schedule=make_schedule("1f1b", ranks=axis.size, microbatches=4),
+        ...     loss=nn.functional.mse_loss,
+        ...     boundary=lambda stage, x: torch.empty(x.shape, device="meta"),
+        ... )
+        >>> optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        >>> for x, y in torch.randn(3, 2, 16, 8):                   # inputs and targets of a step
+        ...     loss = pipeline.run(x.chunk(4), y.chunk(4))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
 
     Args:
         stages: this rank's modules by their place along the model; rank r of p has the stages r, r + p, ...

@@ -9,8 +9,7 @@ B batch, T position, C embedding.
 Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198).
 """
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,8 +33,8 @@ from torchpar.manual.conjugates import (
 from torchpar.manual.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
 from torchpar.plan import Named, Plan
-
-REPLICATED_GRADIENTS = "replicated gradients"
+from torchpar.swap import swap
+from torchpar.traffic import REPLICATED_GRADIENTS
 
 
 class ColumnParallelLinear(nn.Module):
@@ -43,6 +42,14 @@ class ColumnParallelLinear(nn.Module):
 
     Make it with `from_linear`. The input is the same on all ranks, or with `sequence_dim` split along it;
     the output is this rank's features, over the whole sequence.
+
+        >>> axis = Axis.of(None)
+        >>> whole = nn.Linear(8, 32)
+        >>> split = ColumnParallelLinear.from_linear(whole, axis)
+        >>> split.weight.shape == (32 // axis.size, 8)
+        True
+        >>> split(torch.ones(4, 8)).shape == (4, 32 // axis.size)
+        True
 
     Attributes:
         weight, bias: this rank's rows.
@@ -81,8 +88,10 @@ class ColumnParallelLinear(nn.Module):
             padded: let output features be padded with zeros where the ranks do not divide them.
 
         Raises:
+            TypeError: this is no nn.Linear.
             ValueError: the ranks do not divide the output features, or those of a group.
         """
+        _require_linear(cls, linear)
         split = Split(dim=0, size=linear.out_features, groups=groups, padded=padded)
         return cls(linear, axis, split=split, sequence_dim=sequence_dim, gather_output=gather_output)
 
@@ -104,6 +113,15 @@ class RowParallelLinear(nn.Module):
 
     Make it with `from_linear`. The input is this rank's features; the output is the same on all ranks, or
     with `sequence_dim` split along it. The bias is whole on every rank, and added after the sum.
+
+        >>> axis = Axis.of(None)
+        >>> up = ColumnParallelLinear.from_linear(nn.Linear(8, 32), axis)
+        >>> down = RowParallelLinear.from_linear(nn.Linear(32, 8), axis)
+        >>> x = torch.ones(4, 8)                        # the same on all ranks
+        >>> y = down(nn.functional.gelu(up(x)))         # and so is this: one all-reduce
+        >>> y.sum().backward()                          # another one, for the gradient of x
+        >>> down.weight.grad.shape == (8, 32 // axis.size)
+        True
 
     Attributes:
         weight: this rank's columns.
@@ -132,8 +150,10 @@ class RowParallelLinear(nn.Module):
                 rank's share of it, to be summed over the axis: see `synchronize_replicated_gradients`.
 
         Raises:
+            TypeError: this is no nn.Linear.
             ValueError: the ranks do not divide the input features.
         """
+        _require_linear(cls, linear)
         return cls(linear, axis, split_input=split_input, sequence_dim=sequence_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -241,31 +261,6 @@ def tensor_parallel(model: GPT, axis: Axis, *, sequence_parallel: bool = False) 
     return TensorParallel(axis, splits, whole if sequence_parallel else frozenset())
 
 
-def swap(model: nn.Module, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
-    """Replace submodules, in place. Tied weights stay tied, names of parameters stay.
-
-    Args:
-        model: any module.
-        makers: by path, `*` standing for anything: what makes the new module from the old one.
-
-    Raises:
-        ValueError: a path that nothing in the model matches.
-    """
-    tied: dict[int, nn.Parameter] = {}
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    for pattern, make in makers.items():
-        matching = fnmatch.filter(paths, pattern)
-        if not matching:
-            raise ValueError(f"{pattern} matches no submodule of {type(model).__name__}")
-        for path in matching:
-            old = model.get_submodule(path)
-            new = make(old)
-            for name, parameter in new.named_parameters():
-                first = tied.setdefault(id(getattr(old, name)), parameter)
-                setattr(new, name, first)
-            model.set_submodule(path, new)
-
-
 def _splits(model: nn.Module) -> dict[str, Split]:
     splits = {}
     for path, module in model.named_modules():
@@ -274,6 +269,11 @@ def _splits(model: nn.Module) -> dict[str, Split]:
             if isinstance(module, ColumnParallelLinear) and module.bias is not None:
                 splits[f"{path}.bias"] = module.split
     return splits
+
+
+def _require_linear(cls: type[nn.Module], linear: nn.Module) -> None:
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"{cls.__name__} is made from nn.Linear, not from {type(linear).__name__}")
 
 
 def _require_targets(model: nn.Module, args: tuple, kwargs: dict) -> None:

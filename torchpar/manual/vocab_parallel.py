@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from torchpar.collectives import Axis
 from torchpar.manual.conjugates import Split, gather_parts, reduce_from, reduce_scatter_from, take_parameter
+from torchpar.traffic import LOSS
 
-LOSS = "loss"
 ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # what a split embedding has not
 
 
@@ -22,6 +22,13 @@ class VocabParallelEmbedding(nn.Module):
 
     Make it with `from_embedding`. An id outside the vocabulary is not noticed: it gives zeros.
 
+        >>> axis = Axis.of(None)
+        >>> split = VocabParallelEmbedding.from_embedding(nn.Embedding(10, 8), axis)
+        >>> split(torch.arange(4)).shape                # whole, and the same on all ranks
+        torch.Size([4, 8])
+        >>> len(split.weight) == -(-10 // axis.size)    # what 10 does not fill is padding
+        True
+
     Attributes:
         weight: this rank's rows.
         split: of the weight, along dim 0.
@@ -29,6 +36,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None):
         super().__init__()
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(
+                f"VocabParallelEmbedding is made from nn.Embedding, not from {type(embedding).__name__}"
+            )
         odd = {name: getattr(embedding, name) for name in ODD}
         set_ones = [name for name, value in odd.items() if value is not None and value is not False]
         if set_ones:
@@ -44,7 +55,8 @@ class VocabParallelEmbedding(nn.Module):
         """Split an embedding that is the same on all ranks; with `sequence_dim` its output is split too.
 
         Raises:
-            ValueError: the embedding has padding_idx, max_norm, scale_grad_by_freq or sparse.
+            TypeError: this is no nn.Embedding.
+            ValueError: it has padding_idx, max_norm, scale_grad_by_freq or sparse.
         """
         return cls(embedding, axis, sequence_dim=sequence_dim)
 
@@ -84,6 +96,12 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """F.cross_entropy of logits that are split over the vocabulary, and are never gathered.
+
+        >>> axis = Axis.of(None)
+        >>> head = ColumnParallelLinear.from_linear(nn.Linear(8, 10), axis, padded=True)
+        >>> x, targets = torch.ones(4, 8), torch.arange(4)
+        >>> loss = vocab_parallel_cross_entropy(head(x), targets, axis, vocab_size=10)
+        >>> loss.backward()
 
     Args:
         logits_NV: this rank's columns (N, V); all ranks hold equally many, in order.
