@@ -22,7 +22,7 @@ from torchpar.manual import tensor_parallel
 from torchpar.manual.buckets import Bucket
 from torchpar.manual.conjugates import scatter_to
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.flat import Flat
+from torchpar.manual.flat_gradients import FlatGradients
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.plan import local
 from torchpar.run import Run
@@ -196,7 +196,11 @@ def _overwritten_microbatch(engine: str) -> Generator[None]:
 
     keep_last = staticmethod(lambda slot, gradient, is_first: slot.copy_(gradient))
     in_stages = pipeline_faults.overwritten_microbatch(engine)
-    with patch.object(train, "backward", overwrite), patch.object(Flat, "accumulate", keep_last), in_stages:
+    with (
+        patch.object(train, "backward", overwrite),
+        patch.object(FlatGradients, "accumulate", keep_last),
+        in_stages,
+    ):
         yield
 
 

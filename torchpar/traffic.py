@@ -10,9 +10,7 @@ from compare.contract.record import Communication, ring_wire_bytes
 # The purposes there are.
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "activation gradients"
-REPLICATED_GRADIENTS = (
-    "replicated gradients"  # of whole parameters, from parts of the data
-)
+REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts of the data
 TIED_GRADIENTS = "tied gradients"  # of the two copies of a weight on the ends of a pipeline
 LOSS, NORM, UNUSED = "loss", "norm", "unused parameters"
 REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record

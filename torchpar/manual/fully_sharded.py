@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.flat import Flat, agree_on_use
+from torchpar.manual.flat import Flat
+from torchpar.manual.flat_gradients import agree_on_use
 from torchpar.manual.gathers import Gathers
 from torchpar.manual.units import Unit, Units, make_units
 from torchpar.optimizer import clip_gradients
@@ -154,13 +155,14 @@ class FSDP(nn.Module):
         A parameter that took no part in the loss keeps the gradient None, as on one device.
         """
         if self._find_unused:
-            for flat, used in zip(self._flats, agree_on_use(self._flats), strict=True):
-                flat.start_reduction(used)
+            all_gradients = [flat.gradients for flat in self._flats]
+            for gradients, used in zip(all_gradients, agree_on_use(all_gradients), strict=True):
+                gradients.start_reduction(used)
         else:
             for unit in reversed(self.units):
                 self._launch(unit)
         for flat in self._flats:
-            flat.finish_reduction()
+            flat.gradients.finish_reduction()
         self._launched = None
         self._gathers.free_all()
 
@@ -169,7 +171,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.begin_pass()
         for flat in self._flats:
-            flat.drop_gradients(set_to_none=set_to_none)
+            flat.gradients.drop(set_to_none=set_to_none)
         self._launched = None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -228,9 +230,9 @@ class FSDP(nn.Module):
         """Begin to reduce a unit, and settle the one before: at most two hold whole gradients."""
         if self._launched:
             for flat in self._launched.flats:
-                flat.settle()
+                flat.gradients.settle()
         for flat in unit.flats:
-            flat.start_reduction()
+            flat.gradients.start_reduction()
         self._launched = unit
 
     def _broadcast_buffers(self) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.flat import Flat, agree_on_use, make_flats
+from torchpar.manual.flat import Flat, make_flats
+from torchpar.manual.flat_gradients import agree_on_use
 from torchpar.optimizer import clip_gradients
 
 _PARAMS, _NAMES = "params", "param_names"
@@ -118,8 +119,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._push_options()
         for flat in self._flats:
             if not self._reduces:
-                flat.take_mean_gradients()
-            elif any(flat.used):
+                flat.gradients.take_means()
+            elif any(flat.gradients.used):
                 raise RuntimeError("call finish_gradient_synchronization() before step()")
         self.inner.step()
         updated = [flat for flat in self._flats if any(piece.grad is not None for piece in flat.pieces)]
@@ -137,11 +138,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._require_reduction()
         for flat in self._flats:
-            flat.take_gradients()
-        for flat, used in zip(self._flats, agree_on_use(self._flats), strict=True):
-            flat.start_reduction(used)
+            flat.gradients.take_all()
+        all_gradients = [flat.gradients for flat in self._flats]
+        for gradients, used in zip(all_gradients, agree_on_use(all_gradients), strict=True):
+            gradients.start_reduction(used)
         for flat in self._flats:
-            flat.finish_reduction()
+            flat.gradients.finish_reduction()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
@@ -161,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Drop the gradients of the parameters and of the pieces, or make them zero."""
         if self._reduces:
             for flat in self._flats:
-                flat.drop_gradients(set_to_none=set_to_none)
+                flat.gradients.drop(set_to_none=set_to_none)
         else:  # the next step gives each piece its part of the parameter's
             super().zero_grad(set_to_none)
             for piece in self._piece_of.values():
@@ -203,4 +205,4 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _take_gradients_into(flat: Flat) -> None:
     for place, parameter in enumerate(flat.parameters):
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p, place=place: flat.add_gradient(place))
+            parameter.register_post_accumulate_grad_hook(lambda p, place=place: flat.gradients.add(place))

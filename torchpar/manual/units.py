@@ -61,7 +61,7 @@ class Unit:
 
     def add_gradient(self, flat: Flat, place: int) -> bool:
         """Take in a gradient. Returns whether it was the unit's last of this backward."""
-        flat.add_gradient(place)
+        flat.gradients.add(place)
         self._arrived.add(flat.parameters[place])
         expected = sum(p.requires_grad for f in self.flats for p in f.parameters)
         if len(self._arrived) < expected:
