@@ -129,14 +129,18 @@ def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]
 
 
 def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
-    """`layout` spread as the preset says; what the preset does not speak of (remat, bucket_mb) stays.
+    """`layout` spread as the preset says; what it does not speak of stays: remat, bucket_mb, and the schedule
+    of a composition with a pipeline.
 
     Raises:
         ExperimentError: no such preset, or a number of devices that it cannot spread over.
     """
     if preset not in PRESETS:
         raise ExperimentError(f"--preset {preset}: no such preset (there are {', '.join(PRESETS)})")
-    return msgspec.structs.replace(layout, **(_SPREAD_OVER_NOTHING | PRESETS[preset].fields(devices)))
+    fields = PRESETS[preset].fields(devices)
+    is_any_pipeline = fields.get("pp", 1) != 1 and "schedule" not in fields
+    kept: Fields = {"schedule": layout.schedule, "chunks": layout.chunks} if is_any_pipeline else {}
+    return msgspec.structs.replace(layout, **(_SPREAD_OVER_NOTHING | kept | fields))
 
 
 def spread(experiment: Experiment, preset: str, devices: int = 1) -> Experiment:

@@ -45,6 +45,14 @@ def test_presets_fill_the_devices():
         assert layout.devices == (1 if name == "single" else preset.devices)
 
 
+def test_a_composition_takes_any_schedule():
+    chosen = Layout(schedule="interleaved", chunks=2)
+    assert preset_layout(chosen, "fsdp_pp", 4).schedule == "interleaved"
+    assert preset_layout(chosen, "fsdp_pp", 4).chunks == 2
+    assert preset_layout(chosen, "pp_gpipe", 4).schedule == "gpipe"
+    assert preset_layout(chosen, "single", 1) == Layout()
+
+
 @pytest.mark.parametrize(("name", "devices"), [("hsdp", 3), ("hsdp", 2), ("hsdp_tp", 4), ("nosuch", 4)])
 def test_presets_refuse_what_they_cannot_fill(name, devices):
     with pytest.raises(ExperimentError, match=name if name == "nosuch" else f"--devices {devices}"):
