@@ -13,9 +13,7 @@ from ranks import RANKS, axis, on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from torchpar.manual.tensor_parallel import (
-    ColumnParallelLinear,
-)
+from torchpar.manual.tensor_parallel import ColumnParallelLinear
 from torchpar.manual.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
