@@ -2,7 +2,7 @@
 
 Static and exact: collectives of the optimised module, times the trip counts of the loops around them.
 What a loop runs only at some turns, in a branch, says so by a named scope `runs_N_of_M` (the innermost
-counts): if only some devices do at all, as the ends of a pipeline, the ledger is of one that does.
+counts). The two ends of a pipeline are both counted, though no device is both: an upper bound.
 Logical bytes are those of the full (gathered) tensor. Read through `compiled.as_text()`, which is public.
 """
 

@@ -58,6 +58,12 @@ class Problem:
         """The loss of the model after several edits, in order."""
         return self.build(in_order(edits))
 
+    def edited_pieces(self, edits: Sequence[Edit]) -> Pieces:
+        """The pieces of the model after several edits, in order. Raises ValueError if it has none."""
+        if self.pieces is None:
+            raise ValueError("layout.pp needs a model in pieces: give Problem.pieces")
+        return self.pieces(in_order(edits))
+
     def place(self, layout: Layout, *, split: dict[str, str]) -> Any:
         """Where every leaf lives: a tree of `Placement`s. See `placement.place`."""
 

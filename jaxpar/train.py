@@ -235,7 +235,10 @@ def capture(
 
 
 def gradients_at_rest(plan: Plan, state: TrainState) -> Any:
-    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it."""
+    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
+
+    What the plan asks for; that XLA does it is for tests to read from the loops of the compiled step.
+    """
     return jax.tree.map(
         lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
         state.params,

@@ -243,6 +243,15 @@ def test_no_parameter_is_kept_for_every_tick(name):
     assert not re.search(rf"{each_tick}\b(?:{C}|{C // 2}),(?:{4 * C}|{2 * C})\]", hlo)
 
 
+@pytest.mark.parametrize("name", ["zero2_pp", "fsdp_pp", "shard_grad_op_pp"])
+def test_gradients_of_layers_pile_up_as_shards(name):
+    """The loop over ticks carries those of a stage's two layers: of the MLP's weights, half of each."""
+    loops = [line.partition(" while(")[0] for line in run(LAYOUTS[name])[2].splitlines() if " while(" in line]
+    carried = {array for loop in loops for array in re.findall(r"f64\[1,1,2,([\d,]+)\]", loop)}
+    assert {f"{C},{2 * C}", f"{2 * C},{C}"} <= carried
+    assert not {f"{C},{4 * C}", f"{4 * C},{C}"} & carried
+
+
 def test_backward_has_no_order_of_its_own():
     for schedule in ("1f1b", "zero_bubble"):
         with pytest.raises(ExperimentError, match=f"{schedule}: .*gpipe, interleaved.*autodiff"):

@@ -115,6 +115,8 @@ def test_by_hand_equals_one_device(params, batch, expected, how, calls):
     assert worst(actual, expected) <= 1e-12  # measured 4e-16
     np.testing.assert_allclose(actual[1]["layers"][1], expected[1]["layers"][1], rtol=2e-6)
     assert gradient_calls(compiled) == calls
+    entries = communications(compiled.as_text(), Layout(dp_replicate=REPLICAS).axes)
+    assert [e.calls for e in entries if e.purpose == "metrics"] == [1]  # the loss: no gradient, however small
 
 
 def test_by_compiler_equals_one_device_and_reduces_once(params, batch, expected):

@@ -132,6 +132,7 @@ BLOCKS = parameter_count(MODEL) - REST
 LAYOUTS = {
     "zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
     "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2),
+    "shard_grad_op": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2),
     "fsdp_interleaved": Layout(pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2),
 }
 
@@ -241,11 +242,13 @@ def test_what_shards_is_reduced_once_a_microbatch():
     m, layers = A * 2, 8 * BLOCKS / 2
     # Tokens from both ends, positions from the first, the norm from the last.
     ends = 8 * EMBED * (2 * 257 + 10 + 2)
-    zero2, zero3 = (run(LAYOUTS[name])[2] for name in ("zero2_gpipe", "fsdp_interleaved"))
-    for ledger in (zero2, zero3):
+    names = ("zero2_gpipe", "fsdp_interleaved", "shard_grad_op")
+    zero2, zero3, kept = (run(LAYOUTS[name])[2] for name in names)
+    for ledger in (zero2, zero3, kept):
         scattered = size_of(ledger, kind="reduce_scatter", axis="dp_shard")
         assert scattered == pytest.approx(m * (layers + ends), rel=0.05)
     assert size_of(zero2, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # after the update
+    assert size_of(kept, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # once, before the ticks
     # Once for the forward, once for the backward: a stage is one layer here, and XLA sees that gathering it
     # for the forward anew is gathering it for the gradients. Of more layers it would keep but one.
     gathered = size_of(zero3, kind="all_gather", axis="dp_shard")

@@ -118,6 +118,12 @@ def test_record_of_four_devices_against_one(tmp_path, cache_dir, longer):
 
 REFUSED = {
     "overlapped": ({"layout": Layout(dp_replicate=2, gradient_sync="overlapped")}, {}, 2, "overlapped"),
+    "overlapped, of shards": (
+        {"layout": Layout(dp_replicate=2, dp_shard=2, zero=3, gradient_sync="overlapped")},
+        {},
+        2,
+        "jax-manual offers naive, flat, bucketed",
+    ),
     "indivisible": ({"layout": Layout(dp_replicate=3)}, {}, 2, "not divisible by layout.dp_replicate = 3"),
     "another side": ({}, {"engine": "torch-manual"}, 2, "torch-manual"),
     "no such fault": ({}, {"fault": "typo"}, 2, "typo"),

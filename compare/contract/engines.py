@@ -75,7 +75,9 @@ class Engine(Struct, frozen=True, kw_only=True):
         return len(self.gradient_sync) > 1
 
     def gradient_sync_for(self, layout: Layout) -> str:
-        """The synchronisation that will run: the layout's choice where this engine offers one.
+        """The synchronisation that will run: of ZeRO its stage, else the layout's choice where there is one.
+
+        Over the replicas of hybrid sharding jax-manual runs the layout's choice too.
 
         Raises:
             ExperimentError: the engine cannot do what the layout asks of it.
@@ -108,8 +110,7 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}{why}")
         if why := self.refuses(layout):
             raise ExperimentError(f"{self.name}: {why}")
-        replicated = layout.dp_replicate > 1 and layout.dp_shard == 1
-        if replicated and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
+        if layout.dp_replicate > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(
                 f"layout.gradient_sync = {layout.gradient_sync}: {self.name} offers "
                 f"{', '.join(self.gradient_sync)}, because under jit XLA decides when a collective starts: "

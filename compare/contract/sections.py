@@ -132,8 +132,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the manual engines reduce gradients over dp_replicate: naive (per parameter, after backward), flat
     (one tensor, after backward), overlapped (per parameter, during backward), bucketed (during backward).
     The compiler and the library choose for themselves."""
-    bucket_mb: Annotated[float, Meta(gt=0)] = 25.0
-    """Size of a gradient bucket in MB (1e6 bytes) for bucketed, and for DDP."""
+    bucket_mb: Annotated[float, Meta(ge=0.001)] = 25.0
+    """Size of a gradient bucket in MB (1e6 bytes) for bucketed, and for DDP; at least a kilobyte."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Recompute activations in backward: none, all but matrix products (dots), or everything (full).
     auto is what is fastest in each framework: dots under XLA's scan, none in eager PyTorch."""

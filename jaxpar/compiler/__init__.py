@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.optimizer import global_norm
-from jaxpar.plan import Edit, Loss, Plan, Problem, accumulated_gradients, in_order, shardings
+from jaxpar.plan import Edit, Loss, Plan, Problem, accumulated_gradients, shardings
 
 
 def parallelize(
@@ -28,6 +28,9 @@ def parallelize(
         optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
         mesh: has the axes of `layout.axes`.
         layout: all of it but gradient_sync, which is the compiler's own choice.
+
+    Raises:
+        ValueError: a pipeline, and a problem without pieces.
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
@@ -90,9 +93,8 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
             )
         )
     if layout.pp > 1:
-        assert problem.pieces, "a pipeline needs the model in pieces"
         loss = pipeline_parallel.pipelined(
-            problem.pieces(in_order(edits)),
+            problem.edited_pieces(edits),
             mesh=mesh,
             stacked=stacked,
             chunks=layout.chunks,
@@ -102,8 +104,9 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
     else:
         loss = problem.edited(edits)
     if layout.zero == 3:
-        gathered_later = None if up_front else stacked
-        return fully_sharded.gather_the_rest(loss, placements, mesh=mesh, stacked=gathered_later)
+        return fully_sharded.gather_the_rest(
+            loss, placements, mesh=mesh, stacked=stacked, layers_too=up_front
+        )
     return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
 
 

@@ -23,11 +23,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, BATCH))
 
 
-def parameter_sharding(mesh: Mesh) -> NamedSharding:
-    """Of parameters, gradients and moments: a replica on every device."""
-    return NamedSharding(mesh, P())
-
-
 def reduce_after_accumulation(
     gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]],
     params: Any,

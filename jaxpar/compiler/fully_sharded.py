@@ -36,6 +36,23 @@ def whole(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     return strip_padding(gathered, placements)
 
 
+def whole_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """`whole`, for a loop that adds up gradients: these are split again.
+
+    The derivative of saying "whole" says it of the gradient, too, which would pile up whole.
+    """
+
+    @jax.custom_vjp
+    def gather(params: Any) -> Any:
+        return lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
+
+    gather.defvjp(
+        lambda params: (gather(params), None),
+        lambda _, gradients: (shard(gradients, placements, mesh=mesh),),
+    )
+    return strip_padding(gather(params), placements)
+
+
 def strip_padding(params: Any, placements: Any) -> Any:
     """Parameters without what only makes shards equal in size."""
     return jax.tree.map(lambda p, x: p.strip_shards(x), placements, params)
@@ -95,18 +112,24 @@ def _split_dims(spec: Iterable[Any]) -> tuple[Any, ...]:
     return dims
 
 
-def gather_the_rest(loss: Loss, placements: Any, *, mesh: Mesh, stacked: str | None) -> Loss:
+def gather_the_rest(
+    loss: Loss, placements: Any, *, mesh: Mesh, stacked: str, layers_too: bool = False
+) -> Loss:
     """The loss of a model whose layers want themselves whole: all else is gathered up front, and kept.
 
     Args:
         loss: over whole parameters, layers aside.
         placements: of all leaves.
         mesh: has an axis dp_shard.
-        stacked: the key of the layers; None if they are to be gathered up front like the rest.
+        stacked: the key of the layers.
+        layers_too: gather the layers up front as well: the loss does not do it itself.
     """
 
     def gathering(params: Any, batch: Any) -> jax.Array:
         rest = {key: p for key, p in placements.items() if key != stacked}
-        return loss({**params, **whole({key: params[key] for key in rest}, rest, mesh=mesh)}, batch)
+        params = {**params, **whole({key: params[key] for key in rest}, rest, mesh=mesh)}
+        if layers_too:
+            params[stacked] = whole_before_loop(params[stacked], placements[stacked], mesh=mesh)
+        return loss(params, batch)
 
     return gathering

@@ -22,7 +22,7 @@ from jaxpar.manual.norm import global_norm
 from jaxpar.manual.ticks import Ticks, lock_step
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
-from jaxpar.plan import Edit, Loss, Pieces, Plan, Problem, accumulated_gradients, in_order, shardings
+from jaxpar.plan import Edit, Loss, Pieces, Plan, Problem, accumulated_gradients, shardings
 
 REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
 Gradients = Callable[[Any, Any], tuple[Any, Any]]
@@ -127,9 +127,9 @@ def _loss(problem: Problem, placements: Any, layout: Layout) -> Loss:
 def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
     """With a pipeline: this device's stages, for all microbatches of a step."""
     pieces = _pieces(problem, placements, layout)
-    rest = {key: p for key, p in placements.items() if key != problem.stacked}
-    # What dp_shard scatters once a microbatch: under zero 3 the layers' gradients come scattered by autodiff.
-    in_ticks = {2: placements, 3: rest}.get(layout.zero, {})
+    up_front = {key: p for key, p in placements.items() if _gathered_up_front(key, problem, layout)}
+    # What dp_shard scatters once a microbatch: what gathers itself in the ticks autodiff scatters.
+    in_ticks = {2: placements, 3: up_front}.get(layout.zero, {})
 
     def scatter(gradients: Any) -> Any:
         found = {key: in_ticks[key] for key in gradients if key in in_ticks}
@@ -140,7 +140,7 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
         like = fully_sharded.own_shards(params, placements) if layout.zero == 2 else params
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.
-            params = params | fully_sharded.gather_stored({key: params[key] for key in rest}, rest)
+            params = params | fully_sharded.gather_stored({key: params[key] for key in up_front}, up_front)
         value, gradients = pipeline_parallel.pipelined_gradients(
             pieces,
             _ticks(layout, batch),
@@ -155,6 +155,14 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
     return gradients_of
 
 
+def _gathered_up_front(key: str, problem: Problem, layout: Layout) -> bool:
+    """Under zero 3: once a step, and kept. In a pipeline without reshard_after_forward the layers, too.
+
+    A microbatch's backward follows its forward after some ticks, and others' forwards are in between.
+    """
+    return key != problem.stacked or (layout.pp > 1 and not layout.reshard_after_forward)
+
+
 def _ticks(layout: Layout, batch: Any) -> Ticks:
     """The layout's schedule, for as many microbatches as there are."""
     (microbatches,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
@@ -165,10 +173,10 @@ def _ticks(layout: Layout, batch: Any) -> Ticks:
 
 def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
     """The problem's pieces over one device's parameters of stored size; under zero 3, its layers' shards."""
-    if problem.pieces is None:
-        raise ValueError(f"layout.pp = {layout.pp} needs a model in pieces: give Problem.pieces")
-    pieces = problem.pieces(in_order(_edits(problem, placements, layout)))
-    padded = {key: p for key, p in placements.items() if layout.zero < 3 or key != problem.stacked}
+    pieces = problem.edited_pieces(_edits(problem, placements, layout))
+    padded = {
+        key: p for key, p in placements.items() if layout.zero < 3 or _gathered_up_front(key, problem, layout)
+    }
 
     def strip(params: Any) -> Any:
         return params | fully_sharded.strip_padding({key: params[key] for key in padded}, padded)
@@ -192,7 +200,7 @@ def _edits(problem: Problem, placements: Any, layout: Layout) -> list[Edit]:
                 sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
             )
         )
-    if layout.zero == 3:
+    if layout.zero == 3 and not _gathered_up_front(problem.stacked, problem, layout):
         edits.append(
             fully_sharded.gather_layers(
                 placements[problem.stacked],
