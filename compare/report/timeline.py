@@ -19,7 +19,7 @@ NAMES = {
 COLOURS = {
     Kind.FORWARD: "#56B4E9",
     Kind.BACKWARD: "#E69F00",
-    Kind.BACKWARD_INPUT: "#E69F00",
+    Kind.BACKWARD_INPUT: "#F0C419",
     Kind.BACKWARD_WEIGHT: "#009E73",
 }
 LATER_CHUNK = 0.55  # opacity of a rank's chunks after its first
