@@ -1,7 +1,7 @@
 """Pipelines by the compiler: any model against a plain scan; nanoGPT, what it moves and what it keeps."""
 
 import re
-from functools import cache
+from functools import partial
 from math import lcm
 
 import jax
@@ -10,33 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_steps import ACCUMULATION as A
+from jax_steps import size_of, two_steps, worst_errors
 
-from compare.contract.data import open_corpus
 from compare.contract.engines import ENGINES
-from compare.contract.experiment import (
-    Data,
-    Experiment,
-    ExperimentError,
-    Layout,
-    Model,
-    Optimizer,
-    Precision,
-    Train,
-)
+from compare.contract.experiment import ExperimentError, Layout, Model
 from compare.contract.parameters import parameter_count, parameter_table
-from jaxpar import weights
 from jaxpar.compiler.pipeline_parallel import lanes, pipelined
 from jaxpar.ledger import communications
-from jaxpar.measure import resident_bytes
-from jaxpar.mesh import make_mesh
 from jaxpar.placement import Placement
 from jaxpar.plan import Pieces
-from jaxpar.remat import resolve_remat
-from jaxpar.train import compile_step, device_scalars, gradients_at_rest, prepare
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
 
 # Any model ----------------------------------------------------------------------------------------------
 
@@ -112,7 +95,7 @@ def test_chunks_want_microbatches_for_all_stages():
 
 # nanoGPT ------------------------------------------------------------------------------------------------
 
-L, A, B, T, C = 4, 2, 8, 10, 16
+L, B, T, C = 4, 8, 10, 16
 MODEL = Model(n_layer=L, n_head=2, n_embd=C, block_size=T, vocab_size=257, bias=True)
 N = parameter_count(MODEL)
 ENDS = C * (257 + T + 2)  # embeddings and the last norm, which every stage has
@@ -130,50 +113,7 @@ LAYOUTS = {
 }
 
 
-def experiment(layout: Layout) -> Experiment:
-    return Experiment(
-        model=MODEL,
-        data=Data(source="synthetic"),
-        optimizer=Optimizer(warmup_iters=0, grad_clip=0.1),
-        train=Train(batch_size=B, gradient_accumulation_steps=A),
-        precision=Precision(dtype="float64"),
-        layout=layout,
-    )
-
-
-@cache
-def run(layout: Layout):
-    """Two steps, compiled once for all tests. Returns numbers by name, bytes at rest, and the HLO."""
-    spec = experiment(layout)
-    mesh = make_mesh(layout, platform="cpu")
-    plan, state = prepare("jax-compiler", spec, mesh=mesh, remat=resolve_remat(layout, engine="jax-compiler"))
-    step = compile_step(plan, state, spec, with_gradients=True)
-    found = {}
-    for index in range(2):
-        inputs, targets = open_corpus(spec).batch(spec, index)
-        batch = jax.device_put({"inputs": inputs, "targets": targets}, plan.batch)
-        state.params, state.opt_state, metrics, gradients = step(
-            state.params, state.opt_state, batch, device_scalars(spec, index)
-        )
-        found |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
-        for kind, tree in {"gradient": gradients, "weight": state.params}.items():
-            named = weights.to_canonical(plan.strip(tree), MODEL)
-            found |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
-    devices = list(mesh.devices.flat)
-    resident = {
-        "parameters": resident_bytes(state.params, devices),
-        "gradients": resident_bytes(gradients_at_rest(plan, state), devices),
-        "optimizer": resident_bytes(state.opt_state, devices),
-    }
-    return found, resident, step.as_text()
-
-
-def ledger_of(layout: Layout):
-    return communications(run(layout)[2], layout.axes)
-
-
-def size_of(ledger, **fields: str) -> int:
-    return sum(e.bytes for e in ledger if all(getattr(e, name) == value for name, value in fields.items()))
+run = partial(two_steps, "jax-compiler", model=MODEL, batch_size=B)
 
 
 def ticks(layout: Layout) -> int:
@@ -182,9 +122,8 @@ def ticks(layout: Layout) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_equals_one_device_and_is_really_split(layout):
-    found, resident, _ = run(layout)
-    expected = run(Layout())[0]
-    errors = {name: np.abs(found[name] - x).max() / np.abs(x).max() for name, x in expected.items()}
+    outcome = run(layout)
+    errors, resident = worst_errors(outcome.numbers, run(Layout()).numbers), outcome.resident
     assert max(errors.values()) <= 1e-10, errors  # measured: 5e-15, and 2e-13 of weights, which Adam divides
 
     shards = {"parameters": layout.zero == 3, "gradients": layout.zero >= 2, "optimizer": layout.zero >= 1}
@@ -199,7 +138,7 @@ def test_equals_one_device_and_is_really_split(layout):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_moves_along_the_pipeline(layout):
     """Each tick rolls the stages and a lane; the embedding has a gradient of each of its two uses."""
-    ledger = ledger_of(layout)
+    ledger = run(layout).ledger
     b = B // layout.data_parallel // layout.microbatches
     stream = 8 * b * T * C // (layout.tp if layout.sequence_parallel else 1)
     rolls = 2 * ticks(layout) + 1
@@ -215,8 +154,8 @@ def test_what_moves_along_the_pipeline(layout):
 
 def test_gradients_of_replicas_are_reduced_once_a_step_and_not_at_every_tick():
     layout = LAYOUTS["ddp_pp"]
-    whole = run(layout)[1]["gradients"][0]
-    reduced = size_of(ledger_of(layout), kind="all_reduce", axis="dp_replicate", purpose="gradients")
+    whole = run(layout).resident["gradients"][0]
+    reduced = size_of(run(layout).ledger, kind="all_reduce", axis="dp_replicate", purpose="gradients")
     assert whole <= reduced <= whole + 64  # and scalars
 
 
@@ -225,7 +164,7 @@ def test_zero3_gathers_layers_at_every_tick_and_shard_grad_op_once():
     layer = 8 * sum(p.size for p in table if p.name.startswith("blocks.0."))
     biases = 8 * sum(p.size for p in table if p.name.startswith("blocks.0.") and p.name.endswith("bias"))
     gathered = {
-        name: size_of(ledger_of(LAYOUTS[name]), axis="dp_shard", purpose="parameters") - 8 * ENDS
+        name: size_of(run(LAYOUTS[name]).ledger, axis="dp_shard", purpose="parameters") - 8 * ENDS
         for name in ("fsdp_pp", "shard_grad_op_pp", "fsdp_interleaved")
     }
     assert gathered["shard_grad_op_pp"] == layer * L // 2
@@ -237,7 +176,7 @@ def test_zero3_gathers_layers_at_every_tick_and_shard_grad_op_once():
 @pytest.mark.parametrize("name", ["zero2_pp", "fsdp_pp", "fsdp_interleaved"])
 def test_no_parameter_is_kept_for_every_tick(name):
     layout = LAYOUTS[name]
-    hlo = run(layout)[2]
+    hlo = run(layout).hlo
     each_tick = rf"f64\[{ticks(layout)},[\d,]*"
     assert re.search(rf"{each_tick}{T},", hlo)  # activations are: the pattern finds what it should
     assert not re.search(rf"{each_tick}\b(?:{C}|{C // 2}),(?:{4 * C}|{2 * C})\]", hlo)
@@ -246,7 +185,9 @@ def test_no_parameter_is_kept_for_every_tick(name):
 @pytest.mark.parametrize("name", ["zero2_pp", "fsdp_pp", "shard_grad_op_pp"])
 def test_gradients_of_layers_pile_up_as_shards(name):
     """The loop over ticks carries those of a stage's two layers: of the MLP's weights, half of each."""
-    loops = [line.partition(" while(")[0] for line in run(LAYOUTS[name])[2].splitlines() if " while(" in line]
+    loops = [
+        line.partition(" while(")[0] for line in run(LAYOUTS[name]).hlo.splitlines() if " while(" in line
+    ]
     carried = {array for loop in loops for array in re.findall(r"f64\[1,1,2,([\d,]+)\]", loop)}
     assert {f"{C},{2 * C}", f"{2 * C},{C}"} <= carried
     assert not {f"{C},{4 * C}", f"{4 * C},{C}"} & carried

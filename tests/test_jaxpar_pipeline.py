@@ -1,8 +1,8 @@
-"""Pipelines by hand in JAX: a small model of its own in every schedule, and the GPT with every other axis."""
+"""Pipelines by hand in JAX, for any model in pieces: the docstring's example in every schedule."""
 
 import inspect
 import textwrap
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +12,18 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.data import open_corpus
-from compare.contract.engines import ENGINES
-from compare.contract.experiment import (
-    Data,
-    Experiment,
-    ExperimentError,
-    Layout,
-    Model,
-    Optimizer,
-    Precision,
-    Train,
-)
-from compare.contract.parameters import parameter_count
+from compare.contract.experiment import ExperimentError, Layout
 from compare.contract.schedules import make_schedule
-from jaxpar import weights
 from jaxpar.collectives import per_device
 from jaxpar.faults import plant
-from jaxpar.ledger import communications
 from jaxpar.manual import pipeline_parallel
 from jaxpar.manual.ticks import lock_step
-from jaxpar.measure import resident_bytes
-from jaxpar.mesh import make_mesh
 from jaxpar.placement import LAYER, place
 from jaxpar.plan import Pieces
-from jaxpar.remat import resolve_remat
-from jaxpar.train import compile_step, device_scalars, gradients_at_rest, prepare
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_enable_x64", True)
-
-
-# ---- Any model in pieces: the example of the module's docstring, run as it stands.
 
 M, B, WIDTH, HIDDEN, LAYERS = 8, 3, 5, 4, 8
 PUBLIC = ("own_copies", "pipelined_gradients", "sum_tied_gradients")
@@ -120,155 +99,3 @@ def test_a_schedule_for_other_numbers_is_refused():
     batch = dict.fromkeys(("x", "y"), np.zeros((M - 1, B, WIDTH)))
     with pytest.raises(ValueError, match="2 ranks and 8 microbatches, for 2 devices and 7 microbatches"):
         step(params, batch)
-
-
-# ---- The GPT: numbers, bytes at rest, and what is communicated.
-
-L, A, EMBED = 4, 2, 16
-MODEL = Model(n_layer=L, n_head=2, n_embd=EMBED, block_size=10, vocab_size=257, bias=True)
-REST = EMBED * (257 + 10 + 2)
-"""Numbers in what pp does not split: tokens, positions, the last norm."""
-BLOCKS = parameter_count(MODEL) - REST
-LAYOUTS = {
-    "zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
-    "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2),
-    "shard_grad_op": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2),
-    "fsdp_interleaved": Layout(pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2),
-}
-
-
-@cache
-def run(layout: Layout):
-    """Two steps of a layout. Returns numbers by name, bytes at rest, and the ledger."""
-    spec = Experiment(
-        model=MODEL,
-        data=Data(source="synthetic"),
-        optimizer=Optimizer(warmup_iters=0, grad_clip=0.1),
-        train=Train(batch_size=8, gradient_accumulation_steps=A),
-        precision=Precision(dtype="float64"),
-        layout=layout,
-    )
-    mesh = make_mesh(layout, platform="cpu")
-    plan, state = prepare("jax-manual", spec, mesh=mesh, remat=resolve_remat(layout, engine="jax-manual"))
-    step = compile_step(plan, state, spec, with_gradients=True)
-    found = {}
-    for index in range(2):
-        inputs, targets = open_corpus(spec).batch(spec, index)
-        batch = jax.device_put({"inputs": inputs, "targets": targets}, plan.batch)
-        state.params, state.opt_state, metrics, gradients = step(
-            state.params, state.opt_state, batch, device_scalars(spec, index)
-        )
-        found |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
-        for kind, tree in {"gradient": gradients, "weight": state.params}.items():
-            named = weights.to_canonical(plan.strip(tree), MODEL)
-            found |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
-    devices = list(mesh.devices.flat)
-    trees = {
-        "parameters": state.params,
-        "gradients": gradients_at_rest(plan, state),
-        "optimizer": state.opt_state,
-    }
-    resident = {name: resident_bytes(tree, devices) for name, tree in trees.items()}
-    assert_copies_are_equal(state.params)
-    return found, resident, communications(step.as_text(), mesh.shape)
-
-
-def assert_copies_are_equal(tree) -> None:
-    """Bit for bit, wherever a leaf has several devices for one part: the embedding's copies among them."""
-    for leaf in jax.tree.leaves(tree):
-        first = {}
-        for shard in leaf.addressable_shards:
-            data = np.asarray(shard.data)
-            np.testing.assert_array_equal(data, first.setdefault(str(shard.index), data))
-
-
-def worst(found: dict[str, np.ndarray]) -> dict[str, float]:
-    """Largest relative error of each kind of number: loss, grad_norm, gradient, weight."""
-    errors: dict[str, float] = {}
-    for name, expected in run(Layout())[0].items():
-        error = np.abs(found[name] - expected).max() / np.abs(expected).max()
-        kind = " ".join(name.split()[:2])
-        errors[kind] = max(errors.get(kind, 0.0), float(error))
-    return errors
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_equals_one_device_and_is_really_split(layout):
-    found, resident, _ = run(layout)
-    errors = worst(found)
-    assert max(errors.values()) <= 1e-10, errors  # measured: 1e-15, and 2e-13 of weights, which Adam divides
-
-    # Closed form: layers are divided by pp, and all by the degrees that split it besides. Above it: what is
-    # repeated along tp, and padding, of which these odd sizes have much.
-    shards = {"parameters": layout.zero == 3, "gradients": layout.zero >= 2, "optimizer": layout.zero >= 1}
-    for name, sharded in shards.items():
-        copies = 2 if name == "optimizer" else 1
-        least = 8 * copies * (BLOCKS / layout.pp + REST) / layout.tp / (layout.dp_shard if sharded else 1)
-        assert len(set(resident[name])) == 1
-        assert least <= resident[name][0] <= 1.15 * least, name
-
-
-def size_of(ledger, **fields: str) -> int:
-    return sum(e.bytes for e in ledger if all(getattr(e, name) == value for name, value in fields.items()))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_messages_and_tied_gradients_are_what_the_schedule_says(layout):
-    _, _, ledger = run(layout)
-    ticks = lock_step(
-        make_schedule(
-            layout.schedule, ranks=layout.pp, microbatches=A * layout.microbatches, chunks=layout.chunks
-        )
-    )
-    sequences = 8 // layout.data_parallel // layout.microbatches
-    stream = 8 * sequences * 10 * EMBED // (layout.tp if layout.sequence_parallel else 1)
-    permutes = {e.purpose: (e.calls, e.bytes) for e in ledger if e.kind == "permute"}
-    activations, gradients = (int(x.sum()) for x in (ticks.sends_activations, ticks.sends_gradients))
-    assert permutes == {
-        "activations": (activations, activations * stream),
-        "activation gradients": (gradients, gradients * stream),
-    }
-    tied = size_of(ledger, axis="pp", purpose="tied gradients")
-    whole = 8 * REST / layout.dp_shard  # they are scattered before they are summed
-    assert whole / layout.tp <= tied <= 1.15 * whole
-    # Nothing else goes along pp: no parameter, and no gradient of a layer.
-    assert size_of(ledger, axis="pp") - size_of(ledger, axis="pp", purpose="metrics") == tied + sum(
-        size for _, size in permutes.values()
-    )
-
-
-def test_what_shards_is_reduced_once_a_microbatch():
-    """Layers and ends for each microbatch; under zero 3 what is in no layer is gathered once a step."""
-    m, layers = A * 2, 8 * BLOCKS / 2
-    # Tokens from both ends, positions from the first, the norm from the last.
-    ends = 8 * EMBED * (2 * 257 + 10 + 2)
-    names = ("zero2_gpipe", "fsdp_interleaved", "shard_grad_op")
-    zero2, zero3, kept = (run(LAYOUTS[name])[2] for name in names)
-    for ledger in (zero2, zero3, kept):
-        scattered = size_of(ledger, kind="reduce_scatter", axis="dp_shard")
-        assert scattered == pytest.approx(m * (layers + ends), rel=0.05)
-    assert size_of(zero2, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # after the update
-    assert size_of(kept, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # once, before the ticks
-    # Once for the forward, once for the backward: a stage is one layer here, and XLA sees that gathering it
-    # for the forward anew is gathering it for the gradients. Of more layers it would keep but one.
-    gathered = size_of(zero3, kind="all_gather", axis="dp_shard")
-    assert gathered == pytest.approx(8 * REST + 2 * m * layers, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (Layout(pp=2, remat="dots"), r"layout.remat = dots .* choose layout.remat = full or auto"),
-        (Layout(pp=2, remat="none"), r"layout.remat = none .* choose layout.remat = full or auto"),
-        (Layout(pp=2, schedule="zero_bubble"), "jax-manual has gpipe, 1f1b, interleaved"),
-    ],
-)
-def test_refused_by_name(layout, message):
-    with pytest.raises(ExperimentError, match=message):
-        ENGINES["jax-manual"].require(layout)
-
-
-def test_what_is_recorded_as_recomputed_is_what_a_pipeline_does():
-    assert resolve_remat(Layout(pp=2), engine="jax-manual") == "full"
-    assert resolve_remat(Layout(), engine="jax-manual") == "dots"
-    assert resolve_remat(Layout(pp=2, remat="full"), engine="jax-manual") == "full"
