@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Communication
-from jaxpar.ledger import collectives, communications
+from jaxpar.hlo import collectives
+from jaxpar.ledger import communications
 from jaxpar.mesh import make_mesh
 from jaxpar.train import compile_step, prepare
 
