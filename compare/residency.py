@@ -2,7 +2,7 @@
 
     elements of a stage    its blocks / tp, where tp splits them; the first stage has both embeddings, the
                            last one the final norm and its own copy of the token embedding, the tied head
-    parameters             / dp_shard from ZeRO-3 on
+    parameters             / dp_shard from ZeRO-3 on; FSDP2's ZeRO-2 keeps shards between steps, too
     gradients              / dp_shard from ZeRO-2 on
     optimizer              its moments, / dp_shard from ZeRO-1 on
 
@@ -27,12 +27,12 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """Bytes at rest by kind, for each device in the order of the mesh.
 
     Args:
-        engine: a name in ENGINES; it says what the stages of a pipeline hold.
+        engine: a name in ENGINES; it says what the stages of a pipeline hold, and what ZeRO-2 splits.
         experiment: its layout, model, optimizer and precision.
     """
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    split_from = {"parameters": ENGINES[engine].shards_parameters_from, "gradients": 2, "optimizer": 1}
     return {
         kind: [
             itemsize

@@ -73,6 +73,7 @@ def files(tmp_path, monkeypatch):
         ("matrix --layouts ddp ddp", "--layouts ddp: give each layout once"),
         ("matrix --studies float16", "--studies float16: no such study"),
         ("matrix --output missing/parity.md", "there is no folder missing"),
+        ("matrix --results taken", "--results taken: it has no float64/comparison.json"),
         ("matrix --engines jax-compiler --layouts pp_zero_bubble", "no cell is left: layout.schedule"),
         ("run check --preset tp --devices 4 --model.vocab_size 5", "leaves a rank nothing of model.vocab"),
         ("run --preset tp --devices 3", "layout.tp = 3 does not divide model.n_head = 4"),

@@ -30,6 +30,10 @@ def test_zero_stages(zero, parts):
         assert form[kind] == [copies * WHOLE / (4 if kind in parts else 1)] * 4
 
 
+def test_fsdp2_holds_shards_between_the_steps_of_zero_2():
+    assert held("torch-library", dp_shard=4, zero=2) == held(dp_shard=4, zero=3)
+
+
 def test_replicas_hold_the_same():
     assert held(dp_replicate=2, dp_shard=2, zero=3) == {
         kind: held(dp_shard=2, zero=3)[kind] * 2 for kind in KINDS

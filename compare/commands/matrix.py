@@ -8,10 +8,10 @@ from rich.table import Table
 
 from compare.arguments import EngineName, Spec, chosen_engines
 from compare.console import results_console
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
-from compare.pairing import LATER_STEP, Comparison, compare_cases
+from compare.pairing import COMPARISON, LATER_STEP, Case, Comparison, compare_cases, read_comparison
 from compare.parity_page import cell_text, markdown, resident_row
 from compare.paths import check_output
 from compare.presets import PRESETS, check_names
@@ -38,6 +38,8 @@ class Matrix(Spec, frozen=True, kw_only=True):
     """Which of float64, float32, "float64, SGD". Default: all."""
     output: Path | None = None
     """Also write the grid as Markdown."""
+    results: Path | None = None
+    """Train nothing: show the grid of a finished matrix again, from the folder that was its --run_dir."""
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if every cell passes that an engine can express, else 1."""
@@ -48,15 +50,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
         plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in studies}
         comparisons = {}
         for name, (cases, _) in plans.items():
-            comparisons[name], _ = compare_cases(
-                f"matrix-{name.replace(', ', '-')}",
-                study(experiment, name),
-                cases,
-                run_dir=str(Path(self.run_dir, name)) if self.run_dir else "",
-                settings=self.settings(experiment),
-                reporter=Reporter(quiet=self.quiet),
-                keep_going=True,
-            )
+            comparisons[name] = self._finished(name) or self._trained(name, experiment, cases)
         _, blank = next(iter(plans.values()))
         cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in studies})
         steps = min(LATER_STEP, experiment.train.max_iters)
@@ -65,6 +59,26 @@ class Matrix(Spec, frozen=True, kw_only=True):
             write_atomically(self.output, page.encode())
         print_matrix(cells, studies, steps=steps, as_json=self.json)
         return 0 if all(cell.passed for cell in cells) else 1
+
+    def _trained(self, name: str, experiment: Experiment, cases: list[Case]) -> Comparison:
+        comparison, _ = compare_cases(
+            f"matrix-{name.replace(', ', '-')}",
+            study(experiment, name),
+            cases,
+            run_dir=str(Path(self.run_dir, name)) if self.run_dir else "",
+            settings=self.settings(experiment),
+            reporter=Reporter(quiet=self.quiet),
+            keep_going=True,
+        )
+        return comparison
+
+    def _finished(self, name: str) -> Comparison | None:
+        """The comparison of a study that was made before, if that is asked for."""
+        if self.results is None:
+            return None
+        if not (self.results / name / COMPARISON).is_file():
+            raise ExperimentError(f"--results {self.results}: it has no {name}/{COMPARISON}")
+        return read_comparison(self.results / name)[0]
 
 
 def _versions(comparisons: list[Comparison]) -> str:

@@ -62,6 +62,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The pipeline schedules it has."""
     no_other_schedule: str = ""
     """Why it has no other, and what to do."""
+    shards_parameters_from: int = 3
+    """The ZeRO stage from which parameters are split at rest."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     no_pipeline_on_gpu: str = ""
@@ -172,6 +174,7 @@ ENGINES = {
                 "takes no DTensor: choose layout.zero = 2 or 3"
             },
             gradient_sync_with_tp="fsdp2",
+            shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
             refuses=_not_in_pytorch,
         ),
     )
