@@ -10,7 +10,8 @@ PREAMBLE = """Written by `make matrix`, not by hand. Every engine under every la
 ONE unsharded device (PyTorch, no container, no collective). A cell is the worst relative error of a gradient
 before clipping / of a weight after the last of these steps, over all parameters. Limits: 1e-10 in float64;
 in float32 1e-5 on gradients and 1e-2 on weights, which Adam lets every rounding into. AdamW with clipping,
-unless it says SGD (with momentum, without clipping)."""
+unless it says SGD (with momentum, without clipping). Where an engine lacks the schedule of a composition,
+1F1B, the cell says which one it ran."""
 RESIDENT = """Bytes of parameters / gradients / optimizer state that are there between two steps of the first
 study (gradients: just before the optimizer's step), each on the device that has most of it, in kB (1e3
 bytes). The closed form is that of PyTorch's pipelines, whose first and last stage alone have the embedding;

@@ -9,6 +9,8 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import psutil
+
 from compare.contract.record import Failure
 from torchpar.groups import is_consequence
 from torchpar.rank import Heartbeat, Rank
@@ -118,8 +120,12 @@ def _obituary(child: Child, heartbeat: Heartbeat) -> str:
 
 
 def _hang(running: list[Child], heartbeat: Heartbeat, timeout_s: float) -> Failure:
-    """Name the ranks that are behind the others."""
+    """Name the ranks that are stopped, or else those that are behind the others."""
     positions = {child.rank: heartbeat.position(child.rank) for child in running}
+    if stopped := [child.rank for child in running if _is_stopped(child)]:  # perhaps inside a collective
+        where = f"stopped by a signal in {positions[stopped[0]]}"
+        message = f"{_ranks(stopped)} made no progress for {timeout_s:g} s: {where}"
+        return Failure(message=message, rank=stopped[0])
     least = min(positions.values())
     behind = [rank for rank, position in positions.items() if position.beats == least.beats]
     ahead = [rank for rank in positions if rank not in behind]
@@ -133,6 +139,17 @@ def _hang(running: list[Child], heartbeat: Heartbeat, timeout_s: float) -> Failu
     verb = "it is" if len(behind) == 1 else "they are"
     message = f"{_ranks(behind)} made no progress for {timeout_s:g} s: {verb} in {least}, while {waiting}"
     return Failure(message=message, rank=behind[0])
+
+
+def _is_stopped(child: Child) -> bool:
+    """Whether the process is suspended: SIGSTOP, Ctrl-Z, a debugger."""
+    try:
+        return psutil.Process(child.process.pid).status() in (
+            psutil.STATUS_STOPPED,
+            psutil.STATUS_TRACING_STOP,
+        )
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _ranks(numbers: list[int]) -> str:
