@@ -105,10 +105,10 @@ def parent(deed: str, folder: Path) -> int:
         *(
             (
                 deed,
-                "rank 2 made no progress for 3 s: it is in step 3, forward, "
+                f"rank 2 made no progress for 3 s: it is {state}in step 3, forward, "
                 "while ranks 0, 1, 3 wait in step 3, backward",
             )
-            for deed in ("stop", "sleep")
+            for deed, state in (("stop", "stopped "), ("sleep", ""))
         ),
     ],
 )

@@ -120,24 +120,21 @@ def _obituary(child: Child, heartbeat: Heartbeat) -> str:
 
 
 def _hang(running: list[Child], heartbeat: Heartbeat, timeout_s: float) -> Failure:
-    """Name the ranks that are stopped, or else those that are behind the others."""
+    """Name the ranks that are stopped, perhaps inside a collective, or else those behind the others."""
     positions = {child.rank: heartbeat.position(child.rank) for child in running}
-    if stopped := [child.rank for child in running if _is_stopped(child)]:  # perhaps inside a collective
-        where = f"stopped by a signal in {positions[stopped[0]]}"
-        message = f"{_ranks(stopped)} made no progress for {timeout_s:g} s: {where}"
-        return Failure(message=message, rank=stopped[0])
-    least = min(positions.values())
-    behind = [rank for rank, position in positions.items() if position.beats == least.beats]
+    stopped = [child.rank for child in running if _is_stopped(child)]
+    fewest = min(position.beats for position in positions.values())
+    behind = stopped or [rank for rank, position in positions.items() if position.beats == fewest]
     ahead = [rank for rank in positions if rank not in behind]
-    if not ahead:
-        if len(behind) > 1:
-            return Failure(message=f"no rank made progress for {timeout_s:g} s: all are in {least}")
-        message = f"{_ranks(behind)} made no progress for {timeout_s:g} s: it is in {least}"
-        return Failure(message=message, rank=behind[0])
-    where = ", ".join(sorted({str(positions[rank]) for rank in ahead}))
-    waiting = f"{_ranks(ahead)} {'wait' if len(ahead) > 1 else 'waits'} in {where}"
+    where = positions[behind[0]]
+    if not ahead and len(behind) > 1:
+        return Failure(message=f"no rank made progress for {timeout_s:g} s: all are in {where}")
     verb = "it is" if len(behind) == 1 else "they are"
-    message = f"{_ranks(behind)} made no progress for {timeout_s:g} s: {verb} in {least}, while {waiting}"
+    verb += " stopped" if stopped else ""
+    message = f"{_ranks(behind)} made no progress for {timeout_s:g} s: {verb} in {where}"
+    if ahead:
+        others = ", ".join(sorted({str(positions[rank]) for rank in ahead}))
+        message += f", while {_ranks(ahead)} {'wait' if len(ahead) > 1 else 'waits'} in {others}"
     return Failure(message=message, rank=behind[0])
 
 
