@@ -24,6 +24,7 @@ from compare.contract.record import Platform
 from compare.launch import Pythons
 from compare.pairing import Settings, wants_ladder
 from compare.paths import default_cache
+from compare.presets import check_names
 
 EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
 
@@ -92,6 +93,5 @@ def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
 
 def chosen_engines(engines: tuple[str, ...]) -> list[str]:
     """The engines asked for, all by default. Raises ExperimentError if one is named twice."""
-    if len(set(engines)) != len(engines):
-        raise ExperimentError(f"--engines {' '.join(engines)}: name each engine once")
+    check_names("--engines", "engine", engines, ENGINES)
     return list(engines) or list(ENGINES)

@@ -117,11 +117,8 @@ def _refusal(engine: Engine, preset: str, layout: Layout) -> str:
         engine.require(layout)
     except ExperimentError as reason:
         return str(reason)
-    if (
-        preset.startswith("ddp_")
-        and layout.axes == {**layout.axes, "tp": 1, "pp": 1}
-        and not engine.offers_choice
-    ):
+    only_data_parallel = layout.dp_replicate == layout.devices
+    if only_data_parallel and preset != "ddp" and not engine.offers_choice:
         return f"the same as ddp: {engine.name} chooses for itself"
     return ""
 

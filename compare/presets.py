@@ -135,8 +135,7 @@ def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
     Raises:
         ExperimentError: no such preset, or a number of devices that it cannot spread over.
     """
-    if preset not in PRESETS:
-        raise ExperimentError(f"--preset {preset}: no such preset (there are {', '.join(PRESETS)})")
+    check_names("--preset", "preset", [preset], PRESETS)
     fields = PRESETS[preset].fields(devices)
     is_any_pipeline = fields.get("pp", 1) != 1 and "schedule" not in fields
     kept: Fields = {"schedule": layout.schedule, "chunks": layout.chunks} if is_any_pipeline else {}

@@ -159,6 +159,11 @@ def map_alike(f: Callable[[list[Any], tuple[str, ...]], list[Any]], placements: 
     return jax.tree.unflatten(structure, leaves)
 
 
+def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any) -> Any:
+    """Apply `f` to the leaves that are repeated along a mesh axis; those that are split over it stay."""
+    return jax.tree.map(lambda p, x: x if axis in split_axes(p) else f(x), placements, tree)
+
+
 def split_axes(p: Placement) -> tuple[str, ...]:
     """The mesh axes whose devices hold different parts of a leaf; along the others it is repeated."""
     dims = ((PP, p.pp_dim), (SHARD, p.shard_dim), (TP, p.tp_dim))

@@ -54,7 +54,7 @@ def files(tmp_path, monkeypatch):
         ("run --model.dropout 0.2", "model.dropout = 0.2 must be 0"),
         ("run --preset nosuch", "--preset nosuch: no such preset"),
         ("run --preset ddp --devices 4 --layout.dp_replicate 8", "contradicts --preset ddp --devices 4"),
-        ("run --engines jax-manual jax-manual", "name each engine once"),
+        ("run --engines jax-manual jax-manual", "--engines jax-manual: give each engine once"),
         ("run --timeout_s 0", "--timeout_s 0.0 must be more than 0"),
         ("run --train.seed 3 cpu", "give the experiment first: shardpair run cpu"),
         ("run --data.source missing.txt", "missing.txt does not exist"),

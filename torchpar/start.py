@@ -44,7 +44,6 @@ def read_request(folder: Path) -> Request:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
     experiment = revalidate(request.experiment)
     ENGINES[request.engine].require(experiment.layout, platform=request.platform)
-    ENGINES[request.engine].gradient_sync_for(experiment.layout)
     plant(request.fault, engine=request.engine, layout=experiment.layout)  # only to hear its objections
     return request
 

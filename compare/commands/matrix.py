@@ -53,7 +53,8 @@ class Matrix(Spec, frozen=True, kw_only=True):
             comparisons[name] = self._finished(name) or self._trained(name, experiment, cases)
         _, blank = next(iter(plans.values()))
         cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in studies})
-        steps = min(LATER_STEP, experiment.train.max_iters)
+        trained = next(iter(comparisons.values())).experiment.train.max_iters
+        steps = min(LATER_STEP, trained)
         if self.output:
             page = markdown(cells, steps=steps, version=_versions(list(comparisons.values())))
             write_atomically(self.output, page.encode())

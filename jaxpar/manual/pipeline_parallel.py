@@ -48,7 +48,7 @@ from jax import lax
 from jaxpar import collectives
 from jaxpar.manual.stage import EndSums, Stage
 from jaxpar.manual.ticks import BACKWARD, FORWARD, Ticks, Work
-from jaxpar.placement import Placement
+from jaxpar.placement import map_repeated
 from jaxpar.plan import Pieces
 from jaxpar.remat import Remat, apply_remat
 
@@ -76,20 +76,13 @@ def keep_within_a_tick(model: Any) -> None:
 
 def own_copies(params: Any, placements: Any) -> Any:
     """Mark what pp does not split as each device's own: its gradient stays local, and out of the ticks."""
-
-    def mark(p: Placement, x: jax.Array) -> jax.Array:
-        return collectives.to_varying(x, AXIS) if p.pp_dim is None else x
-
-    return jax.tree.map(mark, placements, params)
+    return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
 
 
 def sum_tied_gradients(gradients: Any, placements: Any) -> Any:
     """The sums over pp of gradients of what pp does not split: the lookup's and the head's, once a step."""
-
-    def reduce(p: Placement, g: jax.Array) -> jax.Array:
-        return g if p.pp_dim is not None else sum_over_ends(g)
-
-    return jax.tree.map(reduce, placements, gradients)
+    # Looked up when called, not now: a test may put a wrong sum in.
+    return map_repeated(lambda g: sum_over_ends(g), AXIS, placements, gradients)
 
 
 def sum_over_ends(gradient: jax.Array) -> jax.Array:

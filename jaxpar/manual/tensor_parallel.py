@@ -30,7 +30,7 @@ from jax import lax
 
 from jaxpar import collectives
 from jaxpar.model import Embedding, Linear
-from jaxpar.placement import Placement
+from jaxpar.placement import map_repeated
 from jaxpar.plan import Edit
 
 AXIS = "tp"
@@ -152,20 +152,10 @@ def split_modules(*, sequence_parallel: bool, vocab_size: int) -> Edit:
 
 def own_copies(params: Any, placements: Any) -> Any:
     """Sequence parallel: mark what tp does not split as each device's own, so that gradients stay partial."""
-
-    def mark(p: Placement, x: jax.Array) -> jax.Array:
-        return collectives.to_varying(x, AXIS) if p.tp_dim is None else x
-
-    return jax.tree.map(mark, placements, params)
+    return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
 
 
 def sum_partial_gradients(gradients: Any, placements: Any) -> Any:
     """Sequence parallel: the sums over tp of gradients of what tp does not split."""
-
-    def reduce(p: Placement, g: jax.Array) -> jax.Array:
-        if p.tp_dim is not None:
-            return g
-        with jax.named_scope("for_gradients"):
-            return collectives.all_reduce(g, AXIS)
-
-    return jax.tree.map(reduce, placements, gradients)
+    with jax.named_scope("for_gradients"):
+        return map_repeated(lambda g: collectives.all_reduce(g, AXIS), AXIS, placements, gradients)
