@@ -176,7 +176,8 @@ def batch(rows: int = RANKS) -> torch.Tensor:
 def test_a_parameter_that_some_ranks_do_not_use(rank: int) -> None:
     for users in ((0,), (1, 2, 3), ()):
         reference, module = Branches(), Branches()
-        _, optimizer, reduce = optimizers(module, reduces=True, make=torch.optim.SGD, lr=1.0)
+        options = {"make": torch.optim.SGD, "lr": 1.0, "find_unused_parameters": True}
+        _, optimizer, reduce = optimizers(module, reduces=True, **options)
         alone = torch.optim.SGD(reference.parameters(), lr=1.0)
         for _ in range(2):
             sum(reference(row, r in users) for r, row in enumerate(batch())).div(RANKS).backward()

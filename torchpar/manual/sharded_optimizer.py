@@ -47,6 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one; for reduce_gradients.
         reduce_gradients: average gradients over the ranks here, and nowhere else.
+        find_unused_parameters: with reduce_gradients, parameters may be used on some ranks only, and count as
+            zero on the others; costs one small all-reduce a step. Else every rank uses the same.
         kwargs: for optimizer_cls.
     """
 
@@ -58,11 +60,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
         reduce_gradients: bool = False,
+        find_unused_parameters: bool = False,
         **kwargs: Any,
     ):
         self.axis = Axis.of(group)
         self._replicas = None if replicate_group is None else Axis.of(replicate_group)
-        self._reduces = reduce_gradients
+        self._reduces, self._find_unused = reduce_gradients, find_unused_parameters
         self._make: Callable[..., torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
         self._inner: torch.optim.Optimizer | None = None
         self._flats: list[Flat] = []
@@ -134,13 +137,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_gradient_synchronization(self) -> None:
         """With reduce_gradients: leave each rank the mean gradient of its pieces.
 
-        A parameter that some ranks did not use counts as zero there; one that none did keeps None.
+        A parameter that no rank used keeps None.
+
+        Raises:
+            RuntimeError: without find_unused_parameters, if this rank did not use a parameter of which it
+                holds a piece, and others did.
         """
         self._require_reduction()
         for flat in self._flats:
             flat.gradients.take_all()
         all_gradients = [flat.gradients for flat in self._flats]
-        for gradients, used in zip(all_gradients, agree_on_use(all_gradients), strict=True):
+        agreed = agree_on_use(all_gradients) if self._find_unused else [None] * len(all_gradients)
+        for gradients, used in zip(all_gradients, agreed, strict=True):
             gradients.start_reduction(used)
         for flat in self._flats:
             flat.gradients.finish_reduction()
