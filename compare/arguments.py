@@ -1,12 +1,14 @@
 """Arguments that several commands share: an experiment with overrides, and how to run it."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import tyro
 from msgspec import Struct
 
+from compare.comparison import COMPARISON, Comparison
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import (
     Data,
@@ -22,9 +24,10 @@ from compare.contract.experiment import (
 )
 from compare.contract.record import Platform
 from compare.launch import Pythons
-from compare.pairing import Settings, wants_ladder
+from compare.pairing import Case, Settings, compare_cases, continue_cases
 from compare.paths import default_cache
 from compare.presets import check_names
+from compare.progress import Reporter
 
 EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
 
@@ -44,6 +47,9 @@ class Spec(Struct, frozen=True, kw_only=True):
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
     run_dir: str = ""
     """Folder of the results; must not exist. Default: runs/NAME-TIME."""
+    continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
+    """Go on with a run that was interrupted, or whose engines failed: run what is missing in this
+    folder, as it was asked for there."""
     timeout_s: float = 600.0
     """An engine that makes no progress for this long is ended (compiling counts as no progress)."""
     cache_dir: str = default_cache()
@@ -70,7 +76,7 @@ class Spec(Struct, frozen=True, kw_only=True):
             )
         )
 
-    def settings(self, experiment: Experiment) -> Settings:
+    def settings(self) -> Settings:
         """As the pairing takes it. Raises ExperimentError for a time-out that is not positive."""
         if not self.timeout_s > 0:
             raise ExperimentError(f"--timeout_s {self.timeout_s} must be more than 0")
@@ -78,9 +84,60 @@ class Spec(Struct, frozen=True, kw_only=True):
             platform=self.platform,
             timeout_s=self.timeout_s,
             cache_dir=self.cache_dir,
-            ladder=wants_ladder(experiment),
             pythons=Pythons(jaxpar=self.jax_python, torchpar=self.torch_python),
         )
+
+    def compare(
+        self,
+        name: str,
+        experiment: Experiment,
+        cases: list[Case],
+        *,
+        run_dir: str = "",
+        settings: Settings | None = None,
+        needs_first: bool = True,
+    ) -> tuple[Comparison, Path]:
+        """`compare_cases`, or `continue_cases` where --continue was given.
+
+        Args:
+            name, experiment, cases, needs_first: as for `compare_cases`.
+            run_dir: folder of the results, or of those to go on with; --run_dir or --continue by default.
+            settings: `self.settings()` by default.
+        """
+        settings, reporter = settings or self.settings(), Reporter(quiet=self.quiet)
+        folder = Path(run_dir or self.continue_)
+        if self.continue_ and (not run_dir or (folder / COMPARISON).is_file()):
+            comparison = continue_cases(folder, settings=settings, reporter=reporter, needs_first=needs_first)
+            return comparison, folder
+        return compare_cases(
+            name,
+            experiment,
+            cases,
+            command=type(self).__name__.lower(),
+            run_dir=run_dir or self.run_dir,
+            settings=settings,
+            reporter=reporter,
+            needs_first=needs_first,
+        )
+
+    def require_nothing_else(self, default: Experiment, **given: object) -> None:
+        """Refuse what --continue would ignore.
+
+        Args:
+            default: the experiment before the user's overrides.
+            given: other arguments by name, that say what is to be run.
+
+        Raises:
+            ExperimentError: one of them was given beside --continue.
+        """
+        others = [f"--{name}" for name, value in {"run_dir": self.run_dir, **given}.items() if value]
+        if self.resolved() != default:
+            others.append("another experiment")
+        if self.continue_ and others:
+            raise ExperimentError(
+                f"--continue {self.continue_} goes on with what was asked for there: leave out "
+                f"{', '.join(others)}"
+            )
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

@@ -9,7 +9,6 @@ import sys
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from compare.arguments import Spec, defaults_for
 from compare.commands.check import Check
@@ -20,11 +19,12 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
+from compare.console import errors_console
 from compare.contract.experiment import ExperimentError, load
+from compare.contract.tensors import RecordError
 from compare.launch import EngineError, EnvironmentMissing
 
 DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
-LOG_LINES = 20
 
 DESCRIPTION = """Sharded training in JAX and in PyTorch, side by side: proven equal, measured, explained.
 
@@ -34,24 +34,23 @@ Begin with `shardpair run` (a minute), then `shardpair run --help` for everythin
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    errors = errors_console()
     try:
         return _dispatch(arguments)
     except ExperimentError as error:
+        errors.print(f"shardpair: error: {error}", style="red")
+        return 2
+    except RecordError as error:
         errors.print(f"shardpair: error: {error}", style="red")
         return 2
     except EnvironmentMissing as error:
         errors.print(f"shardpair: error: {error}", style="red")
         return 3
     except EngineError as error:
-        if error.log and error.log.is_file():
-            tail = error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            errors.print("\n".join(tail))
-        errors.print(f"shardpair: error: {error}", style="red")
-        errors.print(f"its whole log: {error.log}")
+        errors.print(f"shardpair: error: {error}", style="red")  # its log was shown when it failed
         return error.exit_code
-    except KeyboardInterrupt:
-        errors.print("shardpair: interrupted; every process was ended", style="red")
+    except KeyboardInterrupt as interrupt:
+        errors.print(f"shardpair: {interrupt or 'interrupted; every process was ended'}", style="red")
         return 130
     except BrokenPipeError:  # `shardpair ... | head`: nobody reads on, and nothing went wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from compare.comparison import Comparison
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.pairing import Case, Comparison
+from compare.pairing import Case
 from compare.presets import PRESETS, check_names, spread
 
 

@@ -7,10 +7,11 @@ float64 with SGD and no clipping, which hides nothing of a gradient's scale.
 import msgspec
 from msgspec import Struct
 
+from compare.comparison import Comparison
 from compare.contract.engines import ENGINES, Engine
 from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.numerics import Verdict
-from compare.pairing import Case, Comparison
+from compare.pairing import Case
 from compare.presets import PRESETS, check_names, spread
 from compare.residency import TOLERANCE, closed_form, excess
 

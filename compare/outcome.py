@@ -7,11 +7,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from compare.comparison import Comparison
 from compare.console import results_console
 from compare.costs import Cost
 from compare.faults import planted
 from compare.numerics import RUNGS, Verdict
-from compare.pairing import Comparison
 from compare.units import human_bytes
 
 

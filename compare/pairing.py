@@ -6,28 +6,35 @@ reference and a case of every engine and gradient synchronisation.
 
 import datetime
 import platform as host
+import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from compare.acceptance import objections
+from compare.comparison import Comparison, how_to_go_on, judged, read_saved, save
 from compare.contract.engines import ENGINES
-from compare.contract.experiment import Experiment, revalidate
-from compare.contract.parameters import parameter_count
-from compare.contract.record import Platform, Record, Request, Step, read_json, read_record, write_json
-from compare.costs import Cost, cost_of
+from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.parameters import parameter_count, storage_dtype
+from compare.contract.record import (
+    MANIFEST,
+    Platform,
+    Record,
+    RecordError,
+    Request,
+    read_record,
+    rungs_asked_for,
+)
 from compare.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
-from compare.numerics import Verdict, climb
 from compare.paths import create_run_dir
 from compare.presets import spread
 from compare.progress import Reporter
+from compare.units import human_bytes
 
-COMPARISON = "comparison.json"
 LATER_STEP = 20
-LISTED = 4  # names in the one-line verdict; more are counted
-LADDER_PARAMETERS = 20_000_000  # above this the ladder's tensors weigh more than they tell: half a GB a rung
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -47,51 +54,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     cache_dir: str = ""
     ladder: bool = True
+    """Leave gradients, weights and moments for the ladder; without them losses and norms are compared."""
     pythons: Pythons = Pythons()
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
-    """The outcome: every case's verdict and cost. Saved as comparison.json beside the records."""
-
-    name: str
-    experiment: Experiment
-    """As the user gave it, every field spelled out."""
-    platform: str
-    created_utc: str
-    machine: str
-    git_commit: str
-    git_dirty: bool
-    cases: list[str]
-    """Names, which are folders; the first is the reference."""
-    verdicts: list[Verdict]
-    """Of every case but the first."""
-    costs: list[Cost]
-    """Of every case, in order."""
-    versions: list[dict[str, str]]
-    """Of Python and the packages that ran every case, in order."""
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
-    """Cases that did not finish, where that was not the end of everything: why, by name."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether every case finished, and agrees with the reference on every rung."""
-        return not self.failures and all(verdict.passed for verdict in self.verdicts)
-
-    def sentence(self) -> str:
-        """The verdict over all cases, in one line."""
-        if self.failures:
-            name, why = next(iter(self.failures.items()))
-            return f"{name} did not finish: {why}"
-        bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
-        if bad:
-            return f"{bad.candidate} against {bad.reference}: {bad.sentence()}"
-        if not self.verdicts:
-            return f"{self.cases[0]} ran alone: there was nothing to compare it with"
-        names = [verdict.candidate for verdict in self.verdicts]
-        others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
-        rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        agree = "agrees" if len(self.verdicts) == 1 else "agree"
-        return f"PASS: {others} {agree} with {self.cases[0]} on {rungs} rungs"
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
 
 
 def engine_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
@@ -129,87 +97,154 @@ def with_layout(experiment: Experiment, **fields: object) -> Experiment:
     return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
 
-def wants_ladder(experiment: Experiment) -> bool:
-    """Whether a run leaves the ladder's tensors unless told otherwise: small models do."""
-    return parameter_count(experiment.model) <= LADDER_PARAMETERS
-
-
 def compare_cases(
     name: str,
     experiment: Experiment,
     cases: list[Case],
     *,
+    command: str,
     run_dir: str,
     settings: Settings,
     reporter: Reporter,
-    keep_going: bool = False,
+    needs_first: bool = True,
 ) -> tuple[Comparison, Path]:
-    """Run every case, hold each against the first, and save the outcome.
+    """Run every case, hold each against the first, and save the outcome after each.
+
+    A case that does not finish is noted as a failure, and the others still run.
 
     Args:
         name: of the comparison, for people.
         experiment: as the user gave it; each case has its own variation of it.
         cases: in the order in which they run; the first is the reference.
+        command: of `shardpair`, that goes on with it if it is interrupted.
         run_dir: folder of the results, which must not exist; '' names one after the comparison.
         settings: how to run.
         reporter: told of the progress.
-        keep_going: note a case that does not finish as a failure, and go on; the reference must finish.
+        needs_first: the first case is the only possible reference: nothing runs on without it.
 
     Returns:
         The outcome, and the folder it is saved in.
 
     Raises:
         ExperimentError, EnvironmentMissing: before the first process starts.
-        EngineError: a case did not finish; the records of those before it stay in the folder.
+        EngineError: no case finished, or not the first one where that is needed.
+        Interrupted: Ctrl-C. What was finished is saved; `continue_cases` goes on.
     """
     for case in cases:
         require_devices(case.experiment, settings.platform)
         ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
     folder = create_run_dir(name, run_dir)
     prepared = prepare(experiment, folder)
-    records: dict[str, Record] = {}
-    failures: dict[str, str] = {}
-    for case in cases:
-        try:
-            with reporter.engine(case.name, case.experiment.train.max_iters) as on_step:
-                records[case.name] = _run_case(case, prepared, settings, on_step)
-        except EngineError as error:
-            if not (keep_going and records):
-                raise
-            failures[case.name] = str(error)
-    reference, *others = records
-    verdicts = [
-        climb(records[reference], records[name], reference_name=reference, name=name) for name in others
-    ]
+    requests = {case.name: _request(case, prepared, settings) for case in cases}
+    _require_room(requests, folder)
     commit, dirty = _git_state()
-    comparison = Comparison(
+    planned = Comparison(
+        command=command,
         name=name,
         experiment=experiment,
         platform=settings.platform,
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=f"{host.system()} {host.machine()}, {records[reference].manifest.device_kind}",
+        machine=f"{host.system()} {host.machine()}",
         git_commit=commit,
         git_dirty=dirty,
-        cases=list(records),
-        verdicts=verdicts,
-        costs=[cost_of(record) for record in records.values()],
-        versions=[record.manifest.versions for record in records.values()],
-        failures=failures,
+        requests=requests,
     )
-    write_json(folder / COMPARISON, comparison)
-    return comparison, folder
+    return _run(planned, {}, folder, settings=settings, reporter=reporter, needs_first=needs_first), folder
 
 
-def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
-    """A finished comparison and its records. Raises FileNotFoundError if it is not complete."""
-    comparison = read_json(folder / COMPARISON, Comparison)
-    return comparison, [read_record(folder / case) for case in comparison.cases]
+def continue_cases(
+    folder: Path, *, settings: Settings, reporter: Reporter, needs_first: bool = True
+) -> Comparison:
+    """Run what a comparison still lacks: cases that did not finish, or whose turn did not come.
+
+    What an unfinished case left is kept beside it, as NAME.unfinished-1.
+
+    Args:
+        folder: of the comparison.
+        settings: time-out, cache and interpreters; everything else is as the comparison asked.
+        reporter, needs_first: as for `compare_cases`.
+
+    Raises:
+        RecordError: the folder holds no comparison, or a garbled one.
+        EngineError, Interrupted: as `compare_cases`.
+    """
+    saved = read_saved(folder)
+    records = {name: record for name in saved.requests if (record := _finished(folder / name, saved, name))}
+    for name in saved.requests.keys() - records.keys():
+        _keep_aside(folder / name)
+    requests = {
+        name: msgspec.structs.replace(request, timeout_s=settings.timeout_s, cache_dir=settings.cache_dir)
+        if name not in records
+        else request
+        for name, request in saved.requests.items()
+    }
+    again = msgspec.structs.replace(saved, requests=requests, failures={})
+    return _run(again, records, folder, settings=settings, reporter=reporter, needs_first=needs_first)
 
 
-def _run_case(
-    case: Case, prepared: Prepared, settings: Settings, on_step: Callable[[Step], None] | None
-) -> Record:
-    request = Request(
+def _run(
+    planned: Comparison,
+    records: dict[str, Record],
+    folder: Path,
+    *,
+    settings: Settings,
+    reporter: Reporter,
+    needs_first: bool,
+) -> Comparison:
+    """Run the cases that have no record yet. The comparison is saved whenever it has changed."""
+    comparison = judged(planned, records)
+    save(comparison, folder)
+    failures: dict[str, EngineError] = {}
+    for name, request in planned.requests.items():
+        if name in records:
+            continue
+        try:
+            with reporter.engine(name, request.experiment.train.max_iters) as on_step:
+                records[name] = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+        except KeyboardInterrupt:
+            raise Interrupted(_interrupted(comparison, folder)) from None
+        except EngineError as error:
+            failures[name] = error
+            reporter.failed(error)
+        noted = {name: str(error) for name, error in failures.items()}
+        planned = msgspec.structs.replace(planned, failures=noted)
+        comparison = judged(planned, records, known=comparison.verdicts)
+        save(comparison, folder)
+        if failures and needs_first and not records:
+            break
+    if not records:
+        raise next(iter(failures.values()))
+    return comparison
+
+
+def _interrupted(comparison: Comparison, folder: Path) -> str:
+    kept = ", ".join(comparison.cases) or "nothing yet"
+    return (
+        f"interrupted; every process was ended. Finished and kept: {kept}. "
+        f"`{how_to_go_on(comparison, folder)}` runs the rest"
+    )
+
+
+def _finished(folder: Path, saved: Comparison, name: str) -> Record | None:
+    """A case's record, if it is whole and what was asked for."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        record = read_record(folder)
+        return record if record.request == saved.requests[name] and not objections(record) else None
+    except RecordError:
+        return None
+
+
+def _keep_aside(folder: Path) -> None:
+    if folder.exists():
+        numbers = range(1, len(list(folder.parent.iterdir())) + 1)
+        names = (folder.with_name(f"{folder.name}.unfinished-{number}") for number in numbers)
+        folder.rename(next(path for path in names if not path.exists()))
+
+
+def _request(case: Case, prepared: Prepared, settings: Settings) -> Request:
+    return Request(
         engine=case.engine,
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
         platform=settings.platform,
@@ -220,7 +255,24 @@ def _run_case(
         cache_dir=settings.cache_dir,
         fault=case.fault,
     )
-    return launch(request, prepared.folder / case.name, pythons=settings.pythons, on_step=on_step)
+
+
+def _require_room(requests: Mapping[str, Request], folder: Path) -> None:
+    """Refuse a ladder whose tensors the disk cannot hold. Raises ExperimentError with both numbers."""
+    needed = sum(
+        len(rungs_asked_for(request))
+        * parameter_count(request.experiment.model)
+        * storage_dtype(request.experiment).itemsize
+        for request in requests.values()
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ExperimentError(
+            f"{folder}: gradients, weights and moments of {len(requests)} runs need {human_bytes(needed)}, "
+            f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no-ladder to compare "
+            f"losses and norms alone"
+        )
 
 
 def _git_state() -> tuple[str, bool]:

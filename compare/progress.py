@@ -15,6 +15,9 @@ from rich.progress import (
 )
 
 from compare.contract.record import Step
+from compare.launch import EngineError
+
+LOG_LINES = 20
 
 
 class Reporter:
@@ -38,6 +41,14 @@ class Reporter:
         else:
             yield lambda step: None
         self.console.print(f"{name}: {steps} steps, {time.monotonic() - started:.1f} s with start-up")
+
+    def failed(self, error: EngineError) -> None:
+        """Say at once that a case did not finish, with the end of its log; others may still run."""
+        if error.log and error.log.is_file():
+            tail = error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            self.console.print("\n".join(tail), markup=False)
+            self.console.print(f"its whole log: {error.log}", markup=False, soft_wrap=True)
+        self.console.print(f"{error}", style="red", markup=False, soft_wrap=True)
 
     def _bar(self) -> Progress:
         return Progress(

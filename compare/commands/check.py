@@ -3,8 +3,7 @@
 from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.outcome import print_check
-from compare.pairing import compare_cases, ladder_cases
-from compare.progress import Reporter
+from compare.pairing import ladder_cases
 
 
 class Check(Spec, frozen=True, kw_only=True):
@@ -29,13 +28,10 @@ class Check(Spec, frozen=True, kw_only=True):
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
         cases = ladder_cases(experiment, chosen_engines(self.engines), self.devices)
-        comparison, _ = compare_cases(
+        comparison, _ = self.compare(
             f"check-{self.devices}",
             experiment,
             cases,
-            run_dir=self.run_dir,
-            settings=self.settings(experiment),
-            reporter=Reporter(quiet=self.quiet),
         )
         print_check(comparison, as_json=self.json)
         return 0 if comparison.passed else 1

@@ -4,8 +4,6 @@ from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment
 from compare.faults import caught_as_expected, fault_cases
 from compare.outcome import print_faults
-from compare.pairing import compare_cases
-from compare.progress import Reporter
 
 
 class Faults(Spec, frozen=True, kw_only=True):
@@ -29,13 +27,10 @@ class Faults(Spec, frozen=True, kw_only=True):
         cases = fault_cases(
             experiment, chosen_engines(self.engines), names=list(self.names), devices=self.devices
         )
-        comparison, _ = compare_cases(
+        comparison, _ = self.compare(
             "faults",
             experiment,
             cases,
-            run_dir=self.run_dir,
-            settings=self.settings(experiment),
-            reporter=Reporter(quiet=self.quiet),
         )
         print_faults(comparison, as_json=self.json)
         return 0 if caught_as_expected(comparison) else 1

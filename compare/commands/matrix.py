@@ -7,15 +7,15 @@ import msgspec
 from rich.table import Table
 
 from compare.arguments import EngineName, Spec, chosen_engines
+from compare.comparison import COMPARISON, Comparison, read_comparison
 from compare.console import results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
-from compare.pairing import COMPARISON, LATER_STEP, Case, Comparison, compare_cases, read_comparison
+from compare.pairing import LATER_STEP, Case
 from compare.parity_page import cell_text, markdown, resident_row
-from compare.paths import check_output
+from compare.paths import check_output, create_run_dir
 from compare.presets import PRESETS, check_names
-from compare.progress import Reporter
 
 
 class Matrix(Spec, frozen=True, kw_only=True):
@@ -23,7 +23,8 @@ class Matrix(Spec, frozen=True, kw_only=True):
 
     Each cell is trained three times: float64 and float32 with AdamW, float64 with SGD. Precision, optimizer
     and degrees are those of the study and the layout, whatever the experiment says. All of it takes half an
-    hour on two cores; choose a part with --layouts, --engines, --studies.
+    hour on two cores; choose a part with --layouts, --engines, --studies, and name the same part again beside
+    --continue.
 
     Try:
       shardpair matrix --layouts fsdp tp --engines jax-manual torch-manual --studies float64
@@ -47,10 +48,16 @@ class Matrix(Spec, frozen=True, kw_only=True):
         layouts, studies = list(self.layouts) or LAYOUTS, list(self.studies) or list(STUDIES)
         check_names("--studies", "study", studies, STUDIES)
         check_output("--output", self.output)
+        self.require_nothing_else(default)
         plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in studies}
-        comparisons = {}
-        for name, (cases, _) in plans.items():
-            comparisons[name] = self._finished(name) or self._trained(name, experiment, cases)
+        if self.results:
+            comparisons = {name: self._finished(self.results / name) for name in studies}
+        else:
+            folder = self._folder()
+            comparisons = {
+                name: self._trained(folder / name, study(experiment, name), cases)
+                for name, (cases, _) in plans.items()
+            }
         _, blank = next(iter(plans.values()))
         cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in studies})
         trained = next(iter(comparisons.values())).experiment.train.max_iters
@@ -61,25 +68,22 @@ class Matrix(Spec, frozen=True, kw_only=True):
         print_matrix(cells, studies, steps=steps, as_json=self.json)
         return 0 if all(cell.passed for cell in cells) else 1
 
-    def _trained(self, name: str, experiment: Experiment, cases: list[Case]) -> Comparison:
-        comparison, _ = compare_cases(
-            f"matrix-{name.replace(', ', '-')}",
-            study(experiment, name),
-            cases,
-            run_dir=str(Path(self.run_dir, name)) if self.run_dir else "",
-            settings=self.settings(experiment),
-            reporter=Reporter(quiet=self.quiet),
-            keep_going=True,
-        )
-        return comparison
+    def _folder(self) -> Path:
+        """The folder of all studies: one of its own, so that --continue finds them together."""
+        if self.continue_ and not Path(self.continue_).is_dir():
+            raise ExperimentError(f"--continue {self.continue_}: there is no such folder")
+        return Path(self.continue_) if self.continue_ else create_run_dir("matrix", self.run_dir)
 
-    def _finished(self, name: str) -> Comparison | None:
-        """The comparison of a study that was made before, if that is asked for."""
-        if self.results is None:
-            return None
-        if not (self.results / name / COMPARISON).is_file():
-            raise ExperimentError(f"--results {self.results}: it has no {name}/{COMPARISON}")
-        return read_comparison(self.results / name)[0]
+    def _trained(self, folder: Path, experiment: Experiment, cases: list[Case]) -> Comparison:
+        return self.compare(
+            f"matrix-{folder.name.replace(', ', '-')}", experiment, cases, run_dir=str(folder)
+        )[0]
+
+    def _finished(self, folder: Path) -> Comparison:
+        """The comparison of a study that was made before."""
+        if not (folder / COMPARISON).is_file():
+            raise ExperimentError(f"--results {self.results}: it has no {folder.name}/{COMPARISON}")
+        return read_comparison(folder)[0]
 
 
 def _versions(comparisons: list[Comparison]) -> str:

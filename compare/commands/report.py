@@ -6,15 +6,18 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.comparison import differences, read_comparison, read_saved
+from compare.console import errors_console
+from compare.contract.experiment import Experiment
 from compare.outcome import print_outcome
-from compare.pairing import COMPARISON, read_comparison
 from compare.paths import PICTURES, check_output
 from compare.report.render import write_report
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """Print the tables of a finished run again, and write its report.html anew.
+    """Judge a run again from its records, print its tables, and write its report.html anew.
+
+    Says so if the records no longer give the verdict that was saved with them.
 
     Try:
       shardpair report runs/demo-20260101-120000
@@ -28,16 +31,15 @@ class Report(Struct, frozen=True, kw_only=True):
     """Print the outcome as one JSON object on stdout instead of tables."""
 
     def __call__(self, default: Experiment) -> int:
-        """Show it. Returns 0 if the run's engines agreed, else 1."""
-        if not (self.run_dir / COMPARISON).is_file():
-            raise ExperimentError(
-                f"{self.run_dir} has no {COMPARISON}: it is not the folder of a finished `shardpair run`"
-            )
+        """Show it. Returns 0 if the run is complete, its engines agree, and always did; else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
         comparison, records = read_comparison(self.run_dir)
+        moved = differences(read_saved(self.run_dir), comparison)
         if self.picture:
             from compare.report.figures import save_overlay  # matplotlib takes seconds to import
 
             save_overlay(self.picture, comparison.cases, records)
         print_outcome(comparison, write_report(self.run_dir), as_json=self.json)
-        return 0 if comparison.passed else 1
+        for line in moved:
+            errors_console().print(line, style="bold red")
+        return 0 if comparison.passed and not moved else 1

@@ -5,9 +5,8 @@ import msgspec
 from compare.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, revalidate
 from compare.outcome import print_outcome
-from compare.pairing import compare_cases, engine_cases
+from compare.pairing import engine_cases
 from compare.presets import apply_preset
-from compare.progress import Reporter
 from compare.report.render import write_report
 
 
@@ -19,6 +18,7 @@ class Run(Spec, frozen=True, kw_only=True):
       shardpair run demo --engines jax-manual torch-manual
       shardpair run cpu --data.source input.txt --model.n_layer 6
       shardpair run demo --preset ddp --devices 4
+      shardpair run --continue runs/demo-20260101-120000
     """
 
     engines: tuple[EngineName, ...] = ()
@@ -29,6 +29,8 @@ class Run(Spec, frozen=True, kw_only=True):
     ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp."""
     devices: int = 4
     """How many devices --preset spreads over."""
+    ladder: bool = True
+    """Compare gradients, weights and moments, at any size; --no-ladder compares losses and norms alone."""
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if all engines agree, else 1."""
@@ -38,13 +40,13 @@ class Run(Spec, frozen=True, kw_only=True):
                 experiment.layout, preset=self.preset, devices=self.devices, default=default.layout
             )
             experiment = revalidate(msgspec.structs.replace(experiment, layout=layout))
-        comparison, folder = compare_cases(
+        self.require_nothing_else(default, engines=self.engines, preset=self.preset)
+        comparison, folder = self.compare(
             self.experiment,
             experiment,
             engine_cases(experiment, chosen_engines(self.engines)),
-            run_dir=self.run_dir,
-            settings=self.settings(experiment),
-            reporter=Reporter(quiet=self.quiet),
+            settings=msgspec.structs.replace(self.settings(), ladder=self.ladder),
+            needs_first=False,
         )
         page = write_report(folder)
         print_outcome(comparison, page, as_json=self.json)

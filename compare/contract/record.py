@@ -25,9 +25,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 from msgspec import Struct, field
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from compare.contract.experiment import Experiment
+from compare.contract.optimizer import moment_names
+from compare.contract.tensors import RecordError, Tensors, garbled
 
 T = TypeVar("T")
 Platform = Literal["cpu", "gpu"]
@@ -158,6 +160,8 @@ class Record(Struct, frozen=True, kw_only=True):
     manifest: Manifest
     steps: list[Step]
     ledger: list[Communication] = field(default_factory=list)
+    request: Request | None = None
+    """What was asked for; None for numbers that no engine of ours made."""
 
 
 def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
@@ -189,8 +193,18 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path, type: type[T]) -> T:
-    """Read what `write_json` wrote. Raises msgspec.ValidationError for any other shape."""
+    """Read what `write_json` wrote. Raises msgspec.DecodeError for any other content, OSError for no file."""
     return decode_json(path.read_bytes(), type)
+
+
+def read_own_json(path: Path, type: type[T]) -> T:
+    """`read_json` of a file of a record. Raises RecordError, which names the file."""
+    if path.exists() and not path.is_file():
+        raise RecordError(f"{path} cannot be read: it is no file")
+    try:
+        return read_json(path, type)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise garbled(path, error) from None
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
@@ -215,10 +229,24 @@ def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -
     write_atomically(folder / f"{rung}.safetensors", save(contiguous))
 
 
-def read_tensors(folder: Path, rung: Rung) -> dict[str, np.ndarray]:
-    """One rung's tensors by name; {} if the run did not leave them."""
+def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:
+    """One rung's tensors by name, each read when it is asked for; {} if the run did not leave them.
+
+    Raises:
+        RecordError: the file is garbled.
+    """
     path = folder / f"{rung}.safetensors"
-    return load_file(path) if path.is_file() else {}
+    return Tensors(path) if path.exists() else {}
+
+
+def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
+    """The rungs whose tensors a run must leave."""
+    if not request.ladder:
+        return ()
+    moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+    later = (Rung.LATER_WEIGHTS,) if request.later_step <= request.experiment.train.max_iters else ()
+    kept = tuple(moments[name] for name in moment_names(request.experiment.optimizer))
+    return (Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS, *kept, *later)
 
 
 class Recorder:
@@ -261,19 +289,32 @@ def read_failure(folder: Path) -> Failure | None:
 
 
 def read_steps(path: Path) -> list[Step]:
-    """Every step of a steps file."""
-    return [decode_json(line, Step) for line in path.read_bytes().splitlines()]
+    """Every step of a steps file. Raises RecordError: it is missing, garbled or empty."""
+    try:
+        steps = [decode_json(line, Step) for line in path.read_bytes().splitlines()]
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise garbled(path, error) from None
+    if not steps:
+        raise RecordError(f"{path} cannot be read: it holds no step")
+    return steps
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, *, requested: bool = True) -> Record:
     """Read a finished run back.
 
+    Args:
+        folder: of the engine.
+        requested: it has the request beside it; false for numbers that no engine of ours made.
+
     Raises:
-        FileNotFoundError: the run is not complete (no manifest).
+        RecordError: the run is not complete (it has no manifest), or a file is garbled.
     """
+    if not (folder / MANIFEST).is_file():
+        raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
     return Record(
         folder=folder,
-        manifest=read_json(folder / MANIFEST, Manifest),
+        manifest=read_own_json(folder / MANIFEST, Manifest),
         steps=read_steps(folder / STEPS),
-        ledger=read_json(folder / LEDGER, list[Communication]),
+        ledger=read_own_json(folder / LEDGER, list[Communication]),
+        request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

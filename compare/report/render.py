@@ -6,13 +6,13 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from compare.comparison import read_comparison
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import to_toml
 from compare.contract.parameters import parameter_count
 from compare.contract.record import write_atomically
 from compare.numerics import RUNGS
 from compare.outcome import cost_rows
-from compare.pairing import read_comparison
 from compare.units import human_bytes
 
 PAGE = "report.html"

@@ -1,0 +1,145 @@
+"""Is a record what was asked for? Held against the request before it is held against anything else.
+
+Two runs that both did something else agree with each other: an engine that ignores its layout, a loop that
+stops early, a recorder that leaves no tensors. So the request is the first rung of the ladder, and every run,
+the reference too, must pass it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+import numpy as np
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.learning_rate import learning_rate
+from compare.contract.parameters import parameter_count, parameter_table, storage_dtype
+from compare.contract.record import Record, Request, Rung, Step, read_tensors, rungs_asked_for
+
+LISTED = 3
+
+
+def objections(record: Record) -> list[str]:
+    """What a record is not that its request asked for, each in a few words; [] if it is all of it.
+
+    Args:
+        record: with its request. One without (numbers that no engine of ours made) is taken as it is.
+
+    Raises:
+        RecordError: a file of tensors is garbled.
+    """
+    request = record.request
+    if request is None:
+        return []
+    return [
+        *_of_manifest(record, request),
+        *_of_steps(record.steps, request.experiment),
+        *_of_ledger(record, request.experiment),
+        *_of_tensors(record, request),
+    ]
+
+
+def differing_keys(found: Experiment, asked: Experiment) -> Iterator[str]:
+    """`model.n_layer = 2 instead of 4` for every field in which two experiments differ."""
+    wanted = msgspec.to_builtins(asked)
+    for section, fields in msgspec.to_builtins(found).items():
+        for key, value in fields.items():
+            if value != wanted[section][key]:
+                yield f"{section}.{key} = {value} instead of {wanted[section][key]}"
+
+
+def _of_manifest(record: Record, request: Request) -> Iterator[str]:
+    manifest, experiment = record.manifest, request.experiment
+    devices = experiment.layout.devices
+    expected = {
+        "engine": request.engine,
+        "platform": request.platform,
+        "devices": devices,
+        "gradient_sync": ENGINES[request.engine].gradient_sync_for(experiment.layout),
+        "parameters": parameter_count(experiment.model),
+        "corpus_sha256": request.corpus_sha256 or manifest.corpus_sha256,
+    }
+    for key, value in expected.items():
+        if (found := getattr(manifest, key)) != value:
+            yield f"it ran with {key} = {found} instead of {value}"
+    yield from (f"it ran {difference}" for difference in differing_keys(manifest.experiment, experiment))
+    for kind, held in {"peak_memory_bytes": manifest.peak_memory_bytes, **manifest.resident_bytes}.items():
+        if len(held) != devices:
+            yield f"it says what {len(held)} devices hold ({kind}), and {devices} were asked for"
+
+
+def _of_steps(steps: list[Step], experiment: Experiment) -> Iterator[str]:
+    asked, numbers = experiment.train.max_iters, [step.step for step in steps]
+    if numbers != list(range(asked)):
+        odd = next((place for place, number in enumerate(numbers) if number != place), len(numbers))
+        found = f"number {numbers[odd]} comes where {odd} belongs" if odd < len(numbers) else "it ends there"
+        yield f"it has {len(numbers)} of {asked} steps: {found}"
+    for step in steps:
+        for what, value in (("loss", step.loss), ("gradient norm", step.grad_norm)):
+            if not math.isfinite(value):
+                yield f"it diverged: the {what} of step {step.step} is {value}"
+                return
+        if step.lr != (right := learning_rate(experiment.optimizer, step.step)):
+            yield f"the learning rate of step {step.step} is {step.lr:g} instead of {right:g}"
+            return
+
+
+def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
+    """Nothing can be split over an axis along which nothing is ever sent."""
+    used = {axis for entry in record.ledger if entry.calls for axis in entry.axis.split("+")}
+    split = {axis for axis, degree in experiment.layout.axes.items() if degree > 1}
+    for axis in sorted(split - used):
+        yield f"nothing was communicated along {axis}, over which the layout spreads it"
+    if used and not split:
+        yield f"it communicated along {', '.join(sorted(used))} on one device"
+
+
+def _of_tensors(record: Record, request: Request) -> Iterator[str]:
+    asked = rungs_asked_for(request)
+    for rung in asked:
+        found = read_tensors(record.folder, rung)
+        if not found:
+            yield f"it left no {rung}"
+            continue
+        yield from _of_shapes(rung, found, _expected_shapes(rung, request.experiment))
+    if Rung.GRADIENTS in asked:
+        gradients = read_tensors(record.folder, Rung.GRADIENTS)
+        if gradients and not any(tensor.any() for tensor in gradients.values()):
+            yield "every gradient of step 0 is zero"
+        elif learning_rate(request.experiment.optimizer, 0) and _is_untrained(record):
+            yield "the first optimizer step moved no weight"
+
+
+def _expected_shapes(rung: Rung, experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    if rung == Rung.BATCH:
+        train = experiment.train
+        shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
+        return dict.fromkeys(("inputs", "targets"), (shape_ABT, np.dtype("int32")))
+    dtype = storage_dtype(experiment)
+    return {parameter.name: (parameter.shape, dtype) for parameter in parameter_table(experiment.model)}
+
+
+def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[str, tuple]) -> Iterator[str]:
+    if missing := sorted(expected.keys() - found.keys()):
+        yield f"its {rung} lack {_some(missing)}"
+    if unknown := sorted(found.keys() - expected.keys()):
+        yield f"its {rung} have {_some(unknown)}, which the model has not"
+    for name in sorted(expected.keys() & found.keys()):
+        tensor = found[name]
+        if (tensor.shape, tensor.dtype) != expected[name]:
+            shape, dtype = expected[name]
+            yield f"its {rung} have {name} as {tensor.dtype} {tensor.shape} instead of {dtype} {shape}"
+            return
+
+
+def _is_untrained(record: Record) -> bool:
+    before, after = (read_tensors(record.folder, r) for r in (Rung.INITIAL_WEIGHTS, Rung.FIRST_WEIGHTS))
+    return bool(after) and all(
+        name in before and np.array_equal(before[name], tensor) for name, tensor in after.items()
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    first, rest = list(names)[:LISTED], len(list(names)) - LISTED
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,53 @@
+"""Tensor files that are read one tensor at a time, and what to say of a file that cannot be read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+
+class RecordError(ValueError):
+    """A file of a record is missing or garbled. The message is one line that names it."""
+
+
+def garbled(path: Path, error: Exception) -> RecordError:
+    """What to raise for a file that could not be read."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return RecordError(f"{path} cannot be read: {' '.join(why.split()) or type(error).__name__}")
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """One rung's tensors by name, each read from disk when it is asked for: never the whole model at once.
+
+    Raises:
+        RecordError: the file is garbled.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        if not path.is_file():
+            raise RecordError(f"{path} cannot be read: it is no file")
+        try:
+            self._file = safe_open(path, framework="numpy")
+            self._names = tuple(self._file.keys())
+        except (OSError, SafetensorError) as error:
+            raise garbled(path, error) from None
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        try:
+            return self._file.get_tensor(name)
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            raise garbled(self._path, error) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
+        return tuple(self._file.get_slice(name).get_shape())

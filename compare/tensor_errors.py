@@ -1,0 +1,67 @@
+"""How far tensors are from what they should be: one error for each rung of the ladder, and where it is."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+KEY = 1  # its index among query, key, value
+
+Found = tuple[float, str]
+"""The worst relative error, and where it is; where the error is infinite, what is wrong."""
+
+
+def relative_error(value: np.ndarray, reference: np.ndarray) -> float:
+    """max|value - reference| / max|reference|; absolute where the reference is all zero.
+
+    Infinite for another shape, or where a value is not finite.
+    """
+    if value.shape != reference.shape:
+        return math.inf
+    difference = np.abs(value.astype(np.float64) - reference.astype(np.float64)).max(initial=0.0)
+    scale = np.abs(reference.astype(np.float64)).max(initial=0.0)
+    error = float(difference / scale) if scale else float(difference)
+    return error if math.isfinite(error) else math.inf
+
+
+def worst_tensor(
+    values: Mapping[str, np.ndarray],
+    references: Mapping[str, np.ndarray],
+    *,
+    select: Callable[[str, np.ndarray], np.ndarray] = lambda name, tensor: tensor,
+) -> Found:
+    """The largest `relative_error` over tensors of the same names, and its name; or what is wrong.
+
+    Args:
+        values: under test; one tensor is in memory at a time, if these are read as they are asked for.
+        references: what they should be.
+        select: the part of a tensor that counts.
+    """
+    if values.keys() != references.keys():
+        odd = min(values.keys() ^ references.keys())
+        return math.inf, f"{odd} is in only one of the two"
+    worst = (-1.0, "")
+    for name in references:
+        value, reference = select(name, values[name]), select(name, references[name])
+        error = relative_error(value, reference)
+        if not math.isfinite(error):
+            return math.inf, f"{name} {_what_is_wrong(value, reference)}"
+        worst = max(worst, (error, name), key=lambda found: found[0])
+    return worst
+
+
+def _what_is_wrong(value: np.ndarray, reference: np.ndarray) -> str:
+    if value.shape != reference.shape:
+        return f"has shape {value.shape} instead of {reference.shape}"
+    whose = "of the reference " if not np.isfinite(reference).all() else ""
+    return f"{whose}is not finite"
+
+
+def without_key_bias(name: str, tensor: np.ndarray) -> np.ndarray:
+    """A weight, without the key third of a query-key-value bias (3, H, D).
+
+    A key bias adds the same number to all logits of a query, and softmax does not see it: in exact
+    arithmetic its gradient is zero, and it changes nothing. In less than float64, what rounding leaves of
+    that gradient is as large as Adam's epsilon, and Adam makes it an update as large as any other.
+    """
+    return np.delete(tensor, KEY, axis=0) if name.endswith(".attention.qkv.bias") else tensor
