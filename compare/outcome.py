@@ -127,7 +127,7 @@ def _print_json(comparison: Comparison) -> None:
 
 
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:
-    console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True)
+    console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True, markup=False)
 
 
 def _mark(verdict: Verdict) -> str:

@@ -4,18 +4,36 @@ from pathlib import Path
 
 import numpy as np
 
+from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
-from compare.contract.parameters import fingerprint, initial_parameters
-from compare.contract.record import Communication, Manifest, Record, Recorder, Rung, Step, read_record
+from compare.contract.learning_rate import learning_rate
+from compare.contract.optimizer import global_norm, moment_names
+from compare.contract.parameters import fingerprint, initial_parameters, parameter_count
+from compare.contract.record import (
+    REQUEST,
+    Communication,
+    Manifest,
+    Record,
+    Recorder,
+    Request,
+    Rung,
+    Step,
+    read_record,
+    write_json,
+)
+
+CORPUS = "00"
 
 
 def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
     """Plausible tensors for every rung, the same at every call."""
-    weights = initial_parameters(experiment)
+    weights, train = initial_parameters(experiment), experiment.train
     random = np.random.default_rng(0)
-    noise = {name: random.normal(size=tensor.shape) for name, tensor in weights.items()}
-    return {
-        Rung.BATCH: {"inputs": np.arange(8).reshape(1, 2, 4), "targets": np.arange(1, 9).reshape(1, 2, 4)},
+    noise = {name: random.normal(size=tensor.shape).astype(tensor.dtype) for name, tensor in weights.items()}
+    shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
+    inputs_ABT = np.arange(np.prod(shape_ABT), dtype=np.int32).reshape(shape_ABT)
+    tensors = {
+        Rung.BATCH: {"inputs": inputs_ABT, "targets": inputs_ABT + 1},
         Rung.INITIAL_WEIGHTS: weights,
         Rung.GRADIENTS: noise,
         Rung.FIRST_WEIGHTS: {name: weights[name] + noise[name] for name in weights},
@@ -23,20 +41,28 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
         Rung.FIRST_V: {name: 0.1 * noise[name] ** 2 for name in weights},
         Rung.LATER_WEIGHTS: {name: weights[name] - noise[name] for name in weights},
     }
+    kept = moment_names(experiment.optimizer)
+    absent = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
+    return {
+        rung: values
+        for rung, values in tensors.items()
+        if absent.get(rung, "m") in kept or rung not in absent
+    }
 
 
-def make_steps(count: int = 5) -> list[Step]:
-    """A falling loss."""
+def make_steps(experiment: Experiment) -> list[Step]:
+    """A falling loss, and at first the norm of the gradients in `tensors_of`."""
+    norm = global_norm(tensors_of(experiment)[Rung.GRADIENTS])
     return [
         Step(
             step=index,
             loss=5.5 / (1 + index),
-            grad_norm=2.0 + index,
-            lr=1e-3,
+            grad_norm=norm / (1 + index),
+            lr=learning_rate(experiment.optimizer, index),
             step_time_ms=10.0 + index,
             instrumented=index == 1,
         )
-        for index in range(count)
+        for index in range(experiment.train.max_iters)
     ]
 
 
@@ -47,37 +73,53 @@ def make_record(
     engine: str = "torch-manual",
     tensors: dict[Rung, dict[str, np.ndarray]] | None = None,
     steps: list[Step] | None = None,
+    ladder: bool = True,
 ) -> Record:
-    """Write a complete record and read it back."""
+    """Write a complete record beside the request that it answers, and read it back."""
     folder.mkdir(parents=True)
+    write_json(folder / REQUEST, make_request(experiment, engine=engine, ladder=ladder))
     recorder = Recorder(folder)
     for rung, values in (tensors if tensors is not None else tensors_of(experiment)).items():
         recorder.tensors(rung, values)
-    for step in steps or make_steps():
+    for step in steps if steps is not None else make_steps(experiment):
         recorder.step(step)
+    devices = experiment.layout.devices
     manifest = Manifest(
         engine=engine,
         experiment=experiment,
         platform="cpu",
-        devices=experiment.layout.devices,
+        devices=devices,
         device_kind="a CPU",
-        gradient_sync="none",
+        gradient_sync=ENGINES[engine].gradient_sync_for(experiment.layout),
         remat="none",
-        parameters=1,
+        parameters=parameter_count(experiment.model),
         initial_weights_sha256=fingerprint(initial_parameters(experiment)),
-        corpus_sha256="00",
+        corpus_sha256=CORPUS,
         versions={"python": "3"},
         threads="one",
         started_utc="2026-01-01T00:00:00+00:00",
         compile_s=0.0,
         first_step_s=0.1,
         cpu_time_s=1.0,
-        peak_memory_bytes=[1000, 2000],
+        peak_memory_bytes=[2000] * devices,
         peak_memory_method="by hand",
     )
+    axes = [axis for axis, degree in experiment.layout.axes.items() if degree > 1]
     ledger = [
-        Communication(kind="all_reduce", axis="dp_replicate", calls=2, bytes=4000, wire_bytes=6000),
-        Communication(kind="all_reduce", axis="dp_replicate", calls=1, bytes=4, wire_bytes=6, purpose="loss"),
+        communication
+        for axis in axes
+        for communication in (
+            Communication(kind="all_reduce", axis=axis, calls=2, bytes=4000, wire_bytes=6000),
+            Communication(kind="all_reduce", axis=axis, calls=1, bytes=4, wire_bytes=6, purpose="loss"),
+        )
     ]
     recorder.finish(manifest, ledger)
     return read_record(folder)
+
+
+def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder: bool = True) -> Request:
+    """What an engine was asked for."""
+    later = min(20, experiment.train.max_iters)
+    return Request(
+        engine=engine, experiment=experiment, ladder=ladder, later_step=later, corpus_sha256=CORPUS
+    )

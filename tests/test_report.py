@@ -5,23 +5,25 @@ import pytest
 from records import make_record, make_steps, tensors_of
 
 from compare.cli import main
-from compare.contract.record import Rung, write_json
+from compare.comparison import Comparison, judged, read_comparison, save
+from compare.contract.experiment import edited
+from compare.contract.record import Rung
 from compare.costs import cost_of
-from compare.numerics import climb
 from compare.outcome import cost_rows
-from compare.pairing import COMPARISON, Comparison, read_comparison
 from compare.report.figures import windowed
 from compare.report.render import write_report
 
 
 def make_comparison(folder, experiment, *, steps=None, tensors=None) -> Comparison:
     """Two engines' records and their comparison, saved in a folder."""
-    names = ["torch-manual", "jax-manual"]
-    records = [
-        make_record(folder / names[0], experiment, engine=names[0]),
-        make_record(folder / names[1], experiment, engine=names[1], steps=steps, tensors=tensors),
-    ]
-    comparison = Comparison(
+    records = {
+        "torch-manual": make_record(folder / "torch-manual", experiment, engine="torch-manual"),
+        "jax-manual": make_record(
+            folder / "jax-manual", experiment, engine="jax-manual", steps=steps, tensors=tensors
+        ),
+    }
+    planned = Comparison(
+        command="run",
         name="<script>alert(1)</script>",
         experiment=experiment,
         platform="cpu",
@@ -29,12 +31,10 @@ def make_comparison(folder, experiment, *, steps=None, tensors=None) -> Comparis
         machine="a machine",
         git_commit="0123456789abcdef",
         git_dirty=False,
-        cases=names,
-        verdicts=[climb(*records)],
-        costs=[cost_of(record) for record in records],
-        versions=[record.manifest.versions for record in records],
+        requests={name: record.request for name, record in records.items()},
     )
-    write_json(folder / COMPARISON, comparison)
+    comparison = judged(planned, records)
+    save(comparison, folder)
     return comparison
 
 
@@ -59,16 +59,17 @@ def test_page_leads_with_the_failure(tmp_path, tiny):
 
 
 def test_a_run_that_diverged_has_a_report_and_fails(tmp_path, tiny):
-    steps = [msgspec.structs.replace(step, loss=float("nan")) for step in make_steps()]
+    steps = [msgspec.structs.replace(step, loss=float("nan")) for step in make_steps(tiny)]
     make_comparison(tmp_path, tiny, steps=steps)
     comparison, _ = read_comparison(tmp_path)
     assert not comparison.passed
-    assert comparison.verdicts[0].failure.rung == "loss"
-    assert "FAIL at loss" in write_report(tmp_path).read_text()
+    assert "jax-manual: it diverged: the loss of step 0 is nan" in comparison.sentence()
+    assert "it diverged" in write_report(tmp_path).read_text()
 
 
 def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
-    cost = cost_of(make_record(tmp_path / "run", tiny))
+    five = edited(tiny, {"train": {"max_iters": 5}, "layout": {"dp_replicate": 2}})
+    cost = cost_of(make_record(tmp_path / "run", five))
     assert cost.step_time_ms_median == pytest.approx(13.0)  # of steps 2, 3, 4: 12, 13, 14 ms
     assert cost.peak_mem_bytes == 2000
     assert (cost.comm_calls, cost.comm_bytes, cost.comm_wire_bytes) == (3, 4004, 6006)

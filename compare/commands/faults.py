@@ -1,9 +1,18 @@
 """`shardpair faults`: plant every known mistake, and show which rung of the ladder catches it."""
 
+import shutil
+
+import msgspec
+from rich.table import Table
+
 from compare.arguments import EngineName, Spec, chosen_engines
-from compare.contract.experiment import Experiment
+from compare.console import results_console
+from compare.contract.experiment import Experiment, ExperimentError
 from compare.faults import caught_as_expected, fault_cases
+from compare.harness_faults import PAIR, SINGLE, Caught, plant_all
 from compare.outcome import print_faults
+from compare.pairing import Case
+from compare.presets import spread
 
 
 class Faults(Spec, frozen=True, kw_only=True):
@@ -12,6 +21,7 @@ class Faults(Spec, frozen=True, kw_only=True):
     Try:
       shardpair faults
       shardpair faults --engines torch-manual --names dropped_all_reduce sum_for_mean
+      shardpair faults --harness
     """
 
     engines: tuple[EngineName, ...] = ()
@@ -20,17 +30,53 @@ class Faults(Spec, frozen=True, kw_only=True):
     """Which faults. Default: all."""
     devices: int = 4
     """Devices of data parallelism."""
+    harness: bool = False
+    """Plant faults of the harness instead: train the first two engines, damage copies of their records,
+    mostly both alike, and hold them against each other; every one must turn red."""
 
     def __call__(self, default: Experiment) -> int:
         """Plant them. Returns the exit code: 0 if every fault was caught at its rung, else 1."""
         experiment = self.resolved()
-        cases = fault_cases(
-            experiment, chosen_engines(self.engines), names=list(self.names), devices=self.devices
-        )
-        comparison, _ = self.compare(
-            "faults",
-            experiment,
-            cases,
-        )
+        self.require_nothing_else(default)
+        engines = chosen_engines(self.engines)
+        if self.harness:
+            return self._of_harness(experiment, engines)
+        cases = fault_cases(experiment, engines, names=list(self.names), devices=self.devices)
+        comparison, _ = self.compare("faults", experiment, cases)
         print_faults(comparison, as_json=self.json)
         return 0 if caught_as_expected(comparison) else 1
+
+    def _of_harness(self, experiment: Experiment, engines: list[str]) -> int:
+        if len(engines) < len(PAIR):
+            raise ExperimentError("--harness holds two engines against each other: name two, or none")
+        sharded = spread(experiment, "ddp", self.devices)
+        cases = [Case(name=n, engine=e, experiment=sharded) for n, e in zip(PAIR, engines, strict=False)]
+        cases.append(Case(name=SINGLE, engine=engines[1], experiment=spread(experiment, "single")))
+        comparison, folder = self.compare("faults", experiment, cases)
+        if not comparison.is_complete:
+            raise ExperimentError(comparison.sentence())
+        scratch = folder / "planted"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a run that is continued
+        caught = plant_all(folder, scratch)
+        _print_caught(caught, as_json=self.json)
+        return 0 if all(one.is_right for one in caught) else 1
+
+
+def _print_caught(caught: list[Caught], *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(caught).decode())
+        return
+    table = Table(title="Records that are not what was asked for, and what the harness says of each")
+    for column in ("fault", "records", "expected", "caught at", "verdict"):
+        table.add_column(column)
+    for one in caught:
+        both = "both" if one.both else "one"
+        table.add_row(one.fault, both, one.expected or "passes", one.rung or "nothing", one.sentence)
+    console = results_console()
+    console.print(table)
+    wrong = [one.fault for one in caught if not one.is_right]
+    planted = len(caught) - 1  # the first is the control
+    sentence = f"{planted} faults of the harness are red, and the control passes"
+    console.print(
+        f"WRONG: {', '.join(wrong)}" if wrong else sentence, style="bold red" if wrong else "bold green"
+    )

@@ -203,7 +203,7 @@ def read_own_json(path: Path, type: type[T]) -> T:
         raise RecordError(f"{path} cannot be read: it is no file")
     try:
         return read_json(path, type)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
 
 
@@ -212,7 +212,10 @@ def decode_json(content: bytes, type: type[T]) -> T:
 
     They come back as NaN: a run that diverged has a record too, and must fail every comparison.
     """
-    return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type)
+    try:
+        return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def _null_to_nan(value: Any) -> Any:
@@ -292,7 +295,7 @@ def read_steps(path: Path) -> list[Step]:
     """Every step of a steps file. Raises RecordError: it is missing, garbled or empty."""
     try:
         steps = [decode_json(line, Step) for line in path.read_bytes().splitlines()]
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
     if not steps:
         raise RecordError(f"{path} cannot be read: it holds no step")
