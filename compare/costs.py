@@ -1,5 +1,6 @@
 """What a run cost, reduced to the figures of the table: time, memory, communication."""
 
+import math
 import statistics
 
 from msgspec import Struct, field
@@ -57,7 +58,7 @@ def cost_of(record: Record) -> Cost:
         final_loss=record.steps[-1].loss,
         mean_loss=statistics.fmean(step.loss for step in record.steps),
         step_time_ms_median=median_ms,
-        step_time_ms_p95=sorted(times_ms)[int(0.95 * (len(times_ms) - 1))],
+        step_time_ms_p95=sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
         tokens_per_s=tokens / (median_ms / 1000),
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,

@@ -74,8 +74,11 @@ def print_faults(comparison: Comparison, *, as_json: bool) -> None:
         found = (failure.rung, failure.worst, f"{failure.error:.1e}") if failure else ("nothing", "", "")
         table.add_row(fault.name, engine, fault.rung, *found, "[green]ok" if right else "[red]WRONG")
     console.print(table)
-    total = len(comparison.verdicts)
-    _print_verdict(console, f"{total - wrong} of {total} faults caught at the right rung", not wrong)
+    total = len(comparison.requests) - 1  # the first is the reference
+    caught = len(comparison.verdicts) - wrong
+    _print_verdict(console, f"{caught} of {total} faults caught at the right rung", caught == total)
+    if not comparison.is_complete:
+        _print_verdict(console, comparison.sentence(), False)
 
 
 def ladder_table(comparison: Comparison) -> Table:

@@ -8,6 +8,7 @@ import pytest
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Layout, load
 from compare.faults import fault_cases
+from compare.numerics import RUNGS
 from compare.pairing import ladder_cases
 
 DEVICES = 4
@@ -24,7 +25,7 @@ def test_engine_equals_one_device(shardpair, engine):
     assert [verdict["candidate"] for verdict in outcome["verdicts"]] == expected
     for verdict in outcome["verdicts"]:
         errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
-        assert len(errors) == 9, verdict
+        assert len(errors) == len(RUNGS), verdict
         assert max(errors.values()) <= 1e-10
     for name, cost in zip(outcome["cases"], outcome["costs"], strict=True):
         sharded = f"-{DEVICES}-" in name

@@ -8,7 +8,7 @@ import pytest
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, load
 from compare.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
-from compare.numerics import RungResult, Verdict
+from compare.numerics import RUNGS, RungResult, Verdict
 from compare.parity_page import cell_text, markdown
 from compare.presets import PRESETS, preset_layout
 from compare.residency import KINDS, TOLERANCE, excess
@@ -33,7 +33,7 @@ def test_layouts_equal_one_device(shardpair, engine):
     for cell in cells:
         (verdict,) = cell["verdicts"].values()
         errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
-        assert len(errors) == 9
+        assert len(errors) == len(RUNGS)
         assert max(errors.values()) <= 1e-10, cell
         assert cell["resident"].keys() == cell["closed_form"].keys() == set(KINDS)
         assert abs(excess(cell["resident"], cell["closed_form"])) <= TOLERANCE, cell
