@@ -40,10 +40,11 @@ class Bucket:
         With several parameters the gradient moves into the bucket and becomes a view of it: one copy,
         none back, and no second gradient in memory. A single one is reduced where it lies, if it can be.
         """
-        self._pending.remove(place)
         parameter = self.parameters[place]
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(f"a hook on {self.names[place]} takes its gradient away: remove the hook")
+        self._pending.remove(place)
         if gradient.is_sparse:
             raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
         if len(self.parameters) == 1 and gradient.is_contiguous():

@@ -11,7 +11,7 @@ Buckets hold the parameters in reverse, the order in which backward reaches them
 same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
 from torchpar.manual.buckets import Bucket, make_buckets
+from torchpar.manual.claims import claim, require_unclaimed
 from torchpar.traffic import REPLICATE, UNUSED
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -55,6 +56,8 @@ class DataParallel(nn.Module):
             of this module.
     """
 
+    kind = "DataParallel"
+
     def __init__(
         self,
         module: nn.Module,
@@ -75,13 +78,15 @@ class DataParallel(nn.Module):
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
         self._find_unused = find_unused_parameters
         self._synchronizing = True
+        self._own_gradients: dict[torch.Tensor, str] = {}  # not averaged yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        require_unclaimed(dict(module.named_parameters()))
         self._broadcast()
         self._make_buckets()
 
     def forward(self, *args, **kwargs):
         """The module's own."""
-        if self._trainable() != self._bucketed:  # frozen or unfrozen since
+        if self._trainable() != self._bucketed:  # frozen, unfrozen, converted or replaced since
             self._make_buckets()
         return self.module(*args, **kwargs)
 
@@ -111,16 +116,31 @@ class DataParallel(nn.Module):
             if not is_used:
                 parameter.grad = None
         self._launched = 0
+        self._own_gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero, also of a step that is given up halfway, on all ranks."""
         for bucket in self._buckets:
             bucket.reset()
         self._launched = 0
+        self._own_gradients.clear()
         super().zero_grad(set_to_none)
 
-    def _trainable(self) -> list[int]:
-        return [id(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
+    def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError if the gradient of one of them is still this rank's own."""
+        for parameter in parameters:
+            if parameter in self._own_gradients and parameter.grad is not None:
+                raise RuntimeError(
+                    f"call finish_gradient_synchronization() before step(): the gradient of "
+                    f"{self._own_gradients[parameter]} is still this rank's own"
+                )
+
+    def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """The same, if a closure made them."""
+        self.before_step(optimizer, parameters)
+
+    def _trainable(self) -> list[tuple]:
+        return [(id(p), p.dtype, p.device, p.shape) for p in self.module.parameters() if p.requires_grad]
 
     def _bucketed_parameters(self) -> list[nn.Parameter]:
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
@@ -138,6 +158,7 @@ class DataParallel(nn.Module):
             hook.remove()
         self._hooks = []
         self._bucketed = self._trainable()
+        claim(self, dict(self.module.named_parameters()))
         self._buckets = make_buckets(self.module, self._limit_bytes)
         self._launched = 0
         for bucket in self._buckets:
@@ -147,13 +168,17 @@ class DataParallel(nn.Module):
 
     def _make_hook(self, bucket: Bucket, place: int):
         def hook(parameter: torch.Tensor) -> None:
-            if self._synchronizing:
-                self._gradient_ready(bucket, place)
+            self._gradient_ready(bucket, place)
 
         return hook
 
     @torch.no_grad()
     def _gradient_ready(self, bucket: Bucket, place: int) -> None:
+        if bucket.parameters[place].grad is None and not bucket.parameters[place].requires_grad:
+            return  # frozen between forward and backward: then it has none, as on one device
+        self._own_gradients[bucket.parameters[place]] = bucket.names[place]
+        if not self._synchronizing:
+            return
         if not bucket.awaits(place):
             raise RuntimeError(
                 f"the gradient of {bucket.names[place]} was ready twice: call "

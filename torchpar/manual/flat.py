@@ -10,6 +10,7 @@ and the same for their gradients (`flat_gradients.py`).
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from torchpar.manual.flat_gradients import FlatGradients
 from torchpar.manual.places import Places
 from torchpar.traffic import PARAMETERS, RECORD, REPLICATE
 from torchpar.works import Work
+
+Kind = Literal["pieces", "parameters"]
 
 
 class Flat:
@@ -37,7 +40,7 @@ class Flat:
         places: where each parameter lies in the buffer, and its piece in the shard.
         gradients: of the parameters.
         full: the flat buffer (n,), without memory while `is_whole` is false and it is not kept.
-        is_whole: the parameters hold what the optimizers of all ranks made of them.
+        is_whole: the parameters hold what the optimizers of all ranks made of them, when they were gathered.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Flat:
         is_cast = compute_dtype not in (None, whole.dtype)
         self.keeps_full = keeps_full and not is_cast
         self.full = whole.to(compute_dtype) if is_cast else whole
-        self.shard = self.full[self.places.own] if self.keeps_full else whole[self.places.own].clone()
+        # `data`: a version of its own, which tells of writes to the shard and not of gathers.
+        self.shard = self.full[self.places.own].data if self.keeps_full else whole[self.places.own].clone()
         self.pieces = [
             nn.Parameter(self.shard[self.places.cut(place)], requires_grad=parameter.requires_grad)
             for place, parameter in enumerate(self.parameters)
@@ -67,6 +71,8 @@ class Flat:
             parameter.data = view
         self.is_whole = True
         self._gather: Work | None = None
+        self._gathered_version = self.version
+        self._addresses = {kind: [_memory(t) for t in self._tensors(kind)] for kind in ("pieces", "parameters")}
         self.gradients = FlatGradients(
             self.names,
             self.parameters,
@@ -76,6 +82,34 @@ class Flat:
             replicas=replicas,
             keeps_buffer=keeps_gradients,
         )
+
+    @property
+    def version(self) -> int:
+        """Counts the writes to the shard and its pieces; not those through `data`."""
+        return self.shard._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the shard was written to since the parameters were gathered from it."""
+        return self.shard._version != self._gathered_version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the parameters are whole, or about to be, but not what the shards are by now."""
+        return self.is_changed and (self.is_whole or self._gather is not None)
+
+    @torch.no_grad()
+    def keep_memory(self, kind: Kind) -> None:
+        """Give pieces or parameters their memory back where somebody replaced it, and take in its values.
+
+        `module.double().float()` and `vector_to_parameters` replace it: nobody else would see the new one.
+
+        Raises:
+            RuntimeError: they have another shape, dtype or device now.
+        """
+        for place, tensor in enumerate(self._tensors(kind)):
+            if _memory(tensor) != self._addresses[kind][place]:
+                self._take_back(kind, place, tensor)
 
     def gather(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Whole tensors in the parameters' shapes from every rank's pieces of them: for the record."""
@@ -87,8 +121,12 @@ class Flat:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Begin to make the parameters whole; they are after `finish_gather`."""
+        if self.is_stale:
+            self.finish_gather()
+            self.is_whole = False
         if self.is_whole or self._gather:
             return
+        self._gathered_version = self.version
         if not self.keeps_full:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
             self.full[self.places.own] = self.shard
@@ -117,7 +155,28 @@ class Flat:
             if value.shape != view.shape:
                 raise ValueError(f"{name} is {tuple(view.shape)}, and the state has {tuple(value.shape)}")
             view.copy_(value)
+        self.keep_memory("pieces")
         self.shard.copy_(whole[self.places.own])
+        if not self.is_whole:
+            self._gathered_version = self.version  # no update that gradients under way were meant for
+
+    def _tensors(self, kind: Kind) -> Sequence[nn.Parameter]:
+        return self.pieces if kind == "pieces" else self.parameters
+
+    def _take_back(self, kind: Kind, place: int, tensor: nn.Parameter) -> None:
+        if kind == "pieces":
+            own = self.shard[self.places.cut(place)]
+        else:
+            own = self.places.views(self.full)[place]
+        now, then = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (tensor, own))
+        if now != then:
+            raise RuntimeError(
+                f"{self.names[place]} is {now} now, and was {then} when it was sharded: convert the module "
+                f"before that, or wrap it anew"
+            )
+        own.copy_(tensor)
+        tensor.data = own
+        self._addresses[kind][place] = _memory(tensor)
 
     @torch.no_grad()
     def _broadcast_whole(self) -> torch.Tensor:
@@ -128,6 +187,11 @@ class Flat:
             if axis and axis.size > 1:
                 axis.broadcast(whole, purpose=REPLICATE)
         return whole
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    """Tells whether it is the same memory as before: the check of every step, so a cheap one."""
+    return tensor.data_ptr(), tensor.dtype
 
 
 def make_flats(named: Sequence[tuple[str, nn.Parameter]], axis: Axis, **options) -> list[Flat]:

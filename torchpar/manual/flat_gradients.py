@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis
+from torchpar.manual.awaited import Awaited
 from torchpar.manual.places import Places
 from torchpar.traffic import GRADIENTS, UNUSED
 from torchpar.works import Work
@@ -42,6 +43,8 @@ class FlatGradients:
         self._sent: torch.Tensor | None = None  # the gradients that are being summed over the ranks
         self._reduced: torch.Tensor | None = None  # this rank's cut of the sum
         self._reduced_places: set[int] = set()
+        self._awaited = Awaited(names, pieces)
+        self._dropped: set[int] = set()  # of those that are being summed
 
     @property
     def device(self) -> torch.device:
@@ -50,11 +53,21 @@ class FlatGradients:
 
     @torch.no_grad()
     def add(self, place: int) -> None:
-        """Take the gradient that backward left on the parameter at `place`, and add it to the buffer."""
+        """Take the gradient that backward left on the parameter at `place`, and add it to the buffer.
+
+        Raises:
+            RuntimeError: it is sparse, or a hook has taken it before.
+        """
         parameter = self._parameters[place]
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:
+            if parameter.requires_grad:
+                raise RuntimeError(f"a hook on {self._names[place]} takes its gradient away: remove the hook")
+            return  # frozen between forward and backward: then it has none, as on one device
         self._require_dense(place, gradient)
+        if self._awaited.add(place):
+            self._used.discard(place)
+            self._dropped.add(place)
         if self._buffer is None:
             self._buffer = self._pieces[0].detach().new_empty(self._places.count)
         slot = self._places.views(self._buffer)[place]
@@ -78,7 +91,21 @@ class FlatGradients:
     @property
     def used(self) -> list[bool]:
         """Which parameters have a gradient here that is still to be reduced."""
+        self._forget_dropped()
         return [place in self._used or p.grad is not None for place, p in enumerate(self._parameters)]
+
+    def require_finished(self, what: str) -> None:
+        """RuntimeError if gradients are still on their way to the pieces, before `what` needs them."""
+        if self._awaited.first:
+            raise RuntimeError(
+                f"call finish_gradient_synchronization() before {what}: {self._awaited.first} has not got "
+                f"its gradient of the last backward yet"
+            )
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether there are gradients that are still on their way to the pieces."""
+        return self._awaited.first is not None
 
     def drop(self, *, set_to_none: bool = True) -> None:
         """Forget gradients: those of the pieces, or make them zero, and those that were to be reduced."""
@@ -86,6 +113,7 @@ class FlatGradients:
             self._reduction.wait()
         self._buffer, self._used = None, set()
         self._reduction = self._sent = self._reduced = None
+        self._awaited.clear()
         for parameter, piece in zip(self._parameters, self._pieces, strict=True):
             parameter.grad = None
             if set_to_none:
@@ -109,6 +137,7 @@ class FlatGradients:
             used: which parameters have a gradient on any rank, if the ranks have agreed on that; else all
                 have the same.
         """
+        self._forget_dropped()
         places = self._used if used is None else {place for place, is_used in enumerate(used) if is_used}
         if not places:
             return
@@ -143,6 +172,7 @@ class FlatGradients:
         """
         self.settle()
         if self._reduced is None:
+            self._dropped.clear()
             return
         if self._reduction:
             self._reduction.wait()
@@ -150,13 +180,30 @@ class FlatGradients:
         for place, piece in enumerate(self._pieces):
             gradient = self._reduced[self._places.cut(place)]
             if place in self._reduced_places:
-                piece.grad = gradient if piece.grad is None else piece.grad + gradient
+                self._hand_out(place, piece, gradient)
             elif gradient.any():
                 raise RuntimeError(
                     f"parameter {self._names[place]} has a gradient on other ranks and none on rank "
                     f"{self.axis.rank}: use it on every rank, or set find_unused_parameters=True"
                 )
         self._reduction = self._reduced = None
+        self._dropped.clear()
+
+    def _hand_out(self, place: int, piece: nn.Parameter, gradient: torch.Tensor) -> None:
+        was_dropped = place in self._dropped or self._awaited.was_dropped(place)
+        self._awaited.remove(place)
+        if not was_dropped:
+            piece.grad = gradient if piece.grad is None else piece.grad + gradient
+        if place in self._used:  # more is to come
+            self._awaited.add(place)
+
+    def _forget_dropped(self) -> None:
+        """An optimizer's `zero_grad` tells nobody, but is to drop these gradients, too."""
+        dropped = {place for place in self._used if self._awaited.was_dropped(place)}
+        for place in dropped:
+            self._awaited.remove(place)
+        self._used -= dropped
+        self._dropped |= dropped
 
     def _require_dense(self, place: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.is_sparse:

@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
+from torchpar.manual.claims import require_unclaimed
 from torchpar.manual.flat import Flat
 from torchpar.manual.flat_gradients import agree_on_use
+from torchpar.manual.flat_steps import FlatSteps
 from torchpar.manual.gathers import Gathers
 from torchpar.manual.units import Unit, Units, make_units
 from torchpar.optimizer import clip_gradients
@@ -105,6 +107,7 @@ class FSDP(nn.Module):
         self.replicas = None if replicate_group is None else Axis.of(replicate_group)
         self._find_unused = find_unused_parameters
         self._synchronizing = True
+        require_unclaimed(dict(module.named_parameters()))
         options = {"replicas": self.replicas, "keeps_full": zero == 2, "compute_dtype": compute_dtype}
         self._broadcast_buffers()
         self.units = make_units(module, units, self.axis, **options)
@@ -119,7 +122,9 @@ class FSDP(nn.Module):
             inputs_only=inputs_only,
             compute_dtype=compute_dtype,
             on_whole=self._watch,
+            are_awaited=lambda: any(flat.gradients.is_awaited for flat in self._flats),
         )
+        self._steps = FlatSteps(self._flats)
 
     @property
     def transient(self) -> tuple[torch.Tensor, ...]:
@@ -128,14 +133,12 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         """The module's own."""
-        self._gathers.begin_pass()
-        for unit in self.units:
-            unit.begin_pass()
+        self._begin_pass()
         args, kwargs = self._gathers.cast(args, kwargs)
-        output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            self._gathers.free_all()
-        return output
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._gathers.end_pass()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -176,6 +179,8 @@ class FSDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
+        for flat in self._flats:
+            flat.gradients.require_finished("clip_grad_norm_()")
         return clip_gradients(self.pieces, lambda name: (self.axis,), max_norm=max_norm)
 
     def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -210,6 +215,18 @@ class FSDP(nn.Module):
             flat.load([state[name] for name in flat.names])
         for name in buffers.keys() & state.keys():
             buffers[name].copy_(state[name])
+
+    def _begin_pass(self) -> None:
+        for flat in self._flats:
+            flat.keep_memory("pieces")
+            if flat.is_changed and flat.gradients.is_awaited:
+                raise RuntimeError(
+                    f"{flat.names[0]} was changed, or one gathered with it, before it had the gradients of the "
+                    f"last backward: call finish_gradient_synchronization() before an update"
+                )
+        self._gathers.begin_pass()
+        for unit in self.units:
+            unit.begin_pass()
 
     def _watch(self, unit: Unit) -> None:
         """Have the gradients of a unit's parameters taken in; also of one that was frozen before."""

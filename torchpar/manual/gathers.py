@@ -22,6 +22,7 @@ class Gathers:
         inputs_only: modules whose backward does not read their weights.
         compute_dtype: cast a unit's floating-point inputs to this dtype, or None.
         on_whole: called with a unit that has become whole.
+        are_awaited: whether gradients are being accumulated, so that what is whole stays so after backward.
     """
 
     def __init__(
@@ -32,9 +33,11 @@ class Gathers:
         inputs_only: tuple[type[nn.Module], ...],
         compute_dtype: torch.dtype | None,
         on_whole: Callable[[Unit], None],
+        are_awaited: Callable[[], bool],
     ):
         self._reshards, self._inputs_only = reshards, inputs_only
-        self._compute_dtype, self._on_whole = compute_dtype, on_whole
+        self._compute_dtype, self._on_whole, self._are_awaited = compute_dtype, on_whole, are_awaited
+        self._is_backward = False
         self._forward_order: list[tuple[Unit, bool]] = []  # of the pass before
         self._visits: list[tuple[Unit, bool]] = []  # of this one: which unit, and whether backward reads it
         self._gathered: list[Unit] = []
@@ -47,6 +50,8 @@ class Gathers:
 
     def begin_pass(self) -> None:
         """Another forward begins."""
+        self._is_backward = False  # one that failed has not ended
+        self.show_pieces()
         self._forward_order, self._visits = self._visits or self._forward_order, []
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -54,6 +59,20 @@ class Gathers:
         if self._compute_dtype is None:
             return args, kwargs
         return tree_map(self._cast_one, (args, kwargs))
+
+    def show_pieces(self) -> None:
+        """What a user sees between passes; memory stays."""
+        for unit in self._gathered:
+            unit.show_pieces()
+
+    def end_pass(self) -> None:
+        """A forward has ended."""
+        if torch.is_grad_enabled():
+            for unit in self._gathered:
+                if not unit.is_opaque:
+                    unit.show_pieces()
+        else:
+            self.free_all()
 
     def free_all(self) -> None:
         """No unit is whole."""
@@ -64,7 +83,7 @@ class Gathers:
     def _make_before(self, unit: Unit):
         def before_forward(module: nn.Module, args: tuple, kwargs: dict):
             unit.running += 1
-            if unit is not self._current or not self._visits:
+            if unit is not self._current or not self._visits or unit.is_stale or not unit.is_shown:
                 self._visits.append((unit, False))
                 self._enter(unit, self._next(self._forward_order, len(self._visits)))
             # Not only at the top: a buffer in another dtype may have promoted what comes from there.
@@ -80,18 +99,35 @@ class Gathers:
                 return
             tensors = tensors_in(output)
             if not tensors and is_opaque(output):
-                unit.spans = True  # nothing to hang a hook on: backward would find the unit freed
+                # nothing to hang a hook on: backward would find the unit freed
+                unit.spans = unit.is_opaque = True
+            version = unit.version
             for tensor in tensors:
-                tensor.register_hook(lambda gradient: self._before_backward(unit))
+                tensor.register_hook(lambda gradient: self._before_backward(unit, version))
             if unit is self._visits[-1][0]:
                 self._visits[-1] = (unit, True)
 
         return after_forward
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, version: int) -> None:
+        if unit.version != version:
+            raise RuntimeError(
+                f"{unit.flats[0].names[0]}, or one gathered with it, was changed between this forward and its "
+                f"backward: run forward again after optimizer.step()"
+            )
+        if not self._is_backward:
+            self._is_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         order = [visit for visit in reversed(self._visits) if visit[1]]
         place = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
         self._enter(unit, self._next(order, place + 1))
+
+    def _end_backward(self) -> None:
+        self._is_backward = False
+        if self._are_awaited():
+            self.show_pieces()
+        else:  # nobody need call finish
+            self.free_all()
 
     @staticmethod
     def _next(order: list[tuple[Unit, bool]], place: int) -> Unit | None:
@@ -99,7 +135,7 @@ class Gathers:
 
     def _enter(self, unit: Unit, upcoming: Unit | None) -> None:
         """Make a unit whole, free those that are not running, and begin to gather the one to come."""
-        if unit is not self._current or unit not in self._gathered:
+        if unit is not self._current or unit not in self._gathered or unit.is_stale or not unit.is_shown:
             if not (unit.spans and unit in self._gathered):  # else it is around the current one
                 self._current = unit
                 self._free_idle(unit)
@@ -112,7 +148,9 @@ class Gathers:
     def _start(self, unit: Unit) -> None:
         if unit not in self._gathered:
             self._gathered.append(unit)
-            unit.start_gather()
+        elif not unit.is_stale:
+            return
+        unit.start_gather()
 
     def _free_idle(self, entering: Unit) -> None:
         for unit in [unit for unit in self._gathered if unit is not entering and unit.is_idle]:

@@ -4,7 +4,7 @@ The module stays whole on every rank. After a step the ranks gather each other's
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
+from torchpar.manual.claims import claim, claimant_of, require_unclaimed
 from torchpar.manual.flat import Flat, make_flats
 from torchpar.manual.flat_gradients import agree_on_use
+from torchpar.manual.flat_steps import FlatSteps
 from torchpar.optimizer import clip_gradients
 
 _PARAMS, _NAMES = "params", "param_names"
@@ -52,6 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kwargs: for optimizer_cls.
     """
 
+    kind = "ShardedOptimizer"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -70,6 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._flats: list[Flat] = []
         self._piece_of: dict[torch.Tensor, nn.Parameter] = {}
+        self._names: dict[torch.Tensor, str] = {}
+        self._has_stepped = False  # with gradients that have not been dropped yet
         super().__init__(params, {})
         self.state = self.inner.state
 
@@ -89,13 +95,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         names = group.get(_NAMES) or [f"parameter {index}" for index in range(len(group[_PARAMS]))]
         named = list(zip(names, group[_PARAMS], strict=True))
+        self._claim(named)
         flats = make_flats(
             named, self.axis, replicas=self._replicas, keeps_full=True, keeps_gradients=self._reduces
         )
         for flat in flats:
             self._piece_of.update(zip(flat.parameters, flat.pieces, strict=True))
             if self._reduces:
-                _take_gradients_into(flat)
+                self._take_gradients_into(flat)
         self._flats += flats
         pieces = {**_options(group), _PARAMS: [self._piece_of[p] for p in group[_PARAMS]]}
         if _NAMES in group:
@@ -121,10 +128,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._push_options()
         for flat in self._flats:
+            flat.keep_memory("parameters")
             if not self._reduces:
                 flat.gradients.take_means()
             elif any(flat.gradients.used):
                 raise RuntimeError("call finish_gradient_synchronization() before step()")
+        self._has_stepped = self._reduces
         self.inner.step()
         updated = [flat for flat in self._flats if any(piece.grad is not None for piece in flat.pieces)]
         for flat in updated:
@@ -144,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 holds a piece, and others did.
         """
         self._require_reduction()
+        self._require_dropped()
         for flat in self._flats:
             flat.gradients.take_all()
         all_gradients = [flat.gradients for flat in self._flats]
@@ -156,6 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
         self._require_reduction()
+        for flat in self._flats:
+            flat.gradients.require_finished("clip_grad_norm_()")
         pieces = {f"{i}.{j}": p for i, flat in enumerate(self._flats) for j, p in enumerate(flat.pieces)}
         return clip_gradients(pieces, lambda name: (self.axis,), max_norm=max_norm)
 
@@ -169,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters and of the pieces, or make them zero."""
+        self._has_stepped = False
         if self._reduces:
             for flat in self._flats:
                 flat.gradients.drop(set_to_none=set_to_none)
@@ -196,6 +209,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
 
+    def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError if another optimizer steps over parameters whose gradients come to this one."""
+        if optimizer is not self:
+            raise RuntimeError(
+                f"the gradients of {self._names[parameters[0]]} go to a ShardedOptimizer: step that, and no "
+                f"{type(optimizer).__name__}"
+            )
+
+    def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """The same, if it made gradients in a closure."""
+        self.before_step(optimizer, parameters)
+
+    def _claim(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Gradients that it reduces are nobody else's; nor can it cut pieces that are cut already."""
+        if self._reduces:
+            self._names.update((parameter, name) for name, parameter in named)
+            claim(self, {name: parameter for parameter, name in self._names.items()})
+        else:
+            pieces = {name: p for name, p in named if isinstance(claimant_of(p), FlatSteps)}
+            require_unclaimed(pieces)
+
+    def _take_gradients_into(self, flat: Flat) -> None:
+        def take(place: int) -> None:
+            self._require_dropped()
+            flat.gradients.add(place)
+
+        for place, parameter in enumerate(flat.parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, place=place: take(place))
+
+    def _require_dropped(self) -> None:
+        """The module's own `zero_grad` does not reach gradients that are here already."""
+        if self._has_stepped:
+            raise RuntimeError(
+                "gradients of the last step are still there, and more come: call the optimizer's zero_grad() "
+                "after step()"
+            )
+
     def _require_reduction(self) -> None:
         if not self._reduces:
             raise RuntimeError("this optimizer does not reduce gradients: make it with reduce_gradients=True")
@@ -208,9 +259,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (_PARAMS, _NAMES)}
-
-
-def _take_gradients_into(flat: Flat) -> None:
-    for place, parameter in enumerate(flat.parameters):
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p, place=place: flat.gradients.add(place))

@@ -22,22 +22,36 @@ class Unit:
         modules: while one of these runs, the parameters are whole.
         flats: the parameters, as they are cut.
         spans: other units run inside of one of its modules, so that it is kept until the end of backward.
+        is_opaque: backward may enter it unseen.
+        is_shown: its modules have the whole parameters, and not the pieces.
         running: how many of its modules are just now in their forward.
     """
 
     def __init__(self, modules: Sequence[nn.Module], flats: list[Flat], uses: list["Use"]):
         self.modules = modules
         self.flats = flats
-        self.spans = False
+        self.spans = self.is_opaque = False
+        self.is_shown = True
         self.running = 0
         self._arrived: set[nn.Parameter] = set()
         piece_of = {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
         self._swaps = [(module, name, p, piece_of[p]) for module, name, p in uses]
+        self._names = {p: name for flat in flats for p, name in zip(flat.pieces, flat.names, strict=True)}
 
     @property
     def is_idle(self) -> bool:
         """Whether its parameters may be freed while others run."""
         return not self.running and not self.spans
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it was gathered before its pieces were changed."""
+        return any(flat.is_stale for flat in self.flats)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of its pieces."""
+        return sum(flat.version for flat in self.flats)
 
     def start_gather(self) -> None:
         """Begin to make the parameters whole."""
@@ -48,14 +62,29 @@ class Unit:
         """Wait for them, and show them to the modules."""
         for flat in self.flats:
             flat.finish_gather()
+        if self.is_shown:
+            return
+        self.is_shown = True
         for module, name, parameter, piece in self._swaps:
+            if module._parameters.get(name) is not piece:
+                raise RuntimeError(
+                    f"{self._names[piece]} was replaced or removed since FSDP was made, which goes on with "
+                    f"the old one: write into it instead (load_state_dict without assign=True)"
+                )
             parameter.requires_grad_(piece.requires_grad)  # a user freezes what he sees at rest
             module._parameters[name] = parameter
 
-    def free(self) -> None:
-        """Show the modules this rank's pieces, and free the whole parameters."""
+    def show_pieces(self) -> None:
+        """Show the modules this rank's pieces, whether or not they are whole: what a user is to see."""
+        if not self.is_shown:
+            return
+        self.is_shown = False
         for module, name, _, piece in self._swaps:
             module._parameters[name] = piece
+
+    def free(self) -> None:
+        """Show the pieces, and free the whole parameters."""
+        self.show_pieces()
         for flat in self.flats:
             flat.free()
 

@@ -1,0 +1,88 @@
+"""Marks on pieces whose gradients are on their way: whoever drops or changes them meanwhile is noticed.
+
+`Optimizer.zero_grad` tells nobody. But it leaves None where it found something: so a piece whose gradient
+is not there yet gets a stand-in, of NaN, that takes no memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class Awaited:
+    """Which of some pieces await a gradient, and what was done to `grad` since.
+
+    Args:
+        names, pieces: in the same order.
+    """
+
+    def __init__(self, names: Sequence[str], pieces: Sequence[nn.Parameter]):
+        self._names, self._pieces = names, pieces
+        # What a piece has for a gradient until then, and in which version; None: autograd added to it.
+        self._seen: dict[int, tuple[torch.Tensor, int] | None] = {}
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._hooked: set[int] = set()
+
+    @property
+    def first(self) -> str | None:
+        """The name of a piece that awaits a gradient which nobody has dropped, if there is one."""
+        return next((self._names[p] for p in self._seen if self._pieces[p].grad is not None), None)
+
+    def add(self, place: int) -> bool:
+        """A piece awaits a gradient. Returns whether those that it awaited already were dropped.
+
+        Raises:
+            RuntimeError: somebody has changed the piece's gradient meanwhile.
+        """
+        piece = self._pieces[place]
+        was_dropped = self.was_dropped(place)
+        if piece.grad is None:
+            piece.grad = self._stand_in(place)
+        self._seen[place] = (piece.grad, piece.grad._version)
+        return was_dropped
+
+    def was_dropped(self, place: int) -> bool:
+        """Whether a piece awaited a gradient, and somebody has set it to None.
+
+        Raises:
+            RuntimeError: somebody has changed it.
+        """
+        gradient, seen = self._pieces[place].grad, self._seen.get(place)
+        if gradient is not None and seen and (gradient is not seen[0] or gradient._version != seen[1]):
+            raise RuntimeError(
+                f"the gradient of {self._names[place]} was changed while more of it is on its way: call "
+                f"finish_gradient_synchronization() before, or drop all with zero_grad() of the wrapper"
+            )
+        return gradient is None and place in self._seen
+
+    def remove(self, place: int) -> None:
+        """A piece awaits none any more: it has what it had before."""
+        self._seen.pop(place, None)
+        if self._pieces[place].grad is self._stand_ins.get(place):
+            self._pieces[place].grad = None
+
+    def clear(self) -> None:
+        """No piece awaits any."""
+        for place in list(self._seen):
+            self.remove(place)
+        # Zeros may be written to them, all the same.
+        self._stand_ins = {place: nan for place, nan in self._stand_ins.items() if not nan._version}
+
+    def _stand_in(self, place: int) -> torch.Tensor:
+        stand_in = self._stand_ins.get(place)
+        if stand_in is None:
+            piece = self._pieces[place].detach()
+            stand_in = self._stand_ins[place] = piece.new_full((), float("nan")).expand_as(piece)
+        if place not in self._hooked and self._pieces[place].requires_grad:
+            # A loss may also use the piece itself, to which autograd then adds.
+            self._hooked.add(place)
+            self._pieces[place].register_hook(lambda gradient: self._make_room(place))
+        return stand_in
+
+    def _make_room(self, place: int) -> None:
+        if place in self._seen:
+            self.was_dropped(place)
+            if self._pieces[place].grad is self._stand_ins.get(place):
+                self._pieces[place].grad = None
+            self._seen[place] = None

@@ -1,0 +1,45 @@
+"""What is asked around an optimizer's step of parameters that are sharded: `claims.Claimant` for `Flat`s."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchpar.manual.claims import claim
+from torchpar.manual.flat import Flat
+
+
+class FlatSteps:
+    """Lets optimizers update the pieces of some flats, as soon as they have their gradients.
+
+    Args:
+        flats: whose pieces and parameters are claimed.
+    """
+
+    kind = "FSDP"
+
+    def __init__(self, flats: Sequence[Flat]):
+        self._flat_of = {piece: flat for flat in flats for piece in flat.pieces}
+        self._whole = {p: name for flat in flats for name, p in zip(flat.names, flat.parameters, strict=True)}
+        pieces = {name: p for flat in flats for name, p in zip(flat.names, flat.pieces, strict=True)}
+        claim(self, {**pieces, **{f"{name} (whole)": p for p, name in self._whole.items()}})
+
+    def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError if gradients are not there yet, or never will be."""
+        for parameter in parameters:
+            if parameter in self._whole:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has {self._whole[parameter]} as it was before FSDP, which "
+                    f"gets no gradients: make the optimizer over parameters() of the FSDP"
+                )
+        for flat in self._flats(parameters):
+            flat.gradients.require_finished("step()")
+
+    def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """What is gathered is old now, whether or not the optimizer's kernels tell (fused ones do not)."""
+        flats = self._flats(parameters)
+        torch.autograd.graph.increment_version([flat.shard for flat in flats])
+        for flat in flats:  # a closure may have forgotten it
+            flat.gradients.require_finished("step()")
+
+    def _flats(self, parameters: Sequence[torch.Tensor]) -> list[Flat]:
+        return list(dict.fromkeys(self._flat_of[p] for p in parameters if p in self._flat_of))
