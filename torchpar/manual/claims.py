@@ -94,10 +94,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str,
 
 
 def _claimed(optimizer: torch.optim.Optimizer) -> dict[Any, list[nn.Parameter]]:
-    claimed: dict[Any, list[nn.Parameter]] = {}
+    claimed: dict[weakref.ref[Any], list[nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            claimant = claimant_of(parameter)
-            if claimant is not None:
+            if claimant := _claims.get(id(parameter)):
                 claimed.setdefault(claimant, []).append(parameter)
-    return claimed
+    return {claimant(): parameters for claimant, parameters in claimed.items()}

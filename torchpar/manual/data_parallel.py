@@ -11,7 +11,7 @@ Buckets hold the parameters in reverse, the order in which backward reaches them
 same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
 from torchpar.manual.buckets import Bucket, make_buckets
-from torchpar.manual.claims import claim, require_unclaimed
+from torchpar.manual.claims import claim, claimant_of, require_unclaimed
 from torchpar.traffic import REPLICATE, UNUSED
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -81,12 +81,13 @@ class DataParallel(nn.Module):
         self._own_gradients: dict[torch.Tensor, str] = {}  # not averaged yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         require_unclaimed(dict(module.named_parameters()))
-        self._broadcast()
+        self._broadcast((*module.parameters(), *module.buffers()))
         self._make_buckets()
 
     def forward(self, *args, **kwargs):
         """The module's own."""
         if self._trainable() != self._bucketed:  # frozen, unfrozen, converted or replaced since
+            self._broadcast([p for p in self.module.parameters() if claimant_of(p) is not self])
             self._make_buckets()
         return self.module(*args, **kwargs)
 
@@ -146,8 +147,8 @@ class DataParallel(nn.Module):
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     @torch.no_grad()
-    def _broadcast(self) -> None:
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
             whole = tensor.contiguous()  # itself, or a copy of a strided one
             self._axis.broadcast(whole, purpose=REPLICATE)
             if whole is not tensor:

@@ -72,7 +72,8 @@ class Flat:
         self.is_whole = True
         self._gather: Work | None = None
         self._gathered_version = self.version
-        self._addresses = {kind: [_memory(t) for t in self._tensors(kind)] for kind in ("pieces", "parameters")}
+        kinds: tuple[Kind, ...] = ("pieces", "parameters")
+        self._addresses = {kind: [_memory(tensor) for tensor in self._tensors(kind)] for kind in kinds}
         self.gradients = FlatGradients(
             self.names,
             self.parameters,
@@ -164,10 +165,8 @@ class Flat:
         return self.pieces if kind == "pieces" else self.parameters
 
     def _take_back(self, kind: Kind, place: int, tensor: nn.Parameter) -> None:
-        if kind == "pieces":
-            own = self.shard[self.places.cut(place)]
-        else:
-            own = self.places.views(self.full)[place]
+        is_piece = kind == "pieces"
+        own = self.shard[self.places.cut(place)] if is_piece else self.places.views(self.full)[place]
         now, then = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (tensor, own))
         if now != then:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What is asked around an optimizer's step of parameters that are sharded: `claims.Claimant` for `Flat`s."""
+"""What an optimizer may do with sharded parameters, and when: `claims.Claimant` for `Flat`s."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,24 @@ class FlatSteps:
     kind = "FSDP"
 
     def __init__(self, flats: Sequence[Flat]):
-        self._flat_of = {piece: flat for flat in flats for piece in flat.pieces}
-        self._whole = {p: name for flat in flats for name, p in zip(flat.names, flat.parameters, strict=True)}
-        pieces = {name: p for flat in flats for name, p in zip(flat.names, flat.pieces, strict=True)}
+        self._all = flats
+        self._flat_of: dict[torch.Tensor, Flat] = {piece: flat for flat in flats for piece in flat.pieces}
+        self._whole: dict[torch.Tensor, str] = {}
+        pieces: dict[str, torch.Tensor] = {}
+        for flat in flats:
+            self._whole.update(zip(flat.parameters, flat.names, strict=True))
+            pieces.update(zip(flat.names, flat.pieces, strict=True))
         claim(self, {**pieces, **{f"{name} (whole)": p for p, name in self._whole.items()}})
+
+    def before_forward(self) -> None:
+        """RuntimeError if pieces were converted, or updated without their gradients."""
+        for flat in self._all:
+            flat.keep_memory("pieces")
+            if flat.is_changed and flat.gradients.is_awaited:
+                raise RuntimeError(
+                    f"{flat.names[0]}, or one gathered with it, was changed before it had its gradient of "
+                    f"the last backward: call finish_gradient_synchronization() before any update"
+                )
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """RuntimeError if gradients are not there yet, or never will be."""

@@ -26,7 +26,7 @@ from torchpar.manual.flat import Flat
 from torchpar.manual.flat_gradients import agree_on_use
 from torchpar.manual.flat_steps import FlatSteps
 from torchpar.manual.gathers import Gathers
-from torchpar.manual.units import Unit, Units, make_units
+from torchpar.manual.units import Structure, Unit, Units, make_units
 from torchpar.optimizer import clip_gradients
 from torchpar.traffic import REPLICATE
 
@@ -53,8 +53,8 @@ class FSDP(nn.Module):
     `find_unused_parameters`. A parameter is whole only while a module of its unit runs, which means: is
     called, not by another method. A model that reads another layer's weight directly wants both in one
     unit. Backward must enter a unit through what one of its modules returned: a loss kept in an attribute
-    would find the weights freed. Gradients that are to be thrown away before they are synchronised are
-    known to this module's `zero_grad`, and not to an optimizer's.
+    would find the weights freed. Pieces may be written to at any time, but through `.data`, which nothing
+    counts, not between a forward with gradients and the next finish or step.
 
     Args:
         module: tied and frozen parameters, custom layers, mixed dtypes, fewer elements than ranks are fine.
@@ -83,7 +83,9 @@ class FSDP(nn.Module):
 
     Raises:
         RuntimeError: from `finish_gradient_synchronization`, if this rank did not use a parameter of which
-            it holds a piece, and others did.
+            it holds a piece, and others did. From an optimizer's `step()`, if it was not called, or if the
+            optimizer has the parameters as they were before. From forward, if parameters are others, or
+            of another dtype, than when this was made; from backward, if they were updated since forward.
     """
 
     def __init__(
@@ -122,9 +124,10 @@ class FSDP(nn.Module):
             inputs_only=inputs_only,
             compute_dtype=compute_dtype,
             on_whole=self._watch,
-            are_awaited=lambda: any(flat.gradients.is_awaited for flat in self._flats),
+            are_awaited=self._are_gradients_awaited,
         )
         self._steps = FlatSteps(self._flats)
+        self._structure = Structure(module)
 
     @property
     def transient(self) -> tuple[torch.Tensor, ...]:
@@ -217,16 +220,14 @@ class FSDP(nn.Module):
             buffers[name].copy_(state[name])
 
     def _begin_pass(self) -> None:
-        for flat in self._flats:
-            flat.keep_memory("pieces")
-            if flat.is_changed and flat.gradients.is_awaited:
-                raise RuntimeError(
-                    f"{flat.names[0]} was changed, or one gathered with it, before it had the gradients of the "
-                    f"last backward: call finish_gradient_synchronization() before an update"
-                )
+        self._steps.before_forward()
         self._gathers.begin_pass()
         for unit in self.units:
             unit.begin_pass()
+        self._structure.require_same()
+
+    def _are_gradients_awaited(self) -> bool:
+        return not self._synchronizing or any(flat.gradients.is_awaited for flat in self._flats)
 
     def _watch(self, unit: Unit) -> None:
         """Have the gradients of a unit's parameters taken in; also of one that was frozen before."""

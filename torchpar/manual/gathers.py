@@ -112,8 +112,8 @@ class Gathers:
     def _before_backward(self, unit: Unit, version: int) -> None:
         if unit.version != version:
             raise RuntimeError(
-                f"{unit.flats[0].names[0]}, or one gathered with it, was changed between this forward and its "
-                f"backward: run forward again after optimizer.step()"
+                f"{unit.flats[0].names[0]}, or one gathered with it, was changed between this forward and "
+                f"its backward: run forward again after optimizer.step()"
             )
         if not self._is_backward:
             self._is_backward = True

@@ -103,6 +103,34 @@ class Unit:
         self._arrived.clear()
 
 
+class Structure:
+    """A module's submodules and parameters, to notice what has come since.
+
+    Args:
+        module: at rest.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._parameters = set(module.parameters())
+        self._parts = self._list_parts()
+
+    def require_same(self) -> None:
+        """RuntimeError if there are parameters that were not there before. The module is at rest."""
+        if all(tuple(m._modules.values()) == now and tuple(m._parameters) == p for m, now, p in self._parts):
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter not in self._parameters:
+                raise RuntimeError(
+                    f"{name} has come since FSDP was made, and each rank would train its own: change the "
+                    f"module before it is wrapped"
+                )
+        self._parts = self._list_parts()
+
+    def _list_parts(self) -> list[tuple[nn.Module, tuple, tuple]]:
+        return [(m, tuple(m._modules.values()), tuple(m._parameters)) for m in self._module.modules()]
+
+
 def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.Module]:
     """The elements of the outermost ModuleLists and Sequentials: the layers of most models.
 
