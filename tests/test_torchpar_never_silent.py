@@ -4,6 +4,7 @@ Loops that are not forward, backward, finish, step: each one trained something e
 word. The oracle is the plain module on one rank, over the whole batch, in float64.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +16,10 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from torchpar.collectives import Axis
 from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.flat import make_flats
+from torchpar.manual.flat_steps import FlatSteps
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 
@@ -549,3 +553,20 @@ def test_layers_that_come_after_wrapping(rank: int) -> None:
     replicas(x)
     torch.manual_seed(0)
     assert torch.equal(module[2].head.weight, nn.Linear(16, 16, dtype=double).weight)
+
+
+def test_a_deep_copy_of_what_guards_steps_guards_the_copy():
+    alone = Axis("world", size=1, rank=0, group=None)
+    flats = make_flats(list(stack(1).named_parameters()), alone)
+    (original,) = flats
+    (flat,), _guard = copy.deepcopy((flats, FlatSteps(flats)))
+    optimizer = AdamW(flat.pieces, fused=True)
+    flat.parameters[0].grad = torch.ones_like(flat.parameters[0])
+    flat.gradients.add(0)
+    with no_finish():
+        optimizer.step()
+    flat.gradients.start_reduction()
+    flat.gradients.finish_reduction()
+    optimizer.step()
+    assert flat.is_changed
+    assert not original.is_changed

@@ -22,7 +22,7 @@ class Awaited:
         # What a piece has for a gradient until then, and in which version; None: autograd added to it.
         self._seen: dict[int, tuple[torch.Tensor, int] | None] = {}
         self._stand_ins: dict[int, torch.Tensor] = {}
-        self._hooked: set[int] = set()
+        self._hooked: set[int] = set()  # by id: a deep copy of a piece has no hook
 
     @property
     def first(self) -> str | None:
@@ -74,9 +74,9 @@ class Awaited:
         if stand_in is None:
             piece = self._pieces[place].detach()
             stand_in = self._stand_ins[place] = piece.new_full((), float("nan")).expand_as(piece)
-        if place not in self._hooked and self._pieces[place].requires_grad:
+        if id(self._pieces[place]) not in self._hooked and self._pieces[place].requires_grad:
             # A loss may also use the piece itself, to which autograd then adds.
-            self._hooked.add(place)
+            self._hooked.add(id(self._pieces[place]))
             self._pieces[place].register_hook(lambda gradient: self._make_room(place))
         return stand_in
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
 from torchpar.manual.buckets import Bucket, make_buckets
-from torchpar.manual.claims import claim, claimant_of, require_unclaimed
+from torchpar.manual.claims import claim, require_unclaimed
 from torchpar.traffic import REPLICATE, UNUSED
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -86,9 +86,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         """The module's own."""
-        if self._trainable() != self._bucketed:  # frozen, unfrozen, converted or replaced since
-            self._broadcast([p for p in self.module.parameters() if claimant_of(p) is not self])
-            self._make_buckets()
+        self._begin_pass()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -127,6 +125,11 @@ class DataParallel(nn.Module):
         self._own_gradients.clear()
         super().zero_grad(set_to_none)
 
+    def _begin_pass(self) -> None:
+        if self._trainable() != self._bucketed:  # frozen, unfrozen, converted or replaced since
+            self._broadcast([p for p in self.module.parameters() if p not in self._replicated])
+            self._make_buckets()
+
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """RuntimeError if the gradient of one of them is still this rank's own."""
         for parameter in parameters:
@@ -159,6 +162,7 @@ class DataParallel(nn.Module):
             hook.remove()
         self._hooks = []
         self._bucketed = self._trainable()
+        self._replicated = set(self.module.parameters())
         claim(self, dict(self.module.named_parameters()))
         self._buckets = make_buckets(self.module, self._limit_bytes)
         self._launched = 0

@@ -1,6 +1,7 @@
 """What an optimizer may do with sharded parameters, and when: `claims.Claimant` for `Flat`s."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,13 @@ class FlatSteps:
         for flat in flats:
             self._whole.update(zip(flat.parameters, flat.names, strict=True))
             pieces.update(zip(flat.names, flat.pieces, strict=True))
-        claim(self, {**pieces, **{f"{name} (whole)": p for p, name in self._whole.items()}})
+        self._claimed = {**pieces, **{f"{name} (whole)": p for p, name in self._whole.items()}}
+        claim(self, self._claimed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A deep copy, whose pieces are its own."""
+        self.__dict__.update(state)
+        claim(self, self._claimed)
 
     def before_forward(self) -> None:
         """RuntimeError if pieces were converted, or updated without their gradients."""

@@ -136,8 +136,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         """The module's own."""
-        self._begin_pass()
-        args, kwargs = self._gathers.cast(args, kwargs)
+        args, kwargs = self._begin_pass(args, kwargs)
         try:
             return self.module(*args, **kwargs)
         finally:
@@ -219,12 +218,13 @@ class FSDP(nn.Module):
         for name in buffers.keys() & state.keys():
             buffers[name].copy_(state[name])
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self._steps.before_forward()
         self._gathers.begin_pass()
         for unit in self.units:
             unit.begin_pass()
         self._structure.require_same()
+        return self._gathers.cast(args, kwargs)
 
     def _are_gradients_awaited(self) -> bool:
         return not self._synchronizing or any(flat.gradients.is_awaited for flat in self._flats)
