@@ -9,6 +9,7 @@ import tyro
 from msgspec import Struct
 
 from compare.comparison import COMPARISON, Comparison
+from compare.console import messages_console
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import (
     Data,
@@ -25,9 +26,11 @@ from compare.contract.experiment import (
 from compare.contract.record import Platform
 from compare.launch import Pythons
 from compare.pairing import Case, Settings, compare_cases, continue_cases
-from compare.paths import default_cache
-from compare.presets import check_names
+from compare.paths import check_cache, check_python, default_cache
+from compare.presets import SPREAD, check_names
 from compare.progress import Reporter
+
+MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
 
 EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
 
@@ -77,15 +80,43 @@ class Spec(Struct, frozen=True, kw_only=True):
         )
 
     def settings(self) -> Settings:
-        """As the pairing takes it. Raises ExperimentError for a time-out that is not positive."""
-        if not self.timeout_s > 0:
-            raise ExperimentError(f"--timeout_s {self.timeout_s} must be more than 0")
+        """As the pairing takes it.
+
+        Raises:
+            ExperimentError: a time-out that is none, a cache that cannot be written, or no such Python.
+        """
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ExperimentError(
+                f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
+            )
+        check_python("--jax_python", self.jax_python)
+        check_python("--torch_python", self.torch_python)
         return Settings(
             platform=self.platform,
             timeout_s=self.timeout_s,
-            cache_dir=self.cache_dir,
+            cache_dir=self._cache(),
             pythons=Pythons(jaxpar=self.jax_python, torchpar=self.torch_python),
         )
+
+    def _cache(self) -> str:
+        """The folder for compiled programs. One that nobody asked for may be missing: then it is said."""
+        try:
+            check_cache(self.cache_dir)
+        except ExperimentError as error:
+            if self.cache_dir != default_cache():
+                raise
+            messages_console(quiet=self.quiet).print(f"compiled programs are not kept: {error}")
+            return ""
+        return self.cache_dir
+
+    def refuse_layout(self, default: Experiment, why: str) -> None:
+        """Refuse degrees given to a command that spreads by itself. Raises ExperimentError, saying `why`."""
+        for key in (*SPREAD, "gradient_sync"):
+            given = getattr(self.layout, key)
+            if given != getattr(default.layout, key):
+                raise ExperimentError(
+                    f"--layout.{key} {given} has no effect: {why}; leave it out, or use `shardpair run`"
+                )
 
     def compare(
         self,

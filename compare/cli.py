@@ -4,12 +4,15 @@ Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage
 3 this machine lacks something; 130 Ctrl-C.
 """
 
+import errno
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from compare import standard_output
 from compare.arguments import Spec, defaults_for
 from compare.commands.check import Check
 from compare.commands.doctor import Doctor
@@ -19,12 +22,15 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
-from compare.console import errors_console
-from compare.contract.experiment import ExperimentError, load
+from compare.console import errors_console, one_line
+from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
 from compare.launch import EngineError, EnvironmentMissing
+from compare.paths import is_utf8
 
 DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
+_ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 DESCRIPTION = """Sharded training in JAX and in PyTorch, side by side: proven equal, measured, explained.
 
@@ -35,29 +41,49 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     errors = errors_console()
+
+    def say(error: object) -> None:
+        errors.print(f"shardpair: error: {one_line(error)}", style="red")
+
     try:
+        _require_utf8(arguments)
         return _dispatch(arguments)
-    except ExperimentError as error:
-        errors.print(f"shardpair: error: {error}", style="red")
-        return 2
-    except RecordError as error:
-        errors.print(f"shardpair: error: {error}", style="red")
+    except (ExperimentError, RecordError) as error:
+        say(error)
         return 2
     except EnvironmentMissing as error:
-        errors.print(f"shardpair: error: {error}", style="red")
+        say(error)
         return 3
     except EngineError as error:
-        errors.print(f"shardpair: error: {error}", style="red")  # its log was shown when it failed
+        say(error)  # its log was shown when it failed
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         errors.print(f"shardpair: {interrupt or 'interrupted; every process was ended'}", style="red")
         return 130
     except BrokenPipeError:  # `shardpair ... | head`: nobody reads on, and nothing went wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        standard_output.discard()
         return 0
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        errors.print(f"shardpair: error: {error.filename}: {error.strerror}", style="red")
-        return 2
+    except OSError as error:
+        say(_described(error))
+        return 2 if isinstance(error, _ABOUT_A_NAME) or error.errno in _ABOUT_A_PATH else 1
+    except MemoryError:
+        say("out of memory: make the model or the batch smaller")
+        return 1
+
+
+def _require_utf8(arguments: list[str]) -> None:
+    """Records are JSON, and their names UTF-8: other bytes could be read, but not written down."""
+    for argument in arguments:
+        if not is_utf8(argument):
+            raise ExperimentError(f"{argument} is not UTF-8: rename the file or folder")
+
+
+def _described(error: OSError) -> str:
+    """What could not be read or written, and why."""
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    unwritten = standard_output.flush()
+    return f"standard output: {unwritten.strerror}" if unwritten else f"{error.strerror or error}"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -76,8 +102,15 @@ def _dispatch(arguments: list[str]) -> int:
         commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True
     )
     if isinstance(command, Spec) and command.experiment != name:
-        raise ExperimentError(f"give the experiment first: shardpair {arguments[0]} {command.experiment} ...")
+        raise ExperimentError(_misplaced(arguments[0], command.experiment))
     return command(load(name))
+
+
+def _misplaced(command: str, word: str) -> str:
+    """What to do about a word that is not behind a flag, nor first."""
+    if word in named_experiments() or Path(word).suffix == ".toml":
+        return f"give the experiment first: shardpair {command} {word} ..."
+    return f"{word}: no flag takes this (a switch is --model.bias or --model.no_bias, without a value)"
 
 
 def _experiment_name(arguments: list[str]) -> str:

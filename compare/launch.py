@@ -23,6 +23,7 @@ from compare.contract.data import open_corpus, standard_library_text
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.record import Record, Request, Step
+from compare.safe_path import with_safe_path
 
 POLL_S = 0.05
 GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves
@@ -245,7 +246,8 @@ def _failure(engine: str, returncode: int, folder: Path) -> EngineError:
 
 
 def _child_environment(side: str, platform: str) -> dict[str, str]:
-    environment = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+    inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+    environment = with_safe_path(inherited)
     if side == "jaxpar":
         # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
         # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.

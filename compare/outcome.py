@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from compare.comparison import Comparison
-from compare.console import results_console
+from compare.console import coloured, print_json, results_console
 from compare.costs import Cost
 from compare.faults import planted
 from compare.numerics import RUNGS, Verdict
@@ -18,7 +18,7 @@ from compare.units import human_bytes
 def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
     """What `run` and `report` say: the ladder, the costs, the verdict, where the page is."""
     if as_json:
-        _print_json(comparison)
+        print_json(comparison)
         return
     console = results_console()
     if comparison.verdicts:
@@ -31,7 +31,7 @@ def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
 def print_check(comparison: Comparison, *, as_json: bool) -> None:
     """What `check` says: worst errors of every case against the one reference."""
     if as_json:
-        _print_json(comparison)
+        print_json(comparison)
         return
     console = results_console()
     table = Table(
@@ -59,7 +59,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
 def print_faults(comparison: Comparison, *, as_json: bool) -> None:
     """What `faults` says: each planted mistake, and the rung that caught it."""
     if as_json:
-        _print_json(comparison)
+        print_json(comparison)
         return
     console = results_console()
     table = Table(title="Planted faults, and the rung that caught each")
@@ -72,7 +72,13 @@ def print_faults(comparison: Comparison, *, as_json: bool) -> None:
         right = failure is not None and failure.rung == fault.rung
         wrong += not right
         found = (failure.rung, failure.worst, f"{failure.error:.1e}") if failure else ("nothing", "", "")
-        table.add_row(fault.name, engine, fault.rung, *found, "[green]ok" if right else "[red]WRONG")
+        table.add_row(
+            fault.name,
+            engine,
+            fault.rung,
+            *found,
+            coloured("ok", "green") if right else coloured("WRONG", "red"),
+        )
     console.print(table)
     total = len(comparison.requests) - 1  # the first is the reference
     caught = len(comparison.verdicts) - wrong
@@ -125,26 +131,24 @@ def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     return [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
 
 
-def _print_json(comparison: Comparison) -> None:
-    print(msgspec.json.encode(comparison).decode())
-
-
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:
     console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True, markup=False)
 
 
-def _mark(verdict: Verdict) -> str:
-    return "[green]PASS" if verdict.failure is None else f"[red]FAIL at {verdict.failure.rung}"
+def _mark(verdict: Verdict) -> Text:
+    if verdict.failure is None:
+        return coloured("PASS", "green")
+    return coloured(f"FAIL at {verdict.failure.rung}", "red")
 
 
-def _error(verdict: Verdict, rung: str) -> str:
+def _error(verdict: Verdict, rung: str) -> str | Text:
     result = next((result for result in verdict.rungs if result.rung == rung), None)
     if result is None:
         return "-"
     text = "exact" if result.error == 0 else f"{result.error:.1e}"
-    return text if result.passed else f"[red]{text}[/red]"
+    return text if result.passed else coloured(text, "red")
 
 
-def _worst(verdict: Verdict, rung: str) -> tuple[str, str]:
+def _worst(verdict: Verdict, rung: str) -> tuple[str | Text, str]:
     result = next((result for result in verdict.rungs if result.rung == rung), None)
     return _error(verdict, rung), result.worst if result else ""

@@ -7,7 +7,6 @@ reference and a case of every engine and gradient synchronisation.
 import datetime
 import platform as host
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,9 +28,11 @@ from compare.contract.record import (
     rungs_asked_for,
 )
 from compare.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
+from compare.memory_estimate import require_memory
 from compare.paths import create_run_dir
 from compare.presets import spread
 from compare.progress import Reporter
+from compare.source import git_state
 from compare.units import human_bytes
 
 LATER_STEP = 20
@@ -132,12 +133,13 @@ def compare_cases(
     """
     for case in cases:
         require_devices(case.experiment, settings.platform)
+        require_memory(case.engine, case.experiment, platform=settings.platform)
         ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
     folder = create_run_dir(name, run_dir)
     prepared = prepare(experiment, folder)
     requests = {case.name: _request(case, prepared, settings) for case in cases}
     _require_room(requests, folder)
-    commit, dirty = _git_state()
+    commit, dirty = git_state()
     planned = Comparison(
         command=command,
         name=name,
@@ -273,17 +275,3 @@ def _require_room(requests: Mapping[str, Request], folder: Path) -> None:
             f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no-ladder to compare "
             f"losses and norms alone"
         )
-
-
-def _git_state() -> tuple[str, bool]:
-    """Commit and dirty flag of the source tree that runs; empty where it is not a git checkout."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    try:
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
-    except FileNotFoundError:  # no git on this machine
-        return "", False

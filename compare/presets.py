@@ -119,6 +119,10 @@ _SPREAD_OVER_NOTHING: Fields = {
 }
 
 
+SPREAD = tuple(_SPREAD_OVER_NOTHING)
+"""The fields of a layout that say how a run is spread over devices."""
+
+
 def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]) -> None:
     """Refuse a name that there is not, or that is given twice. Raises ExperimentError, naming the flag."""
     for name, count in Counter(names).items():
@@ -136,6 +140,8 @@ def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
         ExperimentError: no such preset, or a number of devices that it cannot spread over.
     """
     check_names("--preset", "preset", [preset], PRESETS)
+    if devices < 1:
+        raise ExperimentError(f"--devices {devices} must be at least 1")
     fields = PRESETS[preset].fields(devices)
     is_any_pipeline = fields.get("pp", 1) != 1 and "schedule" not in fields
     kept: Fields = {"schedule": layout.schedule, "chunks": layout.chunks} if is_any_pipeline else {}

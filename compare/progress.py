@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,6 +13,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from compare.console import messages_console
 from compare.contract.record import Step
 from compare.launch import EngineError
 
@@ -24,7 +24,7 @@ class Reporter:
     """Tells a person how far the engines are. Silent where `quiet`."""
 
     def __init__(self, *, quiet: bool = False):
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console = messages_console(quiet=quiet)
 
     @contextmanager
     def engine(self, name: str, steps: int) -> Generator[Callable[[Step], None]]:
@@ -53,7 +53,7 @@ class Reporter:
     def _bar(self) -> Progress:
         return Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

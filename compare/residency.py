@@ -10,12 +10,12 @@ Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053
 every device of tp repeats.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from compare.contract.engines import ENGINES
-from compare.contract.experiment import Experiment, Model
+from compare.contract.experiment import Experiment
 from compare.contract.optimizer import moment_names
-from compare.contract.parameters import Parameter, parameter_table, storage_dtype
+from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 
 KINDS = ("parameters", "gradients", "optimizer")
 SPLIT_BY_TP = frozenset({"heads", "mlp", "vocab"})
@@ -63,21 +63,16 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
 
 
 def _elements(engine: str, experiment: Experiment, *, stage: int) -> float:
-    """Parameters of one rank of a pipeline that are on one device of tp."""
+    """Parameters of one rank of a pipeline that are on one device of tp. All blocks are equal."""
     layout, model = experiment.layout, experiment.model
-    return sum(
-        parameter.size / (layout.tp if SPLIT_BY_TP & set(parameter.axes) else 1)
-        for parameter in parameter_table(model)
-        if _is_on(parameter, model, stage=stage, stages=layout.pp, chunks=layout.chunks, engine=engine)
-    )
+    (token, position), final_norm = end_parameters(model)
+    everywhere = ENGINES[engine].ends_on_every_stage
+    first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
+    held = [token] if first or last else []
+    held += [position] if first else []
+    held += final_norm if last else []
 
+    def on_one_of_tp(parameters: Iterable[Parameter]) -> float:
+        return sum(p.size / (layout.tp if SPLIT_BY_TP & set(p.axes) else 1) for p in parameters)
 
-def _is_on(parameter: Parameter, model: Model, *, stage: int, stages: int, chunks: int, engine: str) -> bool:
-    """Whether a rank of a pipeline holds a parameter."""
-    if parameter.name.startswith("blocks."):
-        layer = int(parameter.name.split(".")[1])
-        return layer * stages * chunks // model.n_layer % stages == stage
-    if ENGINES[engine].ends_on_every_stage:
-        return True
-    first, last = stage == 0, stage == stages - 1
-    return {"embedding.token": first or last, "embedding.position": first}.get(parameter.name, last)
+    return on_one_of_tp(held) + model.n_layer // layout.pp * on_one_of_tp(block_parameters(model, 0))

@@ -24,6 +24,7 @@ class Check(Spec, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Check. Returns the exit code: 0 if every rung of every case holds, else 1."""
+        self.refuse_layout(default, "check has layouts of its own")
         experiment = self.resolved()
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")

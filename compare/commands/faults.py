@@ -2,17 +2,18 @@
 
 import shutil
 
-import msgspec
 from rich.table import Table
 
 from compare.arguments import EngineName, Spec, chosen_engines
-from compare.console import results_console
+from compare.console import print_json, results_console
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.faults import caught_as_expected, fault_cases
+from compare.faults import FAULTS, caught_as_expected, fault_cases
 from compare.harness_faults import PAIR, SINGLE, Caught, plant_all
 from compare.outcome import print_faults
 from compare.pairing import Case
 from compare.presets import spread
+
+DEVICES = 4
 
 
 class Faults(Spec, frozen=True, kw_only=True):
@@ -28,28 +29,41 @@ class Faults(Spec, frozen=True, kw_only=True):
     """Engines to plant faults in. Default: all four."""
     names: tuple[str, ...] = ()
     """Which faults. Default: all."""
-    devices: int = 4
-    """Devices of data parallelism."""
+    devices: int | None = None
+    """Devices of data parallelism; faults of other layouts have devices of their own. Default: 4."""
     harness: bool = False
     """Plant faults of the harness instead: train the first two engines, damage copies of their records,
     mostly both alike, and hold them against each other; every one must turn red."""
 
     def __call__(self, default: Experiment) -> int:
         """Plant them. Returns the exit code: 0 if every fault was caught at its rung, else 1."""
+        self.refuse_layout(default, "every fault has a layout of its own")
         experiment = self.resolved()
+        devices = DEVICES if self.devices is None else self.devices
         self.require_nothing_else(default)
         engines = chosen_engines(self.engines)
         if self.harness:
-            return self._of_harness(experiment, engines)
-        cases = fault_cases(experiment, engines, names=list(self.names), devices=self.devices)
+            return self._of_harness(experiment, engines, devices)
+        if self.devices is not None and self.names and self._have_layouts():
+            raise ExperimentError(
+                f"--devices {self.devices} has no effect on {', '.join(self.names)}, which show in a "
+                f"layout of their own: leave it out"
+            )
+        cases = fault_cases(experiment, engines, names=list(self.names), devices=devices)
         comparison, _ = self.compare("faults", experiment, cases)
         print_faults(comparison, as_json=self.json)
         return 0 if caught_as_expected(comparison) else 1
 
-    def _of_harness(self, experiment: Experiment, engines: list[str]) -> int:
+    def _have_layouts(self) -> bool:
+        """Whether every chosen fault shows in a layout of its own."""
+        return all(name in FAULTS and FAULTS[name].preset for name in self.names)
+
+    def _of_harness(self, experiment: Experiment, engines: list[str], devices: int) -> int:
+        if self.names:
+            raise ExperimentError(f"--names {self.names[0]} has no effect with --harness: leave it out")
         if len(engines) < len(PAIR):
             raise ExperimentError("--harness holds two engines against each other: name two, or none")
-        sharded = spread(experiment, "ddp", self.devices)
+        sharded = spread(experiment, "ddp", devices)
         cases = [Case(name=n, engine=e, experiment=sharded) for n, e in zip(PAIR, engines, strict=False)]
         cases.append(Case(name=SINGLE, engine=engines[1], experiment=spread(experiment, "single")))
         comparison, folder = self.compare("faults", experiment, cases)
@@ -64,7 +78,7 @@ class Faults(Spec, frozen=True, kw_only=True):
 
 def _print_caught(caught: list[Caught], *, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(caught).decode())
+        print_json(caught)
         return
     table = Table(title="Records that are not what was asked for, and what the harness says of each")
     for column in ("fault", "records", "expected", "caught at", "verdict"):

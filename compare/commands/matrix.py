@@ -3,12 +3,12 @@
 from collections import ChainMap
 from pathlib import Path
 
-import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from compare.arguments import EngineName, Spec, chosen_engines
 from compare.comparison import COMPARISON, Comparison, read_comparison
-from compare.console import results_console
+from compare.console import coloured, print_json, results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
@@ -44,6 +44,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if every cell passes that an engine can express, else 1."""
+        self.refuse_layout(default, "the matrix has every layout")
         experiment, engines = self.resolved(), chosen_engines(self.engines)
         layouts, studies = list(self.layouts) or LAYOUTS, list(self.studies) or list(STUDIES)
         check_names("--studies", "study", studies, STUDIES)
@@ -97,7 +98,7 @@ def _versions(comparisons: list[Comparison]) -> str:
 def print_matrix(cells: list[Cell], studies: list[str], *, steps: int, as_json: bool) -> None:
     """The grid on stdout, study by study."""
     if as_json:
-        print(msgspec.json.encode(cells).decode())
+        print_json(cells)
         return
     engines = list(dict.fromkeys(cell.engine for cell in cells))
     console = results_console()
@@ -132,9 +133,9 @@ def _resident_table(cells: list[Cell]) -> Table:
     return table
 
 
-def _coloured(cell: Cell, name: str) -> str:
+def _coloured(cell: Cell, name: str) -> str | Text:
     if name in cell.failures:
-        return "[red]did not finish[/red]"
+        return coloured("did not finish", "red")
     text = cell_text(cell, name)
     failed = name in cell.verdicts and not cell.verdicts[name].passed
-    return f"[red]{text}[/red]" if failed else text
+    return coloured(text, "red") if failed else text

@@ -11,6 +11,7 @@ tenth for validation, as nanoGPT does.
 """
 
 import hashlib
+import mmap
 import os
 import sysconfig
 from pathlib import Path
@@ -18,10 +19,15 @@ from pathlib import Path
 import numpy as np
 
 from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.files import why_not_readable
 
 STDLIB_BYTES = 4_000_000
 SYNTHETIC_TOKENS = 1_000_000
 VALIDATION_FRACTION = 0.1
+SAMPLE_TOKENS = 1_000_000  # of a .bin file, which tell how wide its tokens are
+WIDEST = 2**16  # ids that 16 bits tell apart
+NUMPY_MAGIC = b"\x93NUMPY"
+WHAT_TO_GIVE = "give stdlib, synthetic, a text or .bin file, or a folder with train.bin"
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 
 
@@ -29,7 +35,7 @@ class Corpus:
     """Tokens in memory or mapped from a file, validated against the vocabulary.
 
     Attributes:
-        train: uint8 or uint16 tokens (n,) that training batches are cut from.
+        train: uint8, uint16 or uint32 tokens (n,) that training batches are cut from.
         validation: the same, held out; may be empty.
         sha256: hex digest of the training tokens' bytes.
         origin: where they came from, for the record.
@@ -57,9 +63,21 @@ class Corpus:
         shape = (train.gradient_accumulation_steps, train.batch_size)
         # Raw Philox words: NumPy promises their stream for ever, and not that of Generator.integers.
         words = np.random.Philox(key=train.seed, counter=[0, 0, step, 0]).random_raw(shape)
+        self._require_whole_file()
         starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(self.train) - length)).astype(np.int64)
         window_ABT = starts_AB[:, :, None] + np.arange(length)
         return self.train[window_ABT].astype(np.int32), self.train[window_ABT + 1].astype(np.int32)
+
+    def _require_whole_file(self) -> None:
+        """Refuse a mapped file that has shrunk: to read beyond its end kills the process without a word."""
+        mapped: object = self.train
+        while mapped is not None and not isinstance(mapped, mmap.mmap):
+            mapped = getattr(mapped, "base", None)
+        if mapped is not None and mapped.size() < len(mapped):
+            raise ExperimentError(
+                f"data.source: {self.origin} had {len(mapped)} bytes and has {mapped.size()} now: it must "
+                f"not change while it is trained on"
+            )
 
 
 def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus:
@@ -71,8 +89,9 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
             a 17 GB train.bin once, and every rank after that maps it at once.
 
     Raises:
-        ExperimentError: a missing, empty or too short file, an odd number of bytes in a .bin file, or
-            a token id outside the vocabulary. The message names the file and what to do.
+        ExperimentError: a missing, empty or too short file, what is no file, a .bin file with an odd number
+            of bytes or wider tokens, or a token id outside the vocabulary. The message names the file and
+            what to do.
     """
     source = experiment.data.source
     if source == "stdlib":
@@ -102,42 +121,59 @@ def standard_library_text(limit: int = STDLIB_BYTES) -> bytes:
 
 
 def _synthetic(experiment: Experiment) -> np.ndarray:
-    """A walk that mostly steps by one: learnable, so that a loss curve has a shape. uint16 (n,)."""
+    """A walk that mostly steps by one: learnable, so that a loss curve has a shape. uint16 or uint32 (n,)."""
     vocab = experiment.model.vocab_size
     words = np.random.Philox(key=experiment.train.seed, counter=[0, 0, 0, 1]).random_raw(SYNTHETIC_TOKENS)
     jumps = np.where(words % np.uint64(8) == 0, (words >> np.uint64(32)) % np.uint64(vocab), 1)
-    return (np.cumsum(jumps.astype(np.int64)) % vocab).astype(np.uint16)
+    return (np.cumsum(jumps.astype(np.int64)) % vocab).astype(np.uint16 if vocab <= WIDEST else np.uint32)
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    if path.is_dir():
-        train = _read_bin(path / "train.bin")
-        has_validation = (path / "val.bin").is_file()
-        return train, _read_bin(path / "val.bin") if has_validation else train[:0]
+    if why_not_readable(path).startswith("is a folder"):
+        train_file, validation_file = path / "train.bin", path / "val.bin"
+        if why_not_readable(train_file) == "does not exist":
+            raise ExperimentError(f"data.source: {path} is a folder without train.bin; {WHAT_TO_GIVE}")
+        train = _read_bin(train_file)
+        has_validation = why_not_readable(validation_file) != "does not exist"
+        return train, _read_bin(validation_file) if has_validation else train[:0]
     if path.suffix == ".bin":
         return _split(_read_bin(path))
-    _require_file(path)
-    return _split(np.memmap(path, dtype=np.uint8, mode="r"))
+    return _split(_map(path, np.uint8))
 
 
 def _read_bin(path: Path) -> np.ndarray:
-    _require_file(path)
-    if path.stat().st_size % 2:
+    size = _size(path)
+    if size % 2:
         raise ExperimentError(
-            f"data.source: {path} has an odd number of bytes ({path.stat().st_size}); a .bin file holds "
+            f"data.source: {path} has an odd number of bytes ({size}); a .bin file holds "
             f"uint16 tokens: write it again, or rename it if it is text"
         )
-    return np.memmap(path, dtype="<u2", mode="r")
+    return _map(path, np.dtype("<u2"))
 
 
-def _require_file(path: Path) -> None:
-    if not path.is_file():
+def _map(path: Path, dtype: np.dtype | type) -> np.ndarray:
+    """The file as an array that is read only where it is looked at."""
+    _size(path)
+    try:
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise ExperimentError(f"data.source: {path} cannot be read ({error.strerror})") from None
+    if tokens[:6].tobytes().startswith(NUMPY_MAGIC):
         raise ExperimentError(
-            f"data.source: {path} does not exist; give stdlib, synthetic, a text or .bin file, or a folder "
-            f"with train.bin"
+            f"data.source: {path} is a file of numpy.save; write its tokens alone: "
+            f"array.astype('<u2').tofile('train.bin')"
         )
-    if not path.stat().st_size:
+    return tokens
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file that can be read, of which there are some."""
+    if wrong := why_not_readable(path):
+        raise ExperimentError(f"data.source: {path} {wrong}; {WHAT_TO_GIVE}")
+    size = path.stat().st_size
+    if not size:
         raise ExperimentError(f"data.source: {path} is empty; give a file with text or tokens in it")
+    return size
 
 
 def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -154,9 +190,23 @@ def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment)
             f"{length}: give more text or a smaller block_size"
         )
     for tokens in (train, validation):
+        origin = tokens.filename if isinstance(tokens, np.memmap) and tokens.filename else source
+        _validate_width(tokens, vocab, origin)
         largest = int(tokens.max()) if len(tokens) else 0
         if largest >= vocab:
             raise ExperimentError(
-                f"data.source: {source} holds token {largest}, beyond model.vocab_size = {vocab}: "
+                f"data.source: {origin} holds token {largest}, beyond model.vocab_size = {vocab}: "
                 f"set --model.vocab_size {largest + 1} or more, or give other data"
             )
+
+
+def _validate_width(tokens: np.ndarray, vocab: int, origin: object) -> None:
+    """Refuse a .bin file of 32- or 64-bit tokens: read in halves, every second one or so would be 0."""
+    sample = tokens[: min(len(tokens), SAMPLE_TOKENS) // 2 * 2]
+    if tokens.dtype.itemsize != 2 or not isinstance(tokens, np.memmap) or not sample.any():
+        return
+    if int(np.ascontiguousarray(sample).view("<u4").max()) < vocab:
+        raise ExperimentError(
+            f"data.source: {origin} holds 32- or 64-bit tokens: read so, all are below model.vocab_size = "
+            f"{vocab}; write them as 16 bits each: tokens.astype('<u2').tofile('train.bin')"
+        )

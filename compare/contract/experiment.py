@@ -4,11 +4,15 @@ The file format is TOML, one table per section (`compare.contract.sections`). Re
 key or a wrong type is an error that names the key.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from compare.contract.files import why_not_readable
 from compare.contract.sections import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 
 __all__ = [
@@ -30,6 +34,11 @@ __all__ = [
 ]
 
 MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
+MAX_TASKS = 200_000  # of a pipeline's schedule: each is an object in a list
+MAX_FILE_BYTES = (
+    16_384  # a longer file is no experiment; Python's TOML reader takes minutes for 100 kB of dots
+)
+LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class ExperimentError(ValueError):
@@ -50,9 +59,16 @@ def load(name_or_path: str) -> Experiment:
     """
     known = named_experiments()
     path = known.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
+    wrong = why_not_readable(path) if name_or_path else "is empty"
+    if wrong == "does not exist":
         raise ExperimentError(f"{name_or_path}: no such file or named experiment (named: {', '.join(known)})")
-    return parse(path.read_bytes(), origin=str(name_or_path))
+    if wrong:
+        raise ExperimentError(
+            f"{name_or_path or 'the name of the experiment'} {wrong}: give a TOML file or a named "
+            f"experiment (named: {', '.join(known)})"
+        )
+    with path.open("rb") as file:
+        return parse(file.read(MAX_FILE_BYTES + 1), origin=name_or_path)
 
 
 def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
@@ -61,20 +77,33 @@ def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
     Raises:
         ExperimentError: whose message begins with `origin`.
     """
+    if len(text) > MAX_FILE_BYTES:
+        raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes, which no experiment is")
     try:
-        return check(msgspec.toml.decode(text, type=Experiment))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
-        raise ExperimentError(f"{origin}: {_one_line(error)}") from None
+        return _checked(msgspec.toml.decode(text))
     except ExperimentError as error:
         raise ExperimentError(f"{origin}: {error}") from None
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, a number of 5000 digits
+        raise ExperimentError(f"{origin}: {_one_line(error)}") from None
+    except RecursionError:
+        raise ExperimentError(f"{origin}: nested too deeply: an experiment has tables of fields") from None
 
 
 def revalidate(experiment: Experiment) -> Experiment:
     """Apply the bounds on types again and `check`: for a spec that was built or edited in Python."""
+    return _checked(msgspec.to_builtins(experiment))
+
+
+def _checked(fields: Any) -> Experiment:
+    """An experiment from its tables of fields. Raises ExperimentError, which names the key and its value."""
+    for section, table in fields.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ExperimentError(f"{section}.{key} = {value} must be a finite number")
     try:
-        return check(msgspec.convert(msgspec.to_builtins(experiment), Experiment))
+        return check(msgspec.convert(fields, Experiment))
     except msgspec.ValidationError as error:
-        raise ExperimentError(_one_line(error)) from None
+        raise ExperimentError(_with_value(_one_line(error), fields)) from None
 
 
 def check(experiment: Experiment) -> Experiment:
@@ -88,6 +117,9 @@ def check(experiment: Experiment) -> Experiment:
         raise ExperimentError(
             f"model.dropout = {model.dropout} must be 0: random streams cannot match across frameworks"
         )
+    if not experiment.data.source:
+        raise ExperimentError("data.source is empty: give stdlib, synthetic, or the name of a file or folder")
+    _check_floats(experiment)
     _check_layout(model, train, layout)
     _check_pipeline(model, train, layout)
     optimizer = experiment.optimizer
@@ -97,6 +129,19 @@ def check(experiment: Experiment) -> Experiment:
             f"{optimizer.warmup_iters}: the cosine would end before it starts"
         )
     return experiment
+
+
+def _check_floats(experiment: Experiment) -> None:
+    """What is finite here must be so in the engines, which compute in float32 unless told otherwise."""
+    if experiment.precision.dtype == "float64":
+        return
+    for section, fields in (("model", experiment.model), ("optimizer", experiment.optimizer)):
+        for key in fields.__struct_fields__:
+            value = getattr(fields, key)
+            if isinstance(value, float) and value > LARGEST_FLOAT32:
+                raise ExperimentError(
+                    f"{section}.{key} = {value} is infinite in float32: the most is {LARGEST_FLOAT32:.4g}"
+                )
 
 
 def _check_layout(model: Model, train: Train, layout: Layout) -> None:
@@ -168,6 +213,7 @@ def _check_pipeline(model: Model, train: Train, layout: Layout) -> None:
             f"data-parallel share: change it or train.batch_size"
         )
     in_schedule = layout.microbatches * train.gradient_accumulation_steps
+    check_tasks(layout.pp, in_schedule, layout.chunks)
     if layout.schedule != "gpipe" and in_schedule < layout.pp:
         raise ExperimentError(
             f"layout.schedule = {layout.schedule} has {in_schedule} microbatches for layout.pp = {layout.pp} "
@@ -177,6 +223,16 @@ def _check_pipeline(model: Model, train: Train, layout: Layout) -> None:
         raise ExperimentError(
             f"layout.schedule = interleaved has {in_schedule} microbatches, which layout.pp = {layout.pp} "
             f"does not divide: change layout.microbatches"
+        )
+
+
+def check_tasks(ranks: int, microbatches: int, chunks: int) -> None:
+    """Refuse a schedule that would take minutes and gigabytes to write down. Raises ExperimentError."""
+    tasks = 2 * ranks * microbatches * chunks
+    if tasks > MAX_TASKS:
+        raise ExperimentError(
+            f"{ranks} ranks with {chunks} stages each and {microbatches} microbatches make a schedule of "
+            f"{tasks:,} tasks; the most is {MAX_TASKS:,}: lower one of them"
         )
 
 
@@ -197,3 +253,12 @@ def to_toml(experiment: Experiment) -> str:
 def _one_line(error: Exception) -> str:
     """msgspec's message with its `$.model.n_layer` path as we write keys: `model.n_layer`."""
     return " ".join(str(error).split()).replace("`$.", "`").replace("- at `$`", "at the top level")
+
+
+def _with_value(message: str, fields: Any) -> str:
+    """A complaint about a bound, with the value that is out of it: "Expected `int` >= 1, got 0 - at ..."."""
+    key = re.search(r"^(Expected `\w+` [<>]=? [^,]*) - at `(\w+)\.(\w+)`$", message)
+    if not key:
+        return message
+    bound, section, field = key.groups()
+    return f"{bound}, got {fields[section][field]} - at `{section}.{field}`"

@@ -43,50 +43,46 @@ class Parameter(Struct, frozen=True, kw_only=True):
 
 def parameter_table(model: Model) -> tuple[Parameter, ...]:
     """Every weight of the model in canonical order: embeddings, blocks 0 to L-1, final norm."""
+    embeddings, final_norm = end_parameters(model)
+    blocks = [parameter for layer in range(model.n_layer) for parameter in block_parameters(model, layer)]
+    return (*embeddings, *blocks, *final_norm)
+
+
+def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
+    """What comes before the blocks, and what comes after them."""
+    width, std = model.n_embd, 0.02
+    token = _matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
+    position = _matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
+    return [token, position], _norm(model, "norm")
+
+
+def block_parameters(model: Model, layer: int) -> list[Parameter]:
+    """The weights of one block, which are as large in every other."""
     width, heads, mlp = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
     head_dim = width // heads
     std = 0.02
     residual_std = 0.02 / math.sqrt(2 * model.n_layer)  # GPT-2: two residual additions per block
-    table: list[Parameter] = []
-
-    def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init_std: float) -> None:
-        table.append(Parameter(name=name, shape=shape, axes=axes, init_std=init_std))
-
-    def bias(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
-        if model.bias:
-            table.append(Parameter(name=name, shape=shape, axes=axes, is_matrix=False))
-
-    def norm(name: str) -> None:
-        table.append(
-            Parameter(
-                name=f"{name}.scale", shape=(width,), axes=("embed",), init_constant=1.0, is_matrix=False
-            )
-        )
-        bias(f"{name}.bias", (width,), ("embed",))
-
-    matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
-    matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
-    for layer in range(model.n_layer):
-        block = f"blocks.{layer}"
-        norm(f"{block}.norm1")
-        qkv_axes = ("qkv", "heads", "head_dim")
-        matrix(f"{block}.attention.qkv.weight", (width, QKV, heads, head_dim), ("embed", *qkv_axes), std)
-        bias(f"{block}.attention.qkv.bias", (QKV, heads, head_dim), qkv_axes)
-        out_axes = ("heads", "head_dim", "embed")
-        matrix(f"{block}.attention.out.weight", (heads, head_dim, width), out_axes, residual_std)
-        bias(f"{block}.attention.out.bias", (width,), ("embed",))
-        norm(f"{block}.norm2")
-        matrix(f"{block}.mlp.up.weight", (width, mlp), ("embed", "mlp"), std)
-        bias(f"{block}.mlp.up.bias", (mlp,), ("mlp",))
-        matrix(f"{block}.mlp.down.weight", (mlp, width), ("mlp", "embed"), residual_std)
-        bias(f"{block}.mlp.down.bias", (width,), ("embed",))
-    norm("norm")
-    return tuple(table)
+    block = f"blocks.{layer}"
+    qkv_axes, out_axes = ("qkv", "heads", "head_dim"), ("heads", "head_dim", "embed")
+    return [
+        *_norm(model, f"{block}.norm1"),
+        _matrix(f"{block}.attention.qkv.weight", (width, QKV, heads, head_dim), ("embed", *qkv_axes), std),
+        *_bias(model, f"{block}.attention.qkv.bias", (QKV, heads, head_dim), qkv_axes),
+        _matrix(f"{block}.attention.out.weight", (heads, head_dim, width), out_axes, residual_std),
+        *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
+        *_norm(model, f"{block}.norm2"),
+        _matrix(f"{block}.mlp.up.weight", (width, mlp), ("embed", "mlp"), std),
+        *_bias(model, f"{block}.mlp.up.bias", (mlp,), ("mlp",)),
+        _matrix(f"{block}.mlp.down.weight", (mlp, width), ("mlp", "embed"), residual_std),
+        *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
+    ]
 
 
 def parameter_count(model: Model) -> int:
-    """Number of weights, the tied head counted once."""
-    return sum(parameter.size for parameter in parameter_table(model))
+    """Number of weights, the tied head counted once; in closed form, so that any size is counted at once."""
+    embeddings, final_norm = end_parameters(model)
+    ends = sum(parameter.size for parameter in (*embeddings, *final_norm))
+    return ends + model.n_layer * sum(parameter.size for parameter in block_parameters(model, 0))
 
 
 def decays(parameter: Parameter, decay: str) -> bool:
@@ -127,3 +123,17 @@ def _draw(parameter: Parameter, seed: int) -> np.ndarray:
     key = int.from_bytes(hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()[:16], "little")
     generator = np.random.Generator(np.random.Philox(key=key))
     return generator.normal(0.0, parameter.init_std, parameter.shape)
+
+
+def _matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init_std: float) -> Parameter:
+    return Parameter(name=name, shape=shape, axes=axes, init_std=init_std)
+
+
+def _bias(model: Model, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> list[Parameter]:
+    return [Parameter(name=name, shape=shape, axes=axes, is_matrix=False)] if model.bias else []
+
+
+def _norm(model: Model, name: str) -> list[Parameter]:
+    shape, axes = (model.n_embd,), ("embed",)
+    scale = Parameter(name=f"{name}.scale", shape=shape, axes=axes, init_constant=1.0, is_matrix=False)
+    return [scale, *_bias(model, f"{name}.bias", shape, axes)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
-from compare.contract.experiment import ExperimentError
+from compare.contract.experiment import ExperimentError, check_tasks
 
 
 class Kind(StrEnum):
@@ -137,6 +137,7 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int = 1) 
             raise ExperimentError(f"{what} = {number} must be at least 1")
     if chunks > 1 and name != "interleaved":
         raise ExperimentError(f"chunks = {chunks}: {name} has one stage a rank; use interleaved")
+    check_tasks(ranks, microbatches, chunks)
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 

@@ -9,8 +9,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
+MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
+MAX_SEED = 2**63 - 1  # TOML's largest integer; Philox would take 128 bits
+
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -22,7 +26,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """nanoGPT's GPT: pre-LayerNorm blocks, learned positions, the head tied to the token embedding."""
 
-    n_layer: Positive = 4
+    n_layer: Annotated[int, Meta(ge=1, le=MAX_LAYERS)] = 4
     """Number of transformer blocks (L)."""
     n_head: Positive = 4
     """Attention heads per block (H); divides n_embd."""
@@ -90,7 +94,7 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sequences in one forward-backward pass, over all data-parallel devices together."""
     gradient_accumulation_steps: Positive = 1
     """Forward-backward passes added up before each optimizer step; gradients are reduced once."""
-    seed: Count = 1337
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 1337
     """Seeds the initial weights and the order of the data."""
 
 
@@ -132,7 +136,7 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the manual engines reduce gradients over dp_replicate: naive (per parameter, after backward), flat
     (one tensor, after backward), overlapped (per parameter, during backward), bucketed (during backward).
     The compiler and the library choose for themselves."""
-    bucket_mb: Annotated[float, Meta(ge=0.001)] = 25.0
+    bucket_mb: Annotated[float, Meta(ge=0.001, le=1e6)] = 25.0
     """Size of a gradient bucket in MB (1e6 bytes) for bucketed, and for DDP; at least a kilobyte."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Recompute activations in backward: none, all but matrix products (dots), or everything (full).

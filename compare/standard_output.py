@@ -1,0 +1,29 @@
+"""Standard output when nobody reads on, or when its disk is full. Needs nothing but the standard library."""
+
+import os
+import sys
+from typing import IO
+
+
+def discard(file: IO[str] | None = None) -> None:
+    """Send what is still to be written to a file (standard output by default) nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, (file or sys.stdout).fileno())
+    os.close(nowhere)
+
+
+def flush() -> OSError | None:
+    """Write out what is buffered, here and not when Python ends, where a failure would be a traceback.
+
+    Returns:
+        Why it could not be written, after discarding it; None if it was, or if nobody reads on.
+    """
+    try:
+        if sys.stdout is not None:  # None where it is closed: `shardpair ... >&-`
+            sys.stdout.flush()
+    except BrokenPipeError:
+        discard()
+    except OSError as error:
+        discard()
+        return error
+    return None
