@@ -46,9 +46,9 @@ class Reporter:
         """Say at once that a case did not finish, with the end of its log; others may still run."""
         if error.log and error.log.is_file():
             tail = error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            self.console.print("\n".join(tail), markup=False)
-            self.console.print(f"its whole log: {error.log}", markup=False, soft_wrap=True)
-        self.console.print(f"{error}", style="red", markup=False, soft_wrap=True)
+            self.console.print("\n".join(tail))
+            self.console.print(f"its whole log: {error.log}", soft_wrap=True)
+        self.console.print(f"{error}", style="red", soft_wrap=True)
 
     def _bar(self) -> Progress:
         return Progress(
