@@ -29,7 +29,7 @@ def main() -> None:
     except SystemExit as ended:  # help, or a malformed flag
         code = ended.code
     if unwritten := standard_output.flush():
-        sys.stderr.write(f"shardpair: error: standard output: {unwritten.strerror}\n")
+        sys.stderr.write(f"shardpair: error: {standard_output.NAME}: {unwritten.strerror}\n")
         code = code or 1
     sys.exit(code)
 

@@ -22,7 +22,7 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
-from compare.console import errors_console, one_line
+from compare.console import errors_console, printable
 from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
 from compare.launch import EngineError, EnvironmentMissing
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     errors = errors_console()
 
     def say(error: object) -> None:
-        errors.print(f"shardpair: error: {one_line(error)}", style="red")
+        errors.print(f"shardpair: error: {printable(str(error))}", style="red")
 
     try:
         _require_utf8(arguments)
@@ -82,8 +82,9 @@ def _described(error: OSError) -> str:
     """What could not be read or written, and why."""
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    unwritten = standard_output.flush()
-    return f"standard output: {unwritten.strerror}" if unwritten else f"{error.strerror or error}"
+    if isinstance(error, FileNotFoundError):  # only os.getcwd names no file
+        return "the current folder does not exist any more: go to another"
+    return f"{error.strerror or error}"
 
 
 def _dispatch(arguments: list[str]) -> int:

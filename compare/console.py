@@ -25,6 +25,15 @@ class PlainConsole(Console):
         """Called by rich for every str that it prints, in cells of tables too."""
         return super().render_str(printable(text, keep="\n"), **options)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does, but what cannot be written is said by name, and messages end no run: nobody would
+        hear why."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if not self.stderr:
+                raise OSError(error.errno, error.strerror, standard_output.NAME) from None
+
     def on_broken_pipe(self) -> None:
         """`shardpair ... | head`: the command still finishes its work, and its exit code still tells."""
         self.quiet = True
@@ -53,16 +62,13 @@ def print_json(value: object) -> None:
         print(msgspec.json.encode(value).decode(), flush=True)
     except BrokenPipeError:
         standard_output.discard()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, standard_output.NAME) from None
 
 
 def coloured(text: str, style: str) -> Text:
     """Text for a cell or a line, in a colour."""
     return Text(printable(text, keep="\n"), style=style)
-
-
-def one_line(message: object) -> str:
-    """A message as one line, whatever it quotes."""
-    return printable(" ".join(str(message).splitlines()))
 
 
 def printable(text: str, *, keep: str = "") -> str:

@@ -4,6 +4,8 @@ import os
 import sys
 from typing import IO
 
+NAME = "standard output"
+
 
 def discard(file: IO[str] | None = None) -> None:
     """Send what is still to be written to a file (standard output by default) nowhere."""

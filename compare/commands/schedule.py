@@ -1,5 +1,6 @@
 """`shardpair schedule`: draw any pipeline schedule, and say what it costs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -7,12 +8,13 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.console import results_console
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.contract.schedule_checks import bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
 from compare.paths import PICTURES, check_output
 
+CHUNKS = 2
 MICROSECONDS = 1000  # of a Chrome trace for one forward
 
 
@@ -32,8 +34,8 @@ class Draw(Struct, frozen=True, kw_only=True):
     """Ranks of the pipeline."""
     microbatches: int = 8
     """Microbatches of a step."""
-    chunks: int = 2
-    """Stages on each rank, for interleaved."""
+    chunks: int | None = None
+    """Stages on each rank, for interleaved. Default: 2."""
     picture: Path | None = None
     """Save a picture (.png, .svg, .pdf)."""
     trace: Path | None = None
@@ -43,14 +45,21 @@ class Draw(Struct, frozen=True, kw_only=True):
         """Draw them. Returns 0."""
         check_output("--picture", self.picture, kinds=PICTURES)
         check_output("--trace", self.trace)
+        names = self.names or self._fitting()
+        if self.chunks is not None and "interleaved" not in names:
+            raise ExperimentError(
+                f"--chunks {self.chunks} has no effect without interleaved, whose --microbatches are a "
+                f"multiple of --stages"
+            )
+        chunks = CHUNKS if self.chunks is None else self.chunks
         schedules = {
             name: make_schedule(
                 name,
                 ranks=self.stages,
                 microbatches=self.microbatches,
-                chunks=self.chunks if name == "interleaved" else 1,
+                chunks=chunks if name == "interleaved" else 1,
             )
-            for name in self.names or self._fitting()
+            for name in names
         }
         results_console().print(_table(schedules))
         if self.picture:
@@ -61,7 +70,7 @@ class Draw(Struct, frozen=True, kw_only=True):
             write_atomically(self.trace, chrome_trace(schedules))
         return 0
 
-    def _fitting(self) -> list[str]:
+    def _fitting(self) -> Sequence[str]:
         """All schedules, but interleaved only where the stages divide the microbatches."""
         fits = self.stages > 0 and self.microbatches % self.stages == 0
         return [name for name in SCHEDULES if fits or name != "interleaved"]
