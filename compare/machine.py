@@ -1,5 +1,7 @@
 """How much memory this machine has, at the very most."""
 
+import functools
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,8 +17,11 @@ def memory_bytes() -> int:
     return min([most, *_cgroup_limits()])
 
 
+@functools.cache
 def gpu_memory_bytes() -> int:
     """Memory of the largest GPU; 0 where nvidia-smi does not say."""
+    if not shutil.which("nvidia-smi"):
+        return 0
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout

@@ -133,8 +133,8 @@ def compare_cases(
     """
     for case in cases:
         require_devices(case.experiment, settings.platform)
-        require_memory(case.engine, case.experiment, platform=settings.platform)
         ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
+        require_memory(case.engine, case.experiment, platform=settings.platform)
     folder = create_run_dir(name, run_dir)
     prepared = prepare(experiment, folder)
     requests = {case.name: _request(case, prepared, settings) for case in cases}

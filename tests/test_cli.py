@@ -65,7 +65,7 @@ def files(tmp_path, monkeypatch):
         ("run --run_dir taken", "taken exists already"),
         ("run --run_dir file/inside", "file/inside cannot be created"),
         ("report taken", "taken has no comparison.json"),
-        ("report taken --picture curve.doc", "taken has no comparison.json"),
+        ("report taken --picture curve.doc", "--picture curve.doc: end it in one of .png, .svg, .pdf"),
         ("faults --names nosuch", "--names nosuch: no such fault"),
         ("faults --names no_clip no_clip", "--names no_clip: give each fault once"),
         ("faults --devices 1", "--devices 1: most faults show between devices only"),
