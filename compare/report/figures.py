@@ -1,50 +1,61 @@
-"""The pictures of a report, as SVG text that takes its ink from the page: readable in light and dark."""
+"""The curves of a report: losses, their differences, gradient norms, learning rates."""
 
 import io
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from compare.contract.record import Record, write_atomically
-from compare.costs import Cost
-from compare.units import human_bytes
+from compare.report.canvas import INK, STYLE, WIDTH, colour, legend_above, legend_height, marker, svg
 
-INK = "#010203"  # a colour nothing else has: replaced by the page's own text colour
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 WINDOWS = 150  # points of a curve; longer runs are reduced over windows
-DASHES = ((), (6, 2), (2, 2), (8, 2, 2, 2))  # curves that coincide must all stay visible
-
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "shardpair",  # the same figures give the same bytes
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}
+DASH = 2.5  # line widths
+SLOTS = 6  # curves whose dashes alternate; more would leave each too little of the line
+HEIGHT = 2.8  # inches without the legend
 
 
-def loss_curves(names: list[str], records: list[Record]) -> str:
+def loss_curves(names: list[str], records: list[Record]) -> Markup:
     """Every engine's loss over steps, laid over each other."""
-    return _svg(lambda axes: _draw_losses(axes, names, records), size=(6.4, 3.6))
+    return svg("Loss over steps", lambda axes: _draw_losses(axes, names, records), size=_size(names))
 
 
-def loss_differences(names: list[str], records: list[Record]) -> str:
+def gradient_norms(names: list[str], records: list[Record]) -> Markup:
+    """Every engine's gradient norm before clipping, and where clipping begins."""
+
+    def draw(axes: Axes) -> None:
+        keys = _draw_curves(axes, names, [[step.grad_norm for step in record.steps] for record in records])
+        clip = records[0].manifest.experiment.optimizer.grad_clip
+        if clip:
+            keys.append(axes.axhline(clip, color=INK, linewidth=1, linestyle=":", label=f"clipped to {clip:g}"))
+        legend_above(axes, keys)
+        axes.set(xlabel="step", ylabel=f"gradient norm{_of_window(records, 'mean')}")
+
+    return svg("Gradient norm before clipping, over steps", draw, size=_size(names))
+
+
+def learning_rates(names: list[str], records: list[Record]) -> Markup:
+    """Every engine's learning rate."""
+
+    def draw(axes: Axes) -> None:
+        keys = _draw_curves(axes, names, [[step.lr for step in record.steps] for record in records])
+        legend_above(axes, keys)
+        axes.set(xlabel="step", ylabel=f"learning rate{_of_window(records, 'mean')}")
+        axes.set_ylim(bottom=0)
+
+    return svg("Learning rate over steps", draw, size=_size(names))
+
+
+def loss_differences(names: list[str], records: list[Record]) -> Markup:
     """How far every other engine's loss is from the first one's, relative, on a log axis."""
-    return _svg(lambda axes: _draw_differences(axes, names, records), size=(6.4, 3.6))
+    title = f"Relative difference of the loss from {names[0]}, over steps"
+    return svg(title, lambda axes: _draw_differences(axes, names, records), size=_size(names))
 
 
 def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
@@ -56,48 +67,21 @@ def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
         records: one for each name.
     """
     ink = {key: "#222222" if value == INK else value for key, value in STYLE.items()}
-    with pyplot.rc_context(rc=ink | {"figure.facecolor": "white"}):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    ink |= {"figure.facecolor": "white", "svg.hashsalt": "shardpair"}
+    with matplotlib.rc_context(rc=ink):
+        figure = Figure(figsize=(11, 3.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
         _draw_losses(left, names, records)
-        _draw_differences(right, names, records)
+        _draw_differences(right, names, records, with_legend=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix.lstrip("."), dpi=130)
-        pyplot.close(figure)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue().replace(INK.encode(), b"#222222"))
 
 
-def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> None:
-    for index, (name, record) in enumerate(zip(names, records, strict=True)):
-        losses = [step.loss for step in record.steps]
-        axes.plot(
-            *windowed(losses, statistics.fmean),
-            label=name,
-            color=_colour(index),
-            dashes=DASHES[index % len(DASHES)],
-            linewidth=2.6 - 0.4 * (index % len(DASHES)),
-        )
-    axes.set(xlabel="step", ylabel=f"loss (nats){_of_window(records, 'mean')}")
-    axes.legend()
-
-
-def _draw_differences(axes: Axes, names: list[str], records: list[Record]) -> None:
-    first = records[0].steps
-    for index, (name, record) in enumerate(zip(names[1:], records[1:], strict=True), start=1):
-        off = [abs(b.loss - a.loss) / abs(a.loss) for a, b in zip(first, record.steps, strict=False)]
-        steps, worst = windowed(off, max)
-        shown = [value or float("nan") for value in worst]  # equal losses have no place on a log axis
-        axes.plot(
-            steps,
-            shown,
-            label=name,
-            color=_colour(index),
-            dashes=DASHES[index % len(DASHES)],
-            marker="." if len(steps) <= WINDOWS else None,
-            linewidth=1.4,
-        )
-    label = f"|loss - {names[0]}| / loss{_of_window(records, 'largest')}"
-    axes.set(xlabel="step", ylabel=label, yscale="log")
-    axes.legend()
+def relative_differences(reference: Record, record: Record) -> list[float]:
+    """|loss - reference's| / |reference's| at every step that both have; NaN where one is not finite."""
+    pairs = zip(reference.steps, record.steps, strict=False)
+    return [abs(b.loss - a.loss) / abs(a.loss) if a.loss else abs(b.loss) for a, b in pairs]
 
 
 def windowed(values: list[float], reduce: Callable[[list[float]], float]) -> tuple[list[int], list[float]]:
@@ -111,75 +95,77 @@ def windowed(values: list[float], reduce: Callable[[list[float]], float]) -> tup
     return starts, [reduce(values[start : start + length]) for start in starts]
 
 
+def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> None:
+    keys = _draw_curves(axes, names, [[step.loss for step in record.steps] for record in records])
+    legend_above(axes, keys)
+    axes.set(xlabel="step", ylabel=f"loss (nats){_of_window(records, 'mean')}")
+
+
+def _draw_curves(axes: Axes, names: list[str], series: list[list[float]]) -> list[Line2D]:
+    """The first curve as a broad pale band, the others over it in dashes that alternate; their keys.
+
+    Curves that coincide, which is the aim, then show as one line of all their colours.
+    """
+    keys = []
+    for index, (name, values) in enumerate(zip(names, series, strict=True)):
+        broad = index == 0 and len(series) > 1
+        look = {"linewidth": 6.0, "alpha": 0.5} if broad else {"linewidth": 1.6, "alpha": 1.0}
+        linestyle = "-" if index == 0 else _alternating(index - 1, len(series) - 1)
+        dots = {"marker": marker(index) or ("o" if len(values) == 1 else ""), "markersize": 3.5}
+        points = windowed(values, statistics.fmean)
+        axes.plot(*points, color=colour(index), linestyle=linestyle, **dots, **look)
+        keys.append(Line2D([], [], color=colour(index), label=_with_end(name, values), **dots, **look))
+    return keys
+
+
+def _alternating(slot: int, curves: int) -> str | tuple[float, tuple[float, float]]:
+    """The dashes of one of several curves: in their gaps are those of the others, if they coincide."""
+    slots = min(curves, SLOTS)
+    return "-" if slots == 1 else (-DASH * (slot % slots), (DASH, DASH * (slots - 1)))
+
+
+def _draw_differences(axes: Axes, names: list[str], records: list[Record], *, with_legend: bool = True) -> None:
+    """Where losses are equal to the last bit, the points stand on a line of their own below all others."""
+    differences = [relative_differences(records[0], record) for record in records[1:]]
+    positive = [value for values in differences for value in values if value > 0 and math.isfinite(value)]
+    floor = 10.0 ** (math.floor(math.log10(min(positive, default=1e-16))) - 1)
+    keys = []
+    for index, (name, values) in enumerate(zip(names[1:], differences, strict=True), start=1):
+        steps, worst = windowed(values, max)
+        axes.plot(
+            steps,
+            [floor if value == 0 else value for value in worst],
+            color=colour(index),
+            linestyle=_alternating(index - 1, len(differences)),
+            marker=marker(index) or "o",
+            markersize=2 + 2.5 * (len(names) - 1 - index) / len(names),  # where they coincide, rings
+            linewidth=1.2,
+        )
+        key = Line2D([], [], color=colour(index), marker=marker(index) or "o", markersize=3.5)
+        key.set_label(_with_end(name, values))
+        keys.append(key)
+    if any(value == 0 for values in differences for value in values):
+        keys.append(axes.axhline(floor, color=INK, linewidth=1, linestyle=":", label="equal, bit for bit"))
+    label = f"|loss - {names[0]}| / loss{_of_window(records, 'largest')}"
+    axes.set(xlabel="step", ylabel=label, yscale="log")
+    if with_legend:
+        legend_above(axes, keys)
+
+
+def _size(names: list[str]) -> tuple[float, float]:
+    return WIDTH, HEIGHT + legend_height(len(names) + 1)
+
+
+def _with_end(name: str, values: Sequence[float]) -> str:
+    """The name of a curve; and from which step on it cannot be drawn, where that is so."""
+    lost = next((step for step, value in enumerate(values) if not math.isfinite(value)), None)
+    return name if lost is None else f"{name} (not finite from step {lost})"
+
+
 def _window_length(steps: int) -> int:
     return max(1, math.ceil(steps / WINDOWS))
 
 
 def _of_window(records: list[Record], what: str) -> str:
-    length = _window_length(len(records[0].steps))
+    length = _window_length(max(len(record.steps) for record in records))
     return f", {what} of {length} steps" if length > 1 else ""
-
-
-def step_times(names: list[str], costs: list[Cost]) -> str:
-    """Median step time, with the 95th percentile as a whisker."""
-
-    def draw(axes: Axes) -> None:
-        medians = [cost.step_time_ms_median for cost in costs]
-        above = [max(cost.step_time_ms_p95 - cost.step_time_ms_median, 0.0) for cost in costs]
-        _bars(axes, names, medians, [f"{value:.1f} ms" for value in medians], above)
-        axes.set(xlabel="step time (ms), median; whisker to p95")
-
-    return _svg(draw, size=(6.4, 0.6 + 0.5 * len(names)))
-
-
-def peak_memory(names: list[str], costs: list[Cost]) -> str:
-    """Peak memory of the fullest device."""
-
-    def draw(axes: Axes) -> None:
-        peaks = [cost.peak_mem_bytes for cost in costs]
-        _bars(axes, names, [peak / 1e6 for peak in peaks], [human_bytes(peak) for peak in peaks])
-        axes.set(xlabel="peak memory per device (MB)")
-
-    return _svg(draw, size=(6.4, 0.6 + 0.5 * len(names)))
-
-
-def communication(names: list[str], costs: list[Cost]) -> str:
-    """Bytes and collectives of one step."""
-
-    def draw(axes: Axes) -> None:
-        labels = [f"{human_bytes(cost.comm_bytes)} in {cost.comm_calls} calls" for cost in costs]
-        _bars(axes, names, [cost.comm_bytes / 1e6 for cost in costs], labels)
-        axes.set(xlabel="communicated per device and step (MB, full tensors)")
-
-    return _svg(draw, size=(6.4, 0.6 + 0.5 * len(names)))
-
-
-def _bars(
-    axes: Axes, names: list[str], values: list[float], labels: list[str], above: list[float] | None = None
-) -> None:
-    places = range(len(names))
-    colours = [_colour(index) for index in places]
-    whiskers = [[0.0] * len(names), above] if above else None
-    axes.barh(places, values, color=colours, xerr=whiskers, error_kw={"ecolor": INK, "capsize": 3})
-    for place, value, label in zip(places, values, labels, strict=True):
-        whisker = above[place] if above else 0.0
-        axes.annotate(label, (value + whisker, place), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.margins(x=0.3)
-
-
-def _colour(index: int) -> str:
-    return OKABE_ITO[index % len(OKABE_ITO)]
-
-
-def _svg(draw: Callable[[Axes], None], *, size: tuple[float, float]) -> str:
-    """Draw on fresh axes of `size` inches; the <svg> element, with INK as the page's text colour."""
-    with pyplot.rc_context(rc=STYLE):
-        figure: Figure = pyplot.figure(figsize=size, layout="constrained")
-        draw(figure.add_subplot())
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")

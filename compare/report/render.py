@@ -1,92 +1,114 @@
-"""Fill the report's template from a finished comparison."""
+"""Fill the report's template from a comparison, whether all of it finished or not."""
 
+import re
 from pathlib import Path
 
-import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from compare.comparison import read_comparison
+from compare.comparison import Comparison, differences, how_to_go_on, read_comparison, read_saved
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import to_toml
 from compare.contract.parameters import parameter_count
-from compare.contract.record import write_atomically
-from compare.numerics import RUNGS
-from compare.outcome import cost_rows
-from compare.units import human_bytes
+from compare.contract.record import Record, write_atomically
+from compare.layout_words import layout_in_words
+from compare.report import tables
+from compare.report.memory import at_rest, device_table, memory_table
+from compare.report.repeat import EXPERIMENT, repeat_command
+from compare.report.traffic import ledger_table
 
 PAGE = "report.html"
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder/report.html`: one file, nothing fetched, light and dark.
+    """Write `folder/report.html`: one file, nothing fetched, light and dark; and experiment.toml beside it.
 
     Args:
-        folder: of a finished comparison.
+        folder: of a comparison of which a case has finished.
 
     Returns:
         The page's path.
 
     Raises:
-        FileNotFoundError: the comparison is not complete.
+        RecordError: it is none, or a file of it is garbled.
     """
-    from compare.report import figures  # matplotlib takes seconds to import, and only a report needs it
-
     comparison, records = read_comparison(folder)
-    names, costs = comparison.cases, comparison.costs
-    pictures = [
-        ("Loss", figures.loss_curves(names, records), "All curves, laid over each other."),
-        ("Step time", figures.step_times(names, costs), _timing_caption(comparison.platform)),
-        ("Peak memory", figures.peak_memory(names, costs), _memory_caption(names, records)),
-        (
-            "Communication",
-            figures.communication(names, costs),
-            "What one device sends and receives in a step.",
-        ),
-    ]
-    if len(names) > 1:
-        difference = (
-            "Loss difference",
-            figures.loss_differences(names, records),
-            "Rounding grows as training goes on: the same sums in another order, fed back at every step.",
-        )
-        pictures.insert(1, difference)
+    spec = to_toml(comparison.experiment)
     environment = Environment(
-        loader=PackageLoader("compare.report", package_path=""), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("compare.report", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
     page = environment.get_template("report.html").render(
         comparison=comparison,
-        rungs=RUNGS,
-        results={
-            verdict.candidate: {result.rung: result for result in verdict.rungs}
-            for verdict in comparison.verdicts
-        },
-        tolerances=comparison.verdicts[0].rungs if comparison.verdicts else [],
-        pictures=[(title, Markup(svg), caption) for title, svg, caption in pictures],
-        cost_rows=cost_rows(comparison),
-        ledgers=[(name, record.ledger) for name, record in zip(names, records, strict=True)],
-        manifests=[
-            (name, ENGINES[record.manifest.engine].decides, record.manifest)
-            for name, record in zip(names, records, strict=True)
-        ],
+        moved=differences(read_saved(folder), comparison),
+        missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
+        continuation="" if comparison.is_complete else how_to_go_on(comparison, folder),
+        command=repeat_command(comparison),
         parameters=parameter_count(comparison.experiment.model),
-        spec=to_toml(comparison.experiment),
-        human_bytes=human_bytes,
-        builtins=msgspec.to_builtins,
+        spec=spec,
+        **_summary(comparison),
+        **_findings(comparison, records),
     )
+    write_atomically(folder / EXPERIMENT, spec.encode())
     write_atomically(folder / PAGE, page.encode())
     return folder / PAGE
 
 
-def _timing_caption(platform: str) -> str:
-    timings = "CPU timings: " if platform == "cpu" else ""
-    return (
-        f"{timings}one process for each engine, one after another, not interleaved; compilation and the "
-        f"first step are apart. Good enough to see an order of magnitude, not to rank engines."
-    )
+def _summary(comparison: Comparison) -> dict[str, object]:
+    """What stands on top: what was compared, and under which layout."""
+    experiments = [request.experiment for request in comparison.requests.values()]
+    layouts = {experiment.layout for experiment in experiments}
+    if len(layouts) > 1:
+        sizes = sorted({layout.devices for layout in layouts})
+        counts = " and ".join(", ".join(map(str, sizes)).rsplit(", ", 1))
+        layout = f"{len(layouts)} layouts on {counts} {comparison.platform.upper()} devices, named below"
+    else:
+        layout = layout_in_words(experiments[0], comparison.platform)
+    number = len(experiments)
+    what = "engine" if comparison.requests.keys() <= ENGINES.keys() else "case"
+    return {
+        "subject": f"{number} {what}{'s' if number != 1 else ''}",
+        "layout": layout,
+        "has_many_layouts": len(layouts) > 1,
+        "state": "" if comparison.passed and not comparison.verdicts else _news(comparison.passed),
+    }
 
 
-def _memory_caption(names: list[str], records: list) -> str:
-    return "; ".join(
-        f"{name}: {record.manifest.peak_memory_method}" for name, record in zip(names, records, strict=True)
-    )
+def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object]:
+    """Pictures and tables of what finished."""
+    from compare.report.pictures import pictures, timelines  # matplotlib takes seconds to import
+
+    names = comparison.cases
+    held = [at_rest(record) for record in records]
+    return {
+        "pictures": pictures(comparison, records, held),
+        "timelines": timelines(records),
+        "layouts": tables.layout_table(comparison, records),
+        "costs": tables.cost_table(comparison),
+        "ladder": tables.ladder_table(comparison.verdicts),
+        "reasons": tables.tolerance_reasons(comparison.verdicts),
+        "memory": memory_table(names, held),
+        "devices": [
+            device_table(name, one, record.manifest.experiment.layout.axes)
+            for name, one, record in zip(names, held, records, strict=True)
+            if one
+        ],
+        "ledger": ledger_table(names, [record.ledger for record in records], comparison.costs),
+        "manifests": [
+            (name, ENGINES[record.manifest.engine].decides, tables.manifest_table(name, record))
+            for name, record in zip(names, records, strict=True)
+        ],
+    }
+
+
+def _breakable(text: str) -> Markup:
+    """Text whose dotted names may be broken after a dot: `blocks.0.` `attention.` `qkv.` `bias`."""
+    return Markup(re.sub(r"\.(?=[a-z])", ".<wbr>", str(escape(text))))
+
+
+def _news(good: bool) -> str:
+    return "pass" if good else "fail"

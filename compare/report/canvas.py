@@ -1,0 +1,87 @@
+"""Axes to draw on, and drawings as SVG for the page: its own ink, a name for those who cannot see them."""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK = "#010203"  # a colour nothing else has: replaced by the page's own text colour
+OKABE_ITO = ("#1F88D1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+"""Okabe and Ito's, which the colour-blind tell apart, without what a white or a black ground would swallow."""
+WIDTH = 5.0  # inches: what a phone shows without shrinking its text below what can be read
+LEGEND_COLUMNS, LEGEND_ROW = 2, 0.17  # inches
+MARKERS = ("", "o", "s", "^", "D", "v", "P", "X", "*")
+"""Where there are more cases than colours: one for each round of them."""
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+def colour(index: int) -> str:
+    """The colour of a case: the same in every picture."""
+    return OKABE_ITO[index % len(OKABE_ITO)]
+
+
+def marker(index: int) -> str:
+    """What tells a case from the others that have its colour; '' where none has."""
+    return MARKERS[index // len(OKABE_ITO) % len(MARKERS)]
+
+
+@contextmanager
+def figure_for_page(size: tuple[float, float]) -> Iterator[Figure]:
+    """A figure of `size` inches in the page's style. It is nobody's current figure: a notebook keeps its own."""
+    with matplotlib.rc_context(rc=STYLE):
+        yield Figure(figsize=size, layout="constrained")
+
+
+def svg(title: str, draw: Callable[[Axes], None], *, size: tuple[float, float]) -> Markup:
+    """Draw on fresh axes of `size` inches; the <svg> element, named `title`."""
+    with figure_for_page(size) as figure:
+        draw(figure.add_subplot())
+        return inline_svg(figure, title)
+
+
+def inline_svg(figure: Figure, title: str) -> Markup:
+    """The figure as an <svg> element that can stand in a page among others.
+
+    It is an image with a name, has the page's text colour, and no id that another picture has, too. The
+    same figure gives the same bytes.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context(rc={"svg.hashsalt": f"shardpair {title}"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to a group
+    opening, rest = text.split(">", 1)
+    name = escape(title)
+    return Markup(f'{opening} role="img" aria-label="{name}"><title>{name}</title>{rest}')
+
+
+def legend_above(axes: Axes, keys: Sequence[Artist]) -> None:
+    """A legend over the axes, where no data can be; none where there is one thing to name."""
+    figure = axes.get_figure(root=True)
+    if len(keys) > 1 and figure is not None:
+        figure.legend(handles=keys, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize="small")
+
+
+def legend_height(keys: int) -> float:
+    """Inches that `legend_above` takes for so many keys."""
+    return LEGEND_ROW * -(-keys // LEGEND_COLUMNS) if keys > 1 else 0.0
