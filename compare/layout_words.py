@@ -3,7 +3,12 @@
 from compare.contract.experiment import Experiment
 
 ZERO = {1: "optimizer state", 2: "optimizer state and gradients"}
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zero_bubble": "zero-bubble"}
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zero_bubble": "zero-bubble",
+}
 
 
 def layout_in_words(experiment: Experiment, platform: str) -> str:
@@ -46,7 +51,9 @@ def _pipeline(experiment: Experiment) -> str:
     layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
     if layout.pp == 1:
         return ""
-    stages = f"{layout.pp} ranks with {layout.chunks} stages each" if layout.chunks > 1 else f"{layout.pp} stages"
+    stages = (
+        f"{layout.pp} ranks with {layout.chunks} stages each" if layout.chunks > 1 else f"{layout.pp} stages"
+    )
     microbatches = layout.microbatches * passes
     accumulated = f" ({layout.microbatches} in each of {passes} accumulated passes)" if passes > 1 else ""
     count = f"{microbatches} microbatch{'es' if microbatches > 1 else ''}{accumulated}"

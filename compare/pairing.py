@@ -196,12 +196,13 @@ def _run(
     """Run the cases that have no record yet. The comparison is saved whenever it has changed."""
     comparison = judged(planned, records)
     save(comparison, folder)
+    reporter.start(planned.requests, folder, finished=records)
     failures: dict[str, EngineError] = {}
     for name, request in planned.requests.items():
         if name in records:
             continue
         try:
-            with reporter.engine(name, request.experiment.train.max_iters) as on_step:
+            with reporter.engine(name) as on_step:
                 records[name] = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
         except KeyboardInterrupt:
             raise Interrupted(_interrupted(comparison, folder)) from None

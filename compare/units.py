@@ -3,8 +3,29 @@
 
 def human_bytes(count: float) -> str:
     """Bytes in decimal units, three significant digits: 1.23 MB is 1.23e6 bytes."""
+<<<<<<< HEAD
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(count) < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} EB"
+=======
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:  # what rounds to 1000 belongs to the next unit
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """A span of time to the precision that matters: 4.2 s, 31 s, 2 min 5 s, 1 h 12 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
+>>>>>>> b5bfd81 (Progress says which engine of how many, step, loss, tokens/s and time left; a line now and then in a pipe)

@@ -31,7 +31,9 @@ def step_times(names: list[str], costs: list[Cost]) -> Markup:
 def peak_memory(names: list[str], costs: list[Cost]) -> Markup:
     """Peak memory of the fullest device."""
     peaks = [cost.peak_mem_bytes for cost in costs]
-    return _byte_bars("Peak memory of the fullest device", names, peaks, [human_bytes(peak) for peak in peaks])
+    return _byte_bars(
+        "Peak memory of the fullest device", names, peaks, [human_bytes(peak) for peak in peaks]
+    )
 
 
 def communication(names: list[str], costs: list[Cost]) -> Markup:
@@ -62,7 +64,11 @@ def memory_at_rest(names: list[str], held: Sequence[AtRest | None]) -> Markup:
         legend_above(axes, [Patch(color=KIND_COLOURS[kind], label=kind) for kind in KINDS])
 
     width, height = _size(names)
-    return svg("Memory at rest on the fullest device, by kind", draw, size=(width, height + legend_height(len(KINDS))))
+    return svg(
+        "Memory at rest on the fullest device, by kind",
+        draw,
+        size=(width, height + legend_height(len(KINDS))),
+    )
 
 
 def _byte_bars(title: str, names: list[str], sizes: Sequence[float], labels: list[str]) -> Markup:

@@ -33,7 +33,9 @@ def gradient_norms(names: list[str], records: list[Record]) -> Markup:
         keys = _draw_curves(axes, names, [[step.grad_norm for step in record.steps] for record in records])
         clip = records[0].manifest.experiment.optimizer.grad_clip
         if clip:
-            keys.append(axes.axhline(clip, color=INK, linewidth=1, linestyle=":", label=f"clipped to {clip:g}"))
+            keys.append(
+                axes.axhline(clip, color=INK, linewidth=1, linestyle=":", label=f"clipped to {clip:g}")
+            )
         legend_above(axes, keys)
         axes.set(xlabel="step", ylabel=f"gradient norm{_of_window(records, 'mean')}")
 
@@ -124,7 +126,9 @@ def _alternating(slot: int, curves: int) -> str | tuple[float, tuple[float, floa
     return "-" if slots == 1 else (-DASH * (slot % slots), (DASH, DASH * (slots - 1)))
 
 
-def _draw_differences(axes: Axes, names: list[str], records: list[Record], *, with_legend: bool = True) -> None:
+def _draw_differences(
+    axes: Axes, names: list[str], records: list[Record], *, with_legend: bool = True
+) -> None:
     """Where losses are equal to the last bit, the points stand on a line of their own below all others."""
     differences = [relative_differences(records[0], record) for record in records[1:]]
     positive = [value for values in differences for value in values if value > 0 and math.isfinite(value)]

@@ -75,7 +75,9 @@ def device_table(name: str, held: AtRest, axes: dict[str, int]) -> Table:
     rows = []
     for device in range(held.devices):
         cells = [_beside(held.measured[kind][device], held.closed_form[kind][device]) for kind in KINDS]
-        whole = (sum(by_kind[kind][device] for kind in KINDS) for by_kind in (held.measured, held.closed_form))
+        whole = (
+            sum(by_kind[kind][device] for kind in KINDS) for by_kind in (held.measured, held.closed_form)
+        )
         rows.append(Row(Text(str(device), _coordinates(device, axes)), [*cells, _beside(*whole)]))
     return Table(name=f"{name}: every device", corner="device", columns=[*KINDS, "all"], rows=rows)
 

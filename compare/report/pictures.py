@@ -88,7 +88,9 @@ def _timeline(name: str, ranks: int, microbatches: int, chunks: int) -> Picture:
     title = f"{SCHEDULES[name]}, {ranks} ranks, {microbatches} microbatches"
     said = f"The plan, on a clock, not a measurement: {summary(schedule)}. A backward takes two forwards."
     if sum(map(len, schedule)) > MOST_BOXES:
-        return Picture(title, Markup(""), f"{said} Too many tasks to draw: `shardpair schedule --trace` writes them.")
+        return Picture(
+            title, Markup(""), f"{said} Too many tasks to draw: `shardpair schedule --trace` writes them."
+        )
     return Picture(title, timeline(f"Timeline of {title}", schedule), said)
 
 

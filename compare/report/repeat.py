@@ -57,7 +57,9 @@ def _faults(comparison: Comparison) -> tuple[list[str], list[Case]]:
     asked = {name: planted(name) for name in comparison.requests if name != "reference"}
     names = list(dict.fromkeys(fault.name for fault, _ in asked.values()))
     engines = [engine for engine in ENGINES if engine in {engine for _, engine in asked.values()}]
-    spread = [comparison.requests[name].experiment.layout for name, (fault, _) in asked.items() if not fault.preset]
+    spread = [
+        comparison.requests[name].experiment.layout for name, (fault, _) in asked.items() if not fault.preset
+    ]
     devices = spread[0].devices if spread else 4
     return (
         ["--devices", str(devices), "--engines", *engines, "--names", *names],
@@ -85,7 +87,11 @@ def _same(cases: list[Case], comparison: Comparison) -> bool:
         return False
     return all(
         (case.engine, case.fault, case.experiment)
-        == (request.engine, request.fault, msgspec.structs.replace(request.experiment, data=case.experiment.data))
+        == (
+            request.engine,
+            request.fault,
+            msgspec.structs.replace(request.experiment, data=case.experiment.data),
+        )
         for case, request in zip(cases, comparison.requests.values(), strict=True)
     )
 

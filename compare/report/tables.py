@@ -64,7 +64,8 @@ def upright(table: Table) -> Table:
     if len(table.columns) <= MANY:
         return table
     rows = [
-        Row(Text(column), [row.cells[place] for row in table.rows]) for place, column in enumerate(table.columns)
+        Row(Text(column), [row.cells[place] for row in table.rows])
+        for place, column in enumerate(table.columns)
     ]
     heads = [row.head.text for row in table.rows]
     return Table(name=table.name, corner="case", columns=heads, rows=rows, look="upright")
@@ -74,7 +75,9 @@ def cost_table(comparison: Comparison) -> Table:
     """Every case's figures, with the ratios of those that can be compared to the first case's."""
     rows = []
     for label, cells in cost_rows(comparison):
-        notes = _ratios([getattr(cost, RATIOS[label]) for cost in comparison.costs]) if label in RATIOS else []
+        notes = (
+            _ratios([getattr(cost, RATIOS[label]) for cost in comparison.costs]) if label in RATIOS else []
+        )
         texts = [Text(cell, note) for cell, note in zip(cells, notes or [""] * len(cells), strict=True)]
         rows.append(Row(Text(label), texts))
     return upright(Table(name="Costs", corner="figure", columns=comparison.cases, rows=rows))

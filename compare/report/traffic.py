@@ -21,15 +21,11 @@ def ledger_table(names: list[str], ledgers: list[list[Communication]], costs: li
         cells = [text for ledger in items for text in _traffic(ledger.get(key))]
         rows.append(Row(Text(f"{kind} over {axis}", purpose), cells))
     totals = [
-        text
-        for cost in costs
-        for text in _figures(cost.comm_calls, cost.comm_bytes, cost.comm_wire_bytes)
+        text for cost in costs for text in _figures(cost.comm_calls, cost.comm_bytes, cost.comm_wire_bytes)
     ]
     rows.append(Row(Text("all"), totals, is_total=True))
     columns = ["calls", "logical", "wire"] * len(names)
-    return Table(
-        name="Communication", corner="per device and step", columns=columns, rows=rows, groups=names
-    )
+    return Table(name="Communication", corner="per device and step", columns=columns, rows=rows, groups=names)
 
 
 def _traffic(item: Communication | None) -> list[Text]:
