@@ -86,7 +86,7 @@ class Reporter:
 
     @contextmanager
     def _lines(self) -> Generator[None]:
-        """Say a line now and then, from a thread of its own: an engine that compiles has no steps to tell of."""
+        """Say a line now and then, from a thread: an engine that compiles has no steps to tell of."""
         self._say(f"{self._pace.place()}: starting")
         self._cadence.begin(time.monotonic())
         over = threading.Event()

@@ -1,27 +1,35 @@
 """The report: one self-contained page, the verdict first, nothing executable in it, the same bytes twice."""
 
+import re
+from collections import Counter
+from html.parser import HTMLParser
+
 import msgspec
 import pytest
-from records import make_record, make_steps, tensors_of
+from records import make_record, make_request, make_steps, tensors_of
 
 from compare.cli import main
-from compare.comparison import Comparison, judged, read_comparison, save
-from compare.contract.experiment import edited
+from compare.comparison import Comparison, judged, read_comparison, read_saved, save
+from compare.contract.experiment import edited, parse
 from compare.contract.record import Rung
 from compare.costs import cost_of
 from compare.outcome import cost_rows
-from compare.report.figures import windowed
+from compare.report.figures import loss_curves, loss_differences, windowed
+from compare.report.pictures import how_close
 from compare.report.render import write_report
+from compare.report.repeat import EXPERIMENT
+
+PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
 
 
-def make_comparison(folder, experiment, *, steps=None, tensors=None) -> Comparison:
-    """Two engines' records and their comparison, saved in a folder."""
-    records = {
-        "torch-manual": make_record(folder / "torch-manual", experiment, engine="torch-manual"),
-        "jax-manual": make_record(
-            folder / "jax-manual", experiment, engine="jax-manual", steps=steps, tensors=tensors
-        ),
-    }
+def make_comparison(
+    folder, experiment, *, names=("torch-manual", "jax-manual"), missing=(), steps=None, tensors=None
+) -> Comparison:
+    """Engines' records and their comparison, saved in a folder; `steps` and `tensors` are the last one's."""
+    records = {}
+    for name in names:
+        given = {"steps": steps, "tensors": tensors} if name == names[-1] else {}
+        records[name] = make_record(folder / name, experiment, engine=name, **given)
     planned = Comparison(
         command="run",
         name="<script>alert(1)</script>",
@@ -31,23 +39,136 @@ def make_comparison(folder, experiment, *, steps=None, tensors=None) -> Comparis
         machine="a machine",
         git_commit="0123456789abcdef",
         git_dirty=False,
-        requests={name: record.request for name, record in records.items()},
+        requests={name: record.request for name, record in records.items()}
+        | {name: make_request(experiment, engine=name) for name in missing},
+        failures={name: "<b>no</b> luck [/x]" for name in missing[:1]},
     )
     comparison = judged(planned, records)
     save(comparison, folder)
     return comparison
 
 
+class Outline(HTMLParser):
+    """What a page is made of: its tags, the text of its cells, the names of its pictures."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.cells, self.pictures = Counter(), [], []
+        self.headers_without_scope = self.boxes_without_name = 0
+        self.ids = Counter()
+        self._text = None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags[tag] += 1
+        self.ids.update([attributes["id"]] if "id" in attributes else [])
+        if tag in ("td", "th"):
+            self._text = ""
+        self.headers_without_scope += tag == "th" and not attributes.get("scope")
+        self.boxes_without_name += attributes.get("class") == "wide" and not attributes.get("aria-label")
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            self.pictures.append(attributes["aria-label"])
+
+    def handle_data(self, data):
+        if self._text is not None:
+            self._text += data
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.cells.append(self._text.strip())
+            self._text = None
+
+
 def test_page_is_self_contained_and_reproducible(tmp_path, tiny):
     make_comparison(tmp_path, tiny)
     page = write_report(tmp_path).read_text()
     assert page.index("PASS") < page.index("<svg")
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 8
     assert "currentColor" in page
     assert "prefers-color-scheme: dark" in page
     assert "<script>" not in page  # the name was escaped
     assert not [word for word in ("src=", "<link", "@import", "url(http") if word in page]
     assert write_report(tmp_path).read_text() == page
+    assert parse((tmp_path / EXPERIMENT).read_text()) == tiny
+
+
+def test_page_can_be_read_by_those_who_cannot_see_it(tmp_path, tiny):
+    experiment = edited(tiny, PIPELINE | {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}})
+    make_comparison(tmp_path, experiment, missing=("torch-library",))
+    page = write_report(tmp_path).read_text()
+    outline = Outline(page)
+    assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
+    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
+    assert len(outline.cells) > 100
+    assert "" not in outline.cells
+    assert len(outline.pictures) == len(set(outline.pictures)) == page.count("<title>") - 1 == 9
+    assert not [name for name, times in outline.ids.items() if times > 1]
+
+
+def test_page_says_the_layout_in_words_and_draws_the_schedule(tmp_path, tiny):
+    make_comparison(tmp_path, edited(tiny, PIPELINE))
+    page = write_report(tmp_path).read_text()
+    top = page[: page.index("<svg")]
+    assert "Pipeline of 2 stages, 1F1B with 2 microbatches: 2 CPU devices." in top
+    assert "Timeline of 1F1B, 2 ranks, 2 microbatches" in Outline(page).pictures
+    assert "ranks wait 33% of the time" in page
+
+
+def test_page_of_one_engine_claims_nothing(tmp_path, tiny):
+    make_comparison(tmp_path, tiny, names=("jax-manual",))
+    page = write_report(tmp_path).read_text()
+    assert '<p class="verdict ">jax-manual ran alone' in page
+    assert "Loss difference" not in page
+    assert "The ladder" not in page
+    assert "" not in Outline(page).cells
+
+
+def test_page_names_what_is_missing_and_how_to_run_it(tmp_path, tiny):
+    make_comparison(tmp_path, tiny, missing=("torch-library", "jax-compiler"))
+    page = write_report(tmp_path).read_text()
+    assert "4 engines</h1>" in page
+    missing = page[page.index("What is missing") : page.index("<svg")]
+    assert "torch-library</strong>: &lt;b&gt;no&lt;/b&gt; luck [/x]" in missing
+    assert "jax-compiler</strong>: did not run" in missing
+    assert f"shardpair run --continue {tmp_path}" in missing
+
+
+def test_page_says_that_the_records_no_longer_give_the_saved_verdict(tmp_path, tiny):
+    make_comparison(tmp_path, tiny)
+    saved = read_saved(tmp_path)
+    rungs = [msgspec.structs.replace(result, error=9e-13) for result in saved.verdicts[0].rungs]
+    save(
+        msgspec.structs.replace(saved, verdicts=[msgspec.structs.replace(saved.verdicts[0], rungs=rungs)]),
+        tmp_path,
+    )
+    page = write_report(tmp_path).read_text()
+    assert "the records no longer give the saved verdict" in page[: page.index("<svg")]
+
+
+def test_page_says_in_words_whether_curves_can_be_told_apart(tmp_path, tiny):
+    record = make_record(tmp_path / "run", tiny)
+
+    def with_losses(factors):
+        steps = [
+            msgspec.structs.replace(step, loss=step.loss * factor)
+            for step, factor in zip(record.steps, factors, strict=True)
+        ]
+        return ["a", "b"], [record, msgspec.structs.replace(record, steps=steps)]
+
+    assert how_close(*with_losses([1, 1, 1])) == "All 2 curves are equal, bit for bit."
+    assert how_close(*with_losses([1, 1 + 1e-9, 1])) == (
+        "All 2 curves lie on each other: the furthest off is b at step 1, by 1.0e-09 of the loss."
+    )
+    assert how_close(*with_losses([1, 1, 2])) == "The curves part: b is off by 1.0e+00 of the loss at step 2."
+    ending = with_losses([1, float("nan"), 1])
+    assert how_close(*ending) == "b cannot be compared from step 1 on: a loss is not finite."
+    assert "b (not finite from step 1)" in loss_curves(*ending)  # in the legend
+    nothing = with_losses([float("nan")] * 3)
+    assert "b (not finite from step 0)" in loss_differences(*nothing)
+    equal = loss_differences(*with_losses([1, 1, 1]))
+    assert "equal, bit for bit" in equal  # zero has no place on a log axis, and is drawn nonetheless
 
 
 def test_page_leads_with_the_failure(tmp_path, tiny):
@@ -80,8 +201,9 @@ def test_table_and_page_show_the_same_cells(tmp_path, tiny):
     comparison = make_comparison(tmp_path, tiny)
     page = write_report(tmp_path).read_text()
     for label, cells in cost_rows(comparison):
-        for cell in [label, *cells]:
-            assert f"<td>{cell}</td>" in page
+        assert f'<th scope="row">{label}</th>' in page
+        for cell in cells:
+            assert re.search(rf"<td>{re.escape(cell)}(</td>| <small>)", page)
 
 
 def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():

@@ -49,16 +49,9 @@ def memory_at_rest(names: list[str], held: Sequence[AtRest | None]) -> Markup:
 
     def draw(axes: Axes) -> None:
         for place, one in enumerate(held):
-            left = 0.0
-            for kind in KINDS if one else ():
-                axes.barh(place, one.fullest[kind] / factor, left=left, height=0.6, color=KIND_COLOURS[kind])
-                left += one.fullest[kind] / factor
-            if one:
-                expected = sum(one.expected.values())
-                axes.vlines(expected / factor, place - 0.4, place + 0.4, color=INK, linewidth=1.6)
-                left = max(left, expected / factor)
+            end = _draw_kinds(axes, place, one, factor) if one else 0.0
             label = human_bytes(sum(one.fullest.values())) if one else "not recorded"
-            axes.annotate(label, (left, place), xytext=(6, 0), textcoords="offset points", va="center")
+            axes.annotate(label, (end, place), xytext=(6, 0), textcoords="offset points", va="center")
         _finish(axes, names)
         axes.set(xlabel=f"at rest on the fullest device ({unit}); line: closed form")
         legend_above(axes, [Patch(color=KIND_COLOURS[kind], label=kind) for kind in KINDS])
@@ -69,6 +62,16 @@ def memory_at_rest(names: list[str], held: Sequence[AtRest | None]) -> Markup:
         draw,
         size=(width, height + legend_height(len(KINDS))),
     )
+
+
+def _draw_kinds(axes: Axes, place: int, held: AtRest, factor: float) -> float:
+    """One case's kinds end to end, and the mark of the closed form; where the further of both ends."""
+    end, expected = 0.0, sum(held.expected.values()) / factor
+    for kind, size in held.fullest.items():
+        axes.barh(place, size / factor, left=end, height=0.6, color=KIND_COLOURS[kind])
+        end += size / factor
+    axes.vlines(expected, place - 0.4, place + 0.4, color=INK, linewidth=1.6)
+    return max(end, expected)
 
 
 def _byte_bars(title: str, names: list[str], sizes: Sequence[float], labels: list[str]) -> Markup:

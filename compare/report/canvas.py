@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 INK = "#010203"  # a colour nothing else has: replaced by the page's own text colour
 OKABE_ITO = ("#1F88D1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
-"""Okabe and Ito's, which the colour-blind tell apart, without what a white or a black ground would swallow."""
+"""As Okabe and Ito's, which the colour-blind tell apart, but for what a white or a black ground swallows."""
 WIDTH = 5.0  # inches: what a phone shows without shrinking its text below what can be read
 LEGEND_COLUMNS, LEGEND_ROW = 2, 0.17  # inches
 MARKERS = ("", "o", "s", "^", "D", "v", "P", "X", "*")
@@ -44,8 +44,8 @@ def marker(index: int) -> str:
 
 
 @contextmanager
-def figure_for_page(size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure of `size` inches in the page's style. It is nobody's current figure: a notebook keeps its own."""
+def figure_for_page(size: tuple[float, float]) -> Generator[Figure]:
+    """A figure of `size` inches in the page's style. It is not pyplot's: a notebook keeps its own."""
     with matplotlib.rc_context(rc=STYLE):
         yield Figure(figsize=size, layout="constrained")
 

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup
@@ -110,13 +111,17 @@ def _draw_curves(axes: Axes, names: list[str], series: list[list[float]]) -> lis
     """
     keys = []
     for index, (name, values) in enumerate(zip(names, series, strict=True)):
-        broad = index == 0 and len(series) > 1
-        look = {"linewidth": 6.0, "alpha": 0.5} if broad else {"linewidth": 1.6, "alpha": 1.0}
-        linestyle = "-" if index == 0 else _alternating(index - 1, len(series) - 1)
-        dots = {"marker": marker(index) or ("o" if len(values) == 1 else ""), "markersize": 3.5}
-        points = windowed(values, statistics.fmean)
-        axes.plot(*points, color=colour(index), linestyle=linestyle, **dots, **look)
-        keys.append(Line2D([], [], color=colour(index), label=_with_end(name, values), **dots, **look))
+        is_broad = index == 0 and len(series) > 1
+        look: dict[str, Any] = {
+            "color": colour(index),
+            "linewidth": 6.0 if is_broad else 1.6,
+            "alpha": 0.5 if is_broad else 1.0,
+            "marker": marker(index) or ("o" if len(values) == 1 else ""),  # one point makes no line
+            "markersize": 3.5,
+        }
+        dashes = "-" if index == 0 else _alternating(index - 1, len(series) - 1)
+        axes.plot(*windowed(values, statistics.fmean), linestyle=dashes, **look)
+        keys.append(Line2D([], [], label=_with_end(name, values), **look))
     return keys
 
 

@@ -37,7 +37,7 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
         held: bytes at rest of each.
     """
     names, costs = comparison.cases, comparison.costs
-    drawn = [Picture("Loss", figures.loss_curves(names, records), _how_close(names, records))]
+    drawn = [Picture("Loss", figures.loss_curves(names, records), how_close(names, records))]
     if len(names) > 1:
         why = "Rounding grows: the same sums in another order, fed back at every step."
         caption = why if comparison.passed else f"Step by step, as a fraction of the loss of {names[0]}."
@@ -59,8 +59,8 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
         Picture(
             "Memory at rest",
             bars.memory_at_rest(names, held),
-            "Between two steps, gradients as they are just before the optimizer's; the line is the closed form, "
-            "computed from the layout alone.",
+            "Between two steps, gradients as they are just before the optimizer's; the line is the closed "
+            "form, computed from the layout alone.",
         ),
         Picture(
             "Communication",
@@ -94,7 +94,7 @@ def _timeline(name: str, ranks: int, microbatches: int, chunks: int) -> Picture:
     return Picture(title, timeline(f"Timeline of {title}", schedule), said)
 
 
-def _how_close(names: list[str], records: list[Record]) -> str:
+def how_close(names: list[str], records: list[Record]) -> str:
     """Whether the loss curves can be told apart at all."""
     if len(names) == 1:
         return "Before the update, over the global batch."
@@ -112,8 +112,8 @@ def _how_close(names: list[str], records: list[Record]) -> str:
         return f"All {len(names)} curves are equal, bit for bit{stripes}."
     if worst < COINCIDE:
         return (
-            f"All {len(names)} curves lie on each other{stripes}: the furthest off is {name} at step {step}, by "
-            f"{worst:.1e} of the loss."
+            f"All {len(names)} curves lie on each other{stripes}: the furthest off is {name} at step {step}, "
+            f"by {worst:.1e} of the loss."
         )
     return f"The curves part: {name} is off by {worst:.1e} of the loss at step {step}."
 

@@ -7,8 +7,7 @@ import msgspec
 
 from compare.comparison import Comparison
 from compare.contract.engines import ENGINES
-from compare.contract.experiment import ExperimentError
-from compare.faults import FAULTS, fault_cases, planted
+from compare.faults import fault_cases, planted
 from compare.matrix import STUDIES, matrix_cases
 from compare.pairing import Case, engine_cases, ladder_cases
 
@@ -27,7 +26,7 @@ def repeat_command(comparison: Comparison) -> str:
     """
     try:
         options, cases = _REBUILD[comparison.command](comparison)
-    except (KeyError, ExperimentError):  # made by no command, or by one of another version
+    except (KeyError, ValueError):  # made by no command, or by one of another version
         return ""
     if not _same(cases, comparison):
         return ""

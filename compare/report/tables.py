@@ -12,7 +12,7 @@ from compare.numerics import RUNGS, Verdict
 from compare.outcome import cost_rows
 from compare.units import human_bytes
 
-NONE = "–"
+NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 MANY = 6
 """Columns that a page has room for."""
 RATIOS = {
@@ -85,7 +85,7 @@ def cost_table(comparison: Comparison) -> Table:
 
 def _ratios(values: Sequence[float]) -> list[str]:
     first, *others = values
-    return ["", *(f"×{value / first:.2f}" if first else "" for value in others)]
+    return ["", *(f"{TIMES}{value / first:.2f}" if first else "" for value in others)]
 
 
 def ladder_table(verdicts: list[Verdict]) -> Table:
@@ -119,7 +119,7 @@ def tolerance_reasons(verdicts: list[Verdict]) -> list[tuple[str, str, str]]:
 def _error(error: float) -> str:
     if error == 0:
         return "exact"
-    return f"{error:.1e}" if math.isfinite(error) else "no number"
+    return f"{error:.1e}" if math.isfinite(error) else "differs"
 
 
 def _tolerance(limit: float) -> str:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from compare.contract.record import write_atomically
-from compare.contract.schedule_checks import Slot, bubble_fraction, peak_in_flight, run
+from compare.contract.schedule_checks import Slot, bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import Kind, Schedule
 from compare.report.canvas import figure_for_page, inline_svg
 
@@ -63,8 +63,8 @@ def summary(schedule: Schedule) -> str:
     """Makespan, waiting and memory of a schedule, in words."""
     held = ", ".join(str(peak_in_flight(own)) for own in schedule)
     return (
-        f"makespan {max(slot.end for slot in run(schedule)):g}, ranks wait {bubble_fraction(schedule):.0%} of the "
-        f"time, at most {held} activations held"
+        f"makespan {makespan(schedule):g}, ranks wait {bubble_fraction(schedule):.0%} of the time, at most "
+        f"{held} activations held"
     )
 
 
