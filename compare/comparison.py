@@ -175,7 +175,7 @@ def differences(saved: Comparison, anew: Comparison) -> list[str]:
         moved = [
             result.rung
             for result in now.rungs
-            if not _is_the_same(errors.get(result.rung, math.nan), result.error)
+            if result.rung not in errors or not _is_the_same(errors[result.rung], result.error)
         ]
         if before.sentence() != now.sentence() or moved or before.skipped != now.skipped:
             where = f" (moved: {', '.join(moved)})" if moved else ""
@@ -187,4 +187,6 @@ def differences(saved: Comparison, anew: Comparison) -> list[str]:
 
 
 def _is_the_same(before: float, now: float) -> bool:
-    return before == now or math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-18)
+    if not math.isfinite(before) or not math.isfinite(now):  # JSON has no infinity: it comes back as NaN
+        return math.isfinite(before) == math.isfinite(now)
+    return math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-18)

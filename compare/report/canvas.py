@@ -76,12 +76,12 @@ def inline_svg(figure: Figure, title: str) -> Markup:
 
 
 def legend_above(axes: Axes, keys: Sequence[Artist]) -> None:
-    """A legend over the axes, where no data can be; none where there is one thing to name."""
+    """A legend over the axes, where no data can be."""
     figure = axes.get_figure(root=True)
-    if len(keys) > 1 and figure is not None:
+    if figure is not None:
         figure.legend(handles=keys, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize="small")
 
 
 def legend_height(keys: int) -> float:
     """Inches that `legend_above` takes for so many keys."""
-    return LEGEND_ROW * -(-keys // LEGEND_COLUMNS) if keys > 1 else 0.0
+    return LEGEND_ROW * -(-keys // LEGEND_COLUMNS)

@@ -24,41 +24,41 @@ HEIGHT = 2.8  # inches without the legend
 
 def loss_curves(names: list[str], records: list[Record]) -> Markup:
     """Every engine's loss over steps, laid over each other."""
-    return svg("Loss over steps", lambda axes: _draw_losses(axes, names, records), size=_size(names))
+    return _with_legend("Loss over steps", names, lambda axes: _draw_losses(axes, names, records))
 
 
 def gradient_norms(names: list[str], records: list[Record]) -> Markup:
     """Every engine's gradient norm before clipping, and where clipping begins."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes) -> list[Line2D]:
         keys = _draw_curves(axes, names, [[step.grad_norm for step in record.steps] for record in records])
         clip = records[0].manifest.experiment.optimizer.grad_clip
         if clip:
             keys.append(
                 axes.axhline(clip, color=INK, linewidth=1, linestyle=":", label=f"clipped to {clip:g}")
             )
-        legend_above(axes, keys)
         axes.set(xlabel="step", ylabel=f"gradient norm{_of_window(records, 'mean')}")
+        return keys
 
-    return svg("Gradient norm before clipping, over steps", draw, size=_size(names))
+    return _with_legend("Gradient norm before clipping, over steps", names, draw)
 
 
 def learning_rates(names: list[str], records: list[Record]) -> Markup:
     """Every engine's learning rate."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes) -> list[Line2D]:
         keys = _draw_curves(axes, names, [[step.lr for step in record.steps] for record in records])
-        legend_above(axes, keys)
         axes.set(xlabel="step", ylabel=f"learning rate{_of_window(records, 'mean')}")
         axes.set_ylim(bottom=0)
+        return keys
 
-    return svg("Learning rate over steps", draw, size=_size(names))
+    return _with_legend("Learning rate over steps", names, draw)
 
 
 def loss_differences(names: list[str], records: list[Record]) -> Markup:
     """How far every other engine's loss is from the first one's, relative, on a log axis."""
     title = f"Relative difference of the loss from {names[0]}, over steps"
-    return svg(title, lambda axes: _draw_differences(axes, names, records), size=_size(names))
+    return _with_legend(title, names, lambda axes: _draw_differences(axes, names, records))
 
 
 def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
@@ -74,8 +74,9 @@ def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
     with matplotlib.rc_context(rc=ink):
         figure = Figure(figsize=(11, 3.8), layout="constrained")
         left, right = figure.subplots(1, 2)
-        _draw_losses(left, names, records)
-        _draw_differences(right, names, records, with_legend=False)
+        keys = _draw_losses(left, names, records)
+        equal = _draw_differences(right, names, records)[len(names) - 1 :]
+        figure.legend(handles=[*keys, *equal], loc="outside upper left", ncols=len(keys) + 1)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix.lstrip("."), dpi=130)
     write_atomically(path, buffer.getvalue().replace(INK.encode(), b"#222222"))
@@ -98,10 +99,16 @@ def windowed(values: list[float], reduce: Callable[[list[float]], float]) -> tup
     return starts, [reduce(values[start : start + length]) for start in starts]
 
 
-def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> None:
+def _with_legend(title: str, names: list[str], draw: Callable[[Axes], list[Line2D]]) -> Markup:
+    """What `draw` draws, with the keys that it returns above."""
+    size = (WIDTH, HEIGHT + legend_height(len(names) + 1))
+    return svg(title, lambda axes: legend_above(axes, draw(axes)), size=size)
+
+
+def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> list[Line2D]:
     keys = _draw_curves(axes, names, [[step.loss for step in record.steps] for record in records])
-    legend_above(axes, keys)
     axes.set(xlabel="step", ylabel=f"loss (nats){_of_window(records, 'mean')}")
+    return keys
 
 
 def _draw_curves(axes: Axes, names: list[str], series: list[list[float]]) -> list[Line2D]:
@@ -131,10 +138,12 @@ def _alternating(slot: int, curves: int) -> str | tuple[float, tuple[float, floa
     return "-" if slots == 1 else (-DASH * (slot % slots), (DASH, DASH * (slots - 1)))
 
 
-def _draw_differences(
-    axes: Axes, names: list[str], records: list[Record], *, with_legend: bool = True
-) -> None:
-    """Where losses are equal to the last bit, the points stand on a line of their own below all others."""
+def _draw_differences(axes: Axes, names: list[str], records: list[Record]) -> list[Line2D]:
+    """Where losses are equal to the last bit, points stand on a line of their own below all others.
+
+    Returns:
+        A key for each curve, and one for that line if it is there.
+    """
     differences = [relative_differences(records[0], record) for record in records[1:]]
     positive = [value for values in differences for value in values if value > 0 and math.isfinite(value)]
     floor = 10.0 ** (math.floor(math.log10(min(positive, default=1e-16))) - 1)
@@ -157,12 +166,7 @@ def _draw_differences(
         keys.append(axes.axhline(floor, color=INK, linewidth=1, linestyle=":", label="equal, bit for bit"))
     label = f"|loss - {names[0]}| / loss{_of_window(records, 'largest')}"
     axes.set(xlabel="step", ylabel=label, yscale="log")
-    if with_legend:
-        legend_above(axes, keys)
-
-
-def _size(names: list[str]) -> tuple[float, float]:
-    return WIDTH, HEIGHT + legend_height(len(names) + 1)
+    return keys
 
 
 def _with_end(name: str, values: Sequence[float]) -> str:

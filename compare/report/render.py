@@ -46,7 +46,7 @@ def write_report(folder: Path) -> Path:
         comparison=comparison,
         moved=differences(read_saved(folder), comparison),
         missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
-        continuation="" if comparison.is_complete else how_to_go_on(comparison, folder),
+        continuation="" if comparison.is_complete else how_to_go_on(comparison, folder.absolute()),
         command=repeat_command(comparison),
         parameters=parameter_count(comparison.experiment.model),
         spec=spec,
