@@ -3,18 +3,11 @@
 
 def human_bytes(count: float) -> str:
     """Bytes in decimal units, three significant digits: 1.23 MB is 1.23e6 bytes."""
-<<<<<<< HEAD
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} EB"
-=======
-    for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5:  # what rounds to 1000 belongs to the next unit
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{count:.3g} EB"
 
 
 def human_seconds(seconds: float) -> str:
@@ -28,4 +21,3 @@ def human_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min"
->>>>>>> b5bfd81 (Progress says which engine of how many, step, loss, tokens/s and time left; a line now and then in a pipe)
