@@ -54,7 +54,8 @@ class Spec(Struct, frozen=True, kw_only=True):
     """Go on with a run that was interrupted, or whose engines failed: run what is missing in this
     folder, as it was asked for there."""
     timeout_s: float = 600.0
-    """An engine that makes no progress for this long is ended (compiling counts as no progress)."""
+    """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
+    compiling, only has to use the processor."""
     cache_dir: str = default_cache()
     """Compiled programs are kept here between runs; '' turns that off."""
     jax_python: str = sys.executable

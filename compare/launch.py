@@ -3,6 +3,9 @@
 The harness never imports a framework: each engine is a fresh process of its own, which may belong to
 another environment. What an engine has to say it writes to its folder; nothing is read from its output
 except, when it died without a word, the last lines of its log.
+
+SIGINT that was ignored at the start (`shardpair run &` in a script, `nohup`) stays ignored, here and in the
+engines: Ctrl-C is for what runs in the foreground. SIGTERM ends a run as Ctrl-C does.
 """
 
 import contextlib
@@ -11,8 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
@@ -20,14 +23,17 @@ from msgspec import Struct
 
 from compare.contract import record as files
 from compare.contract.data import open_corpus, standard_library_text
+from compare.contract.disk import remove_leftovers
 from compare.contract.engines import ENGINES
+from compare.contract.exits import describe_exit, oom_kills
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
-from compare.contract.record import Record, Request, Step
+from compare.contract.record import Failure, Record, Request, Step
 from compare.safe_path import with_safe_path
+from compare.watch import watch
 
-POLL_S = 0.05
-GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves
+POLITE_S = 3.0
 LOG = "log.txt"
+ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
 
 # torchrun's and SLURM's variables: an engine that we start must not take itself for one of their ranks.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,6 +46,10 @@ class EngineError(RuntimeError):
         super().__init__(message)
         self.exit_code = exit_code
         self.log = log
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: the same as Ctrl-C, from another hand."""
 
 
 class EnvironmentMissing(RuntimeError):
@@ -143,14 +153,16 @@ def launch(
         on_step: called with every step as it is recorded.
 
     Raises:
-        EngineError: the engine failed, died, or made no progress for request.timeout_s.
-        KeyboardInterrupt: after ending every process of the engine.
+        EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
+            error.json with the same words.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
     folder.mkdir()
     files.write_json(folder / files.REQUEST, request)
     side = ENGINES[request.engine].side
     command = [getattr(pythons or Pythons(), side), "-m", side, str(folder), "--exit-with-stdin"]
-    with (folder / LOG).open("wb") as log:
+    kills = oom_kills()
+    with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
         # closes when we die, however we die, and the engine ends itself then.
         process = subprocess.Popen(
@@ -162,87 +174,76 @@ def launch(
             env=_child_environment(side, request.platform),
         )
         try:
-            hung = _watch(process, request, folder, on_step or (lambda step: None))
+            hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step or (lambda step: None))
         finally:
             _end(process)
+            remove_leftovers(folder)
     if hung:
-        raise EngineError(hung, exit_code=1, log=folder / LOG)
+        hung += f": see {folder / LOG}, or raise --timeout_s"
+        raise _failed(request.engine, hung, folder, exit_code=1)
     if process.returncode:
-        raise _failure(request.engine, process.returncode, folder)
+        why = _why(process.returncode, folder, oom_kills_before=kills)
+        code = process.returncode if process.returncode in (2, 3) else 1
+        raise _failed(request.engine, why, folder, exit_code=code)
     return files.read_record(folder)
 
 
-def _watch(process: subprocess.Popen, request: Request, folder: Path, on_step: Callable) -> str:
-    """Wait for the process, passing on its steps. Returns what is wrong if it hangs, else ''."""
-    patience_s = request.timeout_s + GRACE_S
-    seen, last_progress = 0, time.monotonic()
-    with _StepTail(folder) as tail:
-        while True:
-            ended = process.poll() is not None  # asked before reading, so that the last steps are read
-            for step in tail.read():
-                on_step(step)
-                seen, last_progress = seen + 1, time.monotonic()
-            if ended:
-                return ""
-            if time.monotonic() - last_progress > patience_s:
-                return (
-                    f"{request.engine}: no progress for {patience_s:.0f} s after {seen} steps, so it was "
-                    f"ended: see {folder / LOG}, or raise --timeout_s"
-                )
-            time.sleep(POLL_S)
+@contextlib.contextmanager
+def _sigterm_raises() -> Generator[None]:
+    """SIGTERM raises Terminated in the main thread; elsewhere it stays as it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
 
-class _StepTail:
-    """Follows a steps file as it grows; the open file outlives its renaming."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._file = None
-        self._partial = b""
-
-    def __enter__(self) -> "_StepTail":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file:
-            self._file.close()
-
-    def read(self) -> list[Step]:
-        """The steps completed since the last call."""
-        for name in (files.STEPS_PART, files.STEPS):
-            if self._file is None and (self._folder / name).is_file():
-                with contextlib.suppress(FileNotFoundError):  # renamed just now: the next name has it
-                    self._file = (self._folder / name).open("rb")
-        if self._file is None:
-            return []
-        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
-        return [files.decode_json(line, Step) for line in lines]
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the engine and whatever it started: politely, then for certain."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin:
-        process.stdin.close()
+    """End the engine and whatever it started: politely, then for certain, also if Ctrl-C comes again."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLITE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin:
+            process.stdin.close()
 
 
-def _failure(engine: str, returncode: int, folder: Path) -> EngineError:
+def _failed(engine: str, why: str, folder: Path, *, exit_code: int) -> EngineError:
+    """The error, which is put on the record too, for an engine that could not say it itself."""
+    failure = files.read_failure(folder)
+    if not failure or failure.message != why:
+        with contextlib.suppress(OSError):  # the disk may be full
+            files.write_failure(folder, Failure(message=why))
+    return EngineError(f"{engine}: {why}", exit_code=exit_code, log=folder / LOG)
+
+
+def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
+    """Why an engine failed, in one line: its own words, or the signal, or the last line of its log."""
     failure = files.read_failure(folder)
     if failure:
-        message = failure.message
-    elif returncode < 0:
-        message = f"killed by {signal.Signals(-returncode).name}"
-    else:
-        lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
-        message = lines[-1] if lines else f"ended with exit code {returncode} and no message"
-    exit_code = returncode if returncode in (2, 3) else 1
-    return EngineError(f"{engine}: {message}", exit_code=exit_code, log=folder / LOG)
+        return failure.message
+    died = describe_exit(returncode, oom_kills_before=oom_kills_before)
+    if returncode < 0 or returncode > 128:
+        return died
+    lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
+    fatal = [line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))]
+    if fatal or lines:
+        return fatal[0] if fatal else lines[-1]
+    if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
+        return f"{folder}: no space left on the device: make room, and run again"
+    return f"{died} and no message"
 
 
 def _child_environment(side: str, platform: str) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR.
 
-Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment; 3 this machine lacks what it needs.
-Other than 0, RUN_DIR/error.json says why.
+Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
+lacks what it needs; 143 SIGTERM. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
 """
 
 import argparse
-import contextlib
 import json
+import os
 import signal
 import sys
 import traceback
@@ -15,8 +15,20 @@ from pathlib import Path
 
 import msgspec
 
+from compare.contract.disk import no_room
+from compare.contract.exits import describe_exit
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, revalidate
-from compare.contract.record import REQUEST, Failure, Recorder, Request, read_json, write_failure
+from compare.contract.record import (
+    REQUEST,
+    Failure,
+    Recorder,
+    Request,
+    clear_record,
+    read_json,
+    write_failure,
+)
+from compare.contract.run_lock import lock_folder
+from compare.contract.signals import is_ignored, on_signals
 from jaxpar.errors import MissingDevicesError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
@@ -26,7 +38,8 @@ DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 def main() -> int:
     """Run, and return the exit code."""
     # Python runs its own Ctrl-C handler only when XLA's C++ returns, which a compilation does not do soon.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not is_ignored(signal.SIGINT):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = _parse_arguments()
     if arguments.exit_with_stdin:
         exit_with_stdin()
@@ -37,9 +50,23 @@ def main() -> int:
 
 
 def run(folder: Path) -> int:
-    """Train what folder/request.json asks for; every failure ends as one line, error.json and a code."""
+    """Train what folder/request.json asks for; every failure ends as one line and a code.
+
+    It leaves error.json too, but not in a folder in which another run is at work.
+    """
+    try:
+        with lock_folder(folder):
+            return _run_alone(folder)
+    except ExperimentError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return BAD_REQUEST
+
+
+def _run_alone(folder: Path) -> int:
+    on_signals([signal.SIGTERM], partial(_leave, folder))
     try:
         request = read_request(folder)
+        clear_record(folder)
         watchdog = Watchdog(request.timeout_s, partial(_report, folder))
         configure_jax(request)
         # Imported after configuring: a backend, once started, keeps its devices and platform.
@@ -112,21 +139,30 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def _leave(folder: Path, signal_number: int) -> None:
+    code = 128 + signal_number
+    _report(folder, describe_exit(code), "")
+    os._exit(code)
+
+
 def _fail(folder: Path, error: Exception, code: int) -> int:
-    message = " ".join(str(error).split()) or type(error).__name__
-    if code == FAILED:
+    full = no_room(error, folder)
+    message = full or " ".join(str(error).split()) or type(error).__name__
+    if code == FAILED and not full:
         message = f"{type(error).__name__}: {message}"
-    _report(folder, message, traceback.format_exc(), show_traceback=code == FAILED)
+        traceback.print_exception(error)
+    _report(folder, message, traceback.format_exc())
     return code
 
 
-def _report(folder: Path, message: str, stack: str, *, show_traceback: bool = True) -> None:
+def _report(folder: Path, message: str, stack: str) -> None:
     """Say on standard error and in error.json what went wrong."""
-    if show_traceback:
-        print(stack, file=sys.stderr)
     print(f"jaxpar: {message}", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):  # the folder may be what is wrong
+    try:
         write_failure(folder, Failure(message=message, traceback=stack))
+    except OSError as error:
+        if str(error) not in message:  # a full disk has been named already
+            print(f"jaxpar: {folder}: cannot leave error.json: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

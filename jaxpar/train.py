@@ -39,13 +39,14 @@ class TrainState:
     opt_state: Any
 
 
-def train(request: Request, recorder: Recorder, *, progress: Callable[[], None] = lambda: None) -> None:
+def train(request: Request, recorder: Recorder, *, progress: Callable[..., None] = lambda **_: None) -> None:
     """Train the request's experiment and write its record.
 
     Args:
         request: what to run.
         recorder: where to write.
-        progress: called whenever something has been finished: the caller's watchdog.
+        progress: called whenever something has been finished, with `in_step=True` if a step follows: the
+            caller's watchdog.
 
     Raises:
         ExperimentError: the experiment, or its data, cannot work.
@@ -171,7 +172,7 @@ def loop(
     *,
     first: jax.stages.Compiled,
     step: jax.stages.Compiled,
-    progress: Callable[[], None],
+    progress: Callable[..., None],
 ) -> float:
     """Run all steps, blocking on each. Returns the seconds of step 0.
 
@@ -180,8 +181,9 @@ def loop(
         step: runs every step after that.
     """
     experiment = request.experiment
-    first_step_s = 0.0
-    for index in range(experiment.train.max_iters):
+    first_step_s, steps = 0.0, experiment.train.max_iters
+    progress(in_step=True)
+    for index in range(steps):
         inputs_ABT, targets_ABT = corpus.batch(experiment, index)
         scalars = device_scalars(experiment, index)
         run = first if index == 0 else step
@@ -204,7 +206,7 @@ def loop(
         )
         if request.ladder:
             capture(request, recorder, plan, state, done=index + 1, batch=batch, gradients=gradients)
-        progress()
+        progress(in_step=index + 1 < steps)
     return first_step_s
 
 

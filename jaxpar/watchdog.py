@@ -8,12 +8,17 @@ import time
 import traceback
 from collections.abc import Callable
 
+from compare.contract.activity import Activity, look_s
+
 EXIT_CODE = 1
 GRACE_S = 10.0
 
 
 class Watchdog:
-    """Calls `on_hang` and ends the process when `progress` has not been called for `timeout_s`.
+    """Calls `on_hang` and ends the process when nothing has been finished for `timeout_s`.
+
+    A step has to end within that time. Whatever else goes on (opening data, tracing, compiling, reading the
+    compiled program) only has to use the processor: nobody knows how long it takes.
 
     A Python thread, so that the end leaves a message. Behind it, should native code never let go of the
     interpreter, faulthandler's thread, which needs no interpreter, `GRACE_S` later. (Not alone: it walks
@@ -31,18 +36,30 @@ class Watchdog:
         self.progress()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def progress(self) -> None:
-        """Something was finished: start the clock again."""
+    def progress(self, *, in_step: bool = False) -> None:
+        """Something was finished: start the clock again.
+
+        Args:
+            in_step: what follows is a step.
+        """
+        self._in_step = in_step
+        self._restart()
+
+    def _restart(self) -> None:
         self._deadline = time.monotonic() + self._timeout_s
         faulthandler.dump_traceback_later(self._timeout_s + GRACE_S, exit=True)
 
     def _watch(self) -> None:
+        activity = Activity(time.process_time)
         while (remaining := self._deadline - time.monotonic()) > 0:
-            time.sleep(remaining)
+            time.sleep(min(remaining, look_s(self._timeout_s)))
+            if activity.is_busy() and not self._in_step:
+                self._restart()
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
+        doing = "in a step" if self._in_step else "and nothing computed"
         try:
-            self._on_hang(f"no progress for {self._timeout_s:g} s (timeout_s): the run hangs", stack)
+            self._on_hang(f"no progress for {self._timeout_s:g} s {doing} (timeout_s): the run hangs", stack)
         finally:
             os._exit(EXIT_CODE)
 

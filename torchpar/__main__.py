@@ -1,10 +1,14 @@
 """`python -m torchpar RUN_DIR [--exit-with-stdin]`, or `python -m torchpar --doctor`.
 
-Exit codes: 0 done; 1 the run failed; 2 a bad request; 3 the machine lacks something; 128 + n signal n.
-Under torchrun (RANK is set) this process becomes that rank; else it is the parent of all ranks.
+Exit codes: 0 done; 1 the run failed; 2 a bad request, or RUN_DIR is in use; 3 the machine lacks something;
+128 + n signal n. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
+
+Under torchrun (RANK is set) this process becomes that rank; else it is the parent of all ranks. A SIGINT that
+it was started to ignore, as a script's background jobs are, stays ignored.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -13,9 +17,14 @@ import threading
 import time
 from pathlib import Path
 
+from compare.contract.disk import no_room
+from compare.contract.exits import describe_exit
 from compare.contract.experiment import ExperimentError
-from compare.contract.record import Failure, write_failure
+from compare.contract.record import Failure, clear_record, write_failure
+from compare.contract.run_lock import lock_folder
+from compare.contract.signals import is_ignored
 
+DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 STDIN_GRACE_S = 5.0
 
 
@@ -27,7 +36,8 @@ def main() -> int:
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # while PyTorch is imported there are no ranks to end
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        if not is_ignored(number):
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
     if arguments.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     if arguments.doctor:
@@ -42,39 +52,56 @@ def main() -> int:
 
 def run(folder: Path) -> int:
     """Run the request in `folder`, and leave a record or error.json there. Returns the exit code."""
-    from torchpar import start
+    is_first = int(os.environ.get("RANK", "0")) == 0  # the one that holds the folder, for all ranks
+    try:
+        with lock_folder(folder) if is_first else contextlib.nullcontext():
+            failure, code = _run(folder)
+            if failure:
+                print(failure.message, file=sys.stderr)
+                print(failure.traceback, file=sys.stderr, end="")
+            # Of ranks that torchrun has started, the first that fails leaves the word: see siblings.py.
+            if failure and is_first and not ("RANK" in os.environ and code == FAILED):
+                _leave_word(folder, failure)
+            return code
+    except ExperimentError as error:
+        print(error, file=sys.stderr)
+        return BAD_REQUEST
+
+
+def _run(folder: Path) -> tuple[Failure | None, int]:
+    from torchpar import start, torchrun
     from torchpar.launch import Interrupted
     from torchpar.watch import RanksFailed
 
     try:
         request = start.read_request(folder)
         if "RANK" in os.environ:
-            start.become_rank(request, folder, os.environ)
+            torchrun.become_rank(request, folder, os.environ)
         else:
-            start.clear_record(folder)
-            start.start_ranks(start.validate_data(request), folder)
+            request = start.validate_data(request)
+            clear_record(folder)
+            start.start_ranks(request, folder)
     except ExperimentError as error:
-        return _fail(folder, Failure(message=str(error)), code=2)
+        return Failure(message=str(error)), BAD_REQUEST
     except start.MissingDevicesError as error:
-        return _fail(folder, Failure(message=str(error)), code=3)
+        return Failure(message=str(error)), MISSING
     except RanksFailed as error:
-        return _fail(folder, error.failure, code=1)
+        return error.failure, FAILED
     except OSError as error:
-        return _fail(folder, Failure(message=f"{folder}: {error}"), code=2)
+        full = no_room(error, folder)
+        return Failure(message=full or f"{folder}: {error}"), FAILED if full else BAD_REQUEST
     except Interrupted as error:
-        return 128 + error.signal_number
-    return 0
+        code = 128 + error.signal_number
+        return Failure(message=describe_exit(code)), code
+    return None, DONE
 
 
-def _fail(folder: Path, failure: Failure, *, code: int) -> int:
-    print(failure.message, file=sys.stderr)
-    if failure.traceback:
-        print(failure.traceback, file=sys.stderr, end="")
+def _leave_word(folder: Path, failure: Failure) -> None:
     try:
         write_failure(folder, failure)
     except OSError as error:
-        print(f"{folder}: cannot leave error.json: {error}", file=sys.stderr)
-    return code
+        if str(error) not in failure.message:  # a full disk has been named already
+            print(f"{folder}: cannot leave error.json: {error}", file=sys.stderr)
 
 
 def _exit_with_stdin() -> None:

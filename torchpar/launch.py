@@ -20,6 +20,9 @@ from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from typing import NoReturn
 
+from compare.contract.disk import RENDEZVOUS
+from compare.contract.exits import oom_kills
+from compare.contract.signals import is_ignored
 from torchpar.rank import Heartbeat, Rank
 from torchpar.watch import Child, make_report, supervise
 
@@ -47,7 +50,7 @@ def launch(
 
     Args:
         main: what each rank does; picklable if `spawn`.
-        folder: for the file through which the ranks meet; it is removed in the end.
+        folder: for the file through which the ranks meet, if it has to have a name; then it is removed.
         timeout_s: seconds without progress of any rank after which the run counts as hung.
         spawn: start fresh interpreters. Forking takes 0.1 s, but a GPU or macOS does not survive it.
 
@@ -56,13 +59,12 @@ def launch(
         Interrupted: SIGINT or SIGTERM came. All ranks have been ended.
     """
     context: SpawnContext | ForkContext = SpawnContext() if spawn else ForkContext()
-    rendezvous = folder.absolute() / f".rendezvous.{os.getpid()}"
-    rendezvous.unlink(missing_ok=True)
     heartbeat = Heartbeat(context.RawArray("q", Heartbeat.cells_for(world_size)))
     usage = resource.getrusage(resource.RUSAGE_SELF)
     lifeline, held_by_parent = context.Pipe(duplex=False)
     children: list[Child] = []
-    with _signals_raise():
+    kills = oom_kills()
+    with _signals_raise(), _meeting_point(folder) as rendezvous:
         try:
             for number in range(world_size):
                 rank = Rank(
@@ -82,13 +84,30 @@ def launch(
                     process.start()
                 children.append(Child(number, process, reports))
                 sender.close()
-            supervise(children, heartbeat, timeout_s)
+            supervise(children, heartbeat, timeout_s, oom_kills_before=kills)
         finally:
             _ignore_signals()
             _end(children)
             held_by_parent.close()
             lifeline.close()
-            rendezvous.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _meeting_point(folder: Path) -> Generator[Path]:
+    """The file through which the ranks meet. On Linux it has no name, so that nothing is left of it ever."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rendezvous")
+        try:
+            yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+        return
+    path = folder.absolute() / f"{RENDEZVOUS}.{os.getpid()}"
+    path.unlink(missing_ok=True)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _be_rank(
@@ -99,8 +118,9 @@ def _be_rank(
     inherited: list[Connection],
 ) -> NoReturn:
     """A rank's whole life. Leaves by os._exit: destructors of a broken process group may block."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if not is_ignored(number):
+            signal.signal(number, signal.SIG_DFL)
     for end in inherited:
         end.close()
     _ask_linux_to_die_with_parent()
@@ -145,7 +165,7 @@ def _end(children: list[Child]) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Generator[None]:
-    """SIGINT and SIGTERM raise Interrupted in the main thread; elsewhere they stay as they are."""
+    """SIGINT and SIGTERM, unless ignored, raise Interrupted in the main thread, and elsewhere nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -153,7 +173,8 @@ def _signals_raise() -> Generator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if not is_ignored(number)]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PHASES = ("starting", "forward", "backward", "synchronisation", "optimizer", "record")
+PHASES = ("starting", "setting up", "forward", "backward", "synchronisation", "optimizer", "record")
+_BEFORE_STEPS = PHASES[:2]  # until all have met; then model, data, and what wraps them
 _FIELDS = 3  # beats, step, phase
 
 
@@ -16,8 +17,23 @@ class Position(NamedTuple):
     step: int
     phase: str
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the rank has met all others."""
+        return self.phase != "starting"
+
+    @property
+    def in_step(self) -> bool:
+        """Whether it has come to its first step."""
+        return self.phase not in _BEFORE_STEPS
+
+    @property
+    def when(self) -> str:
+        """For a sentence: what happened, and then."""
+        return f"at step {self.step}" if self.in_step else "before the first step"
+
     def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}" if self.beats else "its start"
+        return f"step {self.step}, {self.phase}" if self.in_step else "its start"
 
 
 class Heartbeat:
@@ -73,6 +89,11 @@ class Rank:
     def collective_timeout_s(self) -> float:
         """Longer than the launcher's patience, so that it speaks first and names the rank behind."""
         return self.timeout_s + 30.0
+
+    @property
+    def position(self) -> Position:
+        """Where this rank is."""
+        return self.heartbeat.position(self.rank)
 
     def at(self, step: int, phase: str) -> None:
         """Say that this rank enters a phase (one of PHASES) of a step."""

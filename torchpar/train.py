@@ -48,6 +48,7 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
             rendezvous=rank.rendezvous,
             timeout_s=rank.collective_timeout_s,
         )
+    rank.at(0, "setting up")
     run = set_up(request, make_mesh(layout, rank=rank.rank, device=device), rank, started_utc)
     recorder = Recorder(folder) if rank.rank == 0 else None
     if request.ladder:

@@ -1,6 +1,7 @@
 """Watching the ranks: progress, the first failure among many, and who is behind when nothing moves."""
 
 import contextlib
+import functools
 import signal
 import time
 import traceback
@@ -11,6 +12,9 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
+from compare.contract.activity import Activity, look_s
+from compare.contract.disk import DiskFull
+from compare.contract.exits import describe_exit
 from compare.contract.record import Failure
 from torchpar.groups import is_consequence
 from torchpar.rank import Heartbeat, Rank
@@ -18,6 +22,8 @@ from torchpar.rank import Heartbeat, Rank
 POLL_S = 0.1
 # Peers may notice a killed rank before the parent does: so long it waits for a better explanation.
 CAUSE_GRACE_S = 1.0
+# A terminal sends Ctrl-C to the ranks and to the parent: so long it waits for its own, which is Interrupted.
+SIGINT_GRACE_S = 0.3
 
 
 class RanksFailed(Exception):
@@ -37,6 +43,11 @@ class Report:
     traceback: str
     is_consequence: bool
 
+    @property
+    def failure(self) -> Failure:
+        """As it goes on the record."""
+        return Failure(message=self.message, traceback=self.traceback, rank=self.rank)
+
 
 @dataclass
 class Child:
@@ -50,31 +61,46 @@ class Child:
 
 def make_report(error: BaseException, rank: Rank) -> Report:
     """What to say about an error that ended a rank."""
-    position = rank.heartbeat.position(rank.rank)
-    when = f"at step {position.step}" if position.beats else "before the first step"
     text = " ".join(str(error).split())
+    stack = "".join(traceback.format_exception(error))
+    if isinstance(error, DiskFull):  # whose message says it all
+        stack = ""
+    else:
+        text = f"{type(error).__name__}: {text}"
     return Report(
         rank=rank.rank,
-        message=f"rank {rank.rank} failed {when}: {type(error).__name__}: {text}",
-        traceback="".join(traceback.format_exception(error)),
+        message=f"rank {rank.rank} failed {rank.position.when}: {text}",
+        traceback=stack,
         is_consequence=is_consequence(error),
     )
 
 
-def supervise(children: list[Child], heartbeat: Heartbeat, timeout_s: float) -> None:
-    """Return when all ranks are done; raise RanksFailed when one failed or none makes progress."""
+def supervise(
+    children: list[Child], heartbeat: Heartbeat, timeout_s: float, *, oom_kills_before: int | None = None
+) -> None:
+    """Return when all ranks are done; raise RanksFailed when one failed or none makes progress.
+
+    Before its first step a rank makes progress as long as it uses the processor: nobody knows how long
+    importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
+    """
     positions = [heartbeat.position(child.rank) for child in children]
-    last_progress = time.monotonic()
+    activities = {child.rank: Activity(functools.partial(_cpu_seconds, child)) for child in children}
+    last_progress = last_look = time.monotonic()
     while True:
         running = [child for child in children if child.process.exitcode is None]
         if any(child.process.exitcode for child in children) or _collect(children):
-            raise RanksFailed(_first_failure(children, heartbeat))
+            raise RanksFailed(_first_failure(children, heartbeat, oom_kills_before))
         if not running:
             return
         now = [heartbeat.position(child.rank) for child in children]
         if now != positions:
             positions, last_progress = now, time.monotonic()
-        elif time.monotonic() - last_progress > timeout_s:
+        elif time.monotonic() - last_look > look_s(timeout_s):
+            last_look = time.monotonic()
+            starting = [child.rank for child in running if not heartbeat.position(child.rank).in_step]
+            if any([activities[rank].is_busy() for rank in starting]):  # a list: each has to be asked
+                last_progress = last_look
+        if time.monotonic() - last_progress > timeout_s:
             raise RanksFailed(_hang(running, heartbeat, timeout_s))
         watched = [child.process.sentinel for child in running]
         connection.wait(watched, timeout=POLL_S)
@@ -90,8 +116,10 @@ def _collect(children: list[Child]) -> bool:
     return any(child.report for child in children)
 
 
-def _first_failure(children: list[Child], heartbeat: Heartbeat) -> Failure:
+def _first_failure(children: list[Child], heartbeat: Heartbeat, oom_kills_before: int | None) -> Failure:
     """The cause: a rank's own error, else a death, else an error that tells of a lost peer."""
+    if any(child.process.exitcode == -signal.SIGINT for child in children):
+        time.sleep(SIGINT_GRACE_S)
     deadline = time.monotonic() + CAUSE_GRACE_S
     while True:
         _collect(children)
@@ -104,19 +132,25 @@ def _first_failure(children: list[Child], heartbeat: Heartbeat) -> Failure:
             break
         time.sleep(POLL_S / 2)
     if own:
-        return Failure(message=own[0].message, traceback=own[0].traceback, rank=own[0].rank)
+        return own[0].failure
     for child in killed or silent:
-        return Failure(message=_obituary(child, heartbeat), rank=child.rank)
-    first = reports[0]
-    return Failure(message=first.message, traceback=first.traceback, rank=first.rank)
+        return Failure(message=_death(child, heartbeat, oom_kills_before), rank=child.rank)
+    return reports[0].failure
 
 
-def _obituary(child: Child, heartbeat: Heartbeat) -> str:
-    position, code = heartbeat.position(child.rank), child.process.exitcode or 0
-    when = f"at step {position.step}" if position.beats else "before the first step"
-    if code < 0:
-        return f"rank {child.rank} was killed by {signal.Signals(-code).name} {when}"
-    return f"rank {child.rank} left with exit code {code} {when}"
+def _death(child: Child, heartbeat: Heartbeat, oom_kills_before: int | None) -> str:
+    when, code = heartbeat.position(child.rank).when, child.process.exitcode or 0
+    how = describe_exit(code, when=when, oom_kills_before=oom_kills_before)
+    return f"rank {child.rank} {'was ' if code < 0 else ''}{how}"
+
+
+def _cpu_seconds(child: Child) -> float:
+    """User plus system seconds; 0 for one that has ended."""
+    try:
+        times = psutil.Process(child.process.pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
 
 
 def _hang(running: list[Child], heartbeat: Heartbeat, timeout_s: float) -> Failure:

@@ -27,6 +27,7 @@ import numpy as np
 from msgspec import Struct, field
 from safetensors.numpy import save
 
+from compare.contract.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.experiment import Experiment
 from compare.contract.optimizer import moment_names
 from compare.contract.tensors import RecordError, Tensors, garbled
@@ -180,13 +181,6 @@ def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
     return full_bytes  # broadcast, send, permute
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` through a temporary name, so that no reader ever sees half a file."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-
-
 def write_json(path: Path, value: object) -> None:
     """Write a Struct, or a list or dict of them, as indented JSON, atomically."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
@@ -261,16 +255,18 @@ class Recorder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._steps = (folder / STEPS_PART).open("ab")
+        with full_disk_named(folder):
+            self._steps = (folder / STEPS_PART).open("ab")
 
     def tensors(self, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
         """Leave the tensors of one rung, by canonical name."""
         write_tensors(self.folder, rung, tensors)
 
     def step(self, step: Step) -> None:
-        """Append one step; readable at once."""
-        self._steps.write(msgspec.json.encode(step) + b"\n")
-        self._steps.flush()
+        """Append one step; readable at once. Raises DiskFull."""
+        with full_disk_named(self.folder):
+            self._steps.write(msgspec.json.encode(step) + b"\n")
+            self._steps.flush()
 
     def finish(self, manifest: Manifest, ledger: list[Communication]) -> None:
         """Complete the record. The manifest comes last."""
@@ -278,6 +274,14 @@ class Recorder:
         os.replace(self.folder / STEPS_PART, self.folder / STEPS)
         write_json(self.folder / LEDGER, ledger)
         write_json(self.folder / MANIFEST, manifest)
+
+
+def clear_record(folder: Path) -> None:
+    """Remove what an earlier run left, so that nobody takes it for this run's. Hold the folder's lock."""
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, LEDGER]
+    for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
+        (folder / name).unlink(missing_ok=True)
+    remove_leftovers(folder)
 
 
 def write_failure(folder: Path, failure: Failure) -> None:

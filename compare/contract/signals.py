@@ -1,0 +1,35 @@
+"""Signals that must have their effect at once, and those that a process was started to ignore."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection
+
+
+def is_ignored(number: int) -> bool:
+    """Whether whoever started this process has it ignore the signal, which is then left so.
+
+    A script's background job (`shardpair run &`, `nohup`) ignores SIGINT: Ctrl-C is for the foreground.
+    """
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+def on_signals(numbers: Collection[int], act: Callable[[int], None]) -> None:
+    """Call `act(number)` in a thread as soon as such a signal comes; call this from the main thread.
+
+    A handler of Python's own would wait until the main thread comes back from native code, which a
+    compilation or a collective does not do soon. Signals that are ignored stay ignored.
+    """
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    taken = {number for number in numbers if not is_ignored(number)}
+    for number in taken:
+        signal.signal(number, lambda number, frame: None)  # so that the byte is written, and nothing else
+
+    def wait() -> None:
+        while arrived := os.read(receiver, 1):
+            if arrived[0] in taken:
+                act(arrived[0])
+
+    threading.Thread(target=wait, daemon=True).start()
