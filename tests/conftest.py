@@ -1,18 +1,48 @@
-"""What the tests share. Parity runs in float64; nothing here is timed."""
+"""What the tests share. Parity runs in float64; nothing here is timed; no process outlives its test."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import processes
 import pytest
 
 from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 
 if TYPE_CHECKING:
     from ranks import Ranks
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
+    """Note for `no_process_left` whether the test failed."""
+    report = yield
+    item.stash.setdefault(FAILED, False)
+    item.stash[FAILED] |= report.failed
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_at_the_end() -> Generator[None]:
+    """Nothing of ours lives on after the last test, wherever it has gone. Set up first, so it comes last."""
+    yield
+    if left := processes.end_all(at_the_end=True):
+        pytest.fail(f"left behind by the whole session, and now ended: {left}")
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
+    """End what a test that failed has left; a test that passes may leave nothing."""
+    yield
+    failed = request.node.stash.get(FAILED, False)
+    left = processes.end_all(grace_s=0.0 if failed else processes.GONE_S)
+    if left and not failed:
+        pytest.fail(f"left behind, and now ended: {left}")
 
 
 @pytest.fixture(scope="session")
@@ -42,11 +72,9 @@ class Shardpair:
         self.folder = folder
         self.cache_dir = cache_dir
 
-    def __call__(self, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess:
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess:
         """Run `shardpair ARGUMENTS`; never raises for an exit code."""
-        return subprocess.run(
-            self.command(*arguments), cwd=self.folder, capture_output=True, text=True, timeout=timeout_s
-        )
+        return processes.run(self.command(*arguments), cwd=self.folder)
 
     def command(self, *arguments: str) -> list[str]:
         """The command line, with the tests' own cache where the command takes one."""

@@ -14,11 +14,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE_S
 
 from compare.contract import record
 from compare.contract.record import Request, write_json
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = PATIENCE_S
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [

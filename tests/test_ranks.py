@@ -8,7 +8,8 @@ import psutil
 import pytest
 import torch
 from forks import run_forked
-from ranks import GRACE_S, RANKS, Ranks, on_ranks
+from processes import PATIENCE_S
+from ranks import RANKS, Ranks, on_ranks
 
 from torchpar.collectives import Axis
 
@@ -44,12 +45,12 @@ def test_a_rank_that_misbehaves_fails_the_test_and_is_replaced(kind, message, tm
     ranks = Ranks(tmp_path)
     ranks.run(deed, kind="none")
     before = [member.process.pid for member in ranks.members]
-    ranks.timeout_s, started = 2.0, time.monotonic()
+    if kind == "hang":
+        ranks.timeout_s = 2.0
     with pytest.raises(pytest.fail.Exception, match=message):
         ranks.run(deed, kind=kind)
-    assert time.monotonic() - started < 2 + GRACE_S + 5
     assert not any(map(psutil.pid_exists, before))
-    ranks.timeout_s = 60.0
+    ranks.timeout_s = PATIENCE_S
     ranks.run(deed, kind="none")
     ranks.end()
 

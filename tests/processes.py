@@ -1,0 +1,115 @@
+"""Processes that tests start, and the check that none outlives its test.
+
+Each inherits a mark in its environment, by which it is found wherever it has gone. Time-outs only end what
+hangs: they are made for a machine that does many other things.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+PATIENCE_S = 600.0
+GONE_S = 30.0  # for what is about to end
+MARK = "SHARDPAIR_TESTS"
+# What a process does first: it hears Ctrl-C, which a script's background job and its children do not, and it
+# ends if pytest itself is killed (1: PR_SET_PDEATHSIG). Not in preexec_fn, which forks pytest with its threads.
+PRELUDE = """
+import ctypes, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+os.environ[MARK] = str(os.getpid())  # a worker of pytest-xdist is a process of its own
+_strangers: set[int] = set()  # processes that were looked at and are not ours
+
+
+def start(command: list[str], **options) -> subprocess.Popen:
+    """Start a process as a terminal's foreground would, in a session of its own; what it says is text."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen([sys.executable, "-ISc", PRELUDE, *command], **options, start_new_session=True)
+
+
+def run(command: list[str], **options) -> subprocess.CompletedProcess:
+    """Run a process to its end; whatever it says is in the result."""
+    process = start(command, **options)
+    try:
+        out, errors = process.communicate(timeout=PATIENCE_S)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None) -> None:
+    """Wait until a condition holds; fail if the process ends before, or the time is over."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if process and process.poll() is not None:
+            pytest.fail(f"it ended with {process.returncode}: {process.communicate()}")
+        if time.monotonic() > deadline:
+            pytest.fail(f"{condition} did not come true in {PATIENCE_S:g} s")
+        time.sleep(0.05)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """All of them have ended, or do so now."""
+    _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+    assert not alive, f"left behind: {alive}"
+
+
+def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
+    """Processes of this session's tests that still live.
+
+    Args:
+        at_the_end: of the session: count also what lives from one test to the next, the forks of the server
+            that `forks.SERVER` starts.
+    """
+    servers = [child for child in psutil.Process().children() if _is_multiprocessings_own(child)]
+    expected = {server.pid for server in servers}
+    if not at_the_end:
+        for server in servers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                expected |= {fork.pid for fork in server.children(recursive=True)}
+    found = []
+    for pid in set(psutil.pids()) - _strangers - expected - {os.getpid()}:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            if process.environ().get(MARK) == os.environ[MARK]:
+                found.append(process)
+                continue
+        _strangers.add(pid)
+    return found
+
+
+def end_all(*, grace_s: float = GONE_S, at_the_end: bool = False) -> list[str]:
+    """End what is left behind, after a time in which it may end by itself. Returns their command lines."""
+    left = left_behind(at_the_end=at_the_end)
+    if not left:
+        return []
+    psutil.wait_procs(left, timeout=grace_s)
+    stubborn = []
+    while left := left_behind(at_the_end=at_the_end):  # a process may start another while it is ended
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stubborn.append(f"{process.pid}: {' '.join(process.cmdline())}")
+                process.kill()
+        psutil.wait_procs(left, timeout=GONE_S)
+    return stubborn
+
+
+def _is_multiprocessings_own(process: psutil.Process) -> bool:
+    """The server that forks are made from, and the one that tracks their resources: they end with us."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
