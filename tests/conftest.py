@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import processes
 import pytest
+from hypothesis import HealthCheck, settings
 
 from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 FAILED = pytest.StashKey[bool]()
+
+# A busy machine may take long over any example: by default hypothesis calls that a failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.hookimpl(wrapper=True)

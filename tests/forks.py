@@ -76,8 +76,8 @@ def run_forked(function: Callable[..., int], *arguments: object, output: Path) -
 
 
 def run_torchpar(folder: Path, request: Request) -> Done:
-    """Make the folder, leave the request there, and do what `python -m torchpar FOLDER` does."""
-    folder.mkdir()
+    """Leave the request in the folder, and do what `python -m torchpar FOLDER` does."""
+    folder.mkdir(exist_ok=True)
     write_json(folder / record.REQUEST, request)
     return run_forked(_be_torchpar, folder, output=folder.with_name(f"{folder.name}.output"))
 

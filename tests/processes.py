@@ -18,7 +18,7 @@ PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
 MARK = "SHARDPAIR_TESTS"
 # What a process does first: it hears Ctrl-C, which a script's background job and its children do not, and it
-# ends if pytest itself is killed (1: PR_SET_PDEATHSIG). Not in preexec_fn, which forks pytest with its threads.
+# ends if pytest itself is killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
 PRELUDE = """
 import ctypes, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 _POLITE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -42,7 +43,7 @@ def signal_name(number: int) -> str:
 def oom_kills() -> int | None:
     """How many processes of our cgroup the kernel has killed for want of memory; None if it does not say."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
