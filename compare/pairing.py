@@ -27,6 +27,7 @@ from compare.contract.record import (
     read_record,
     rungs_asked_for,
 )
+from compare.contract.run_lock import lock_folder
 from compare.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
 from compare.memory_estimate import require_memory
 from compare.paths import create_run_dir
@@ -136,11 +137,21 @@ def compare_cases(
         ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
     folder = create_run_dir(name, run_dir)
+    with lock_folder(folder):
+        planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
+        done = _run(planned, {}, folder, settings=settings, reporter=reporter, needs_first=needs_first)
+    return done, folder
+
+
+def _planned(
+    name: str, experiment: Experiment, cases: list[Case], folder: Path, *, command: str, settings: Settings
+) -> Comparison:
+    """What is asked of every case, before any of them runs."""
     prepared = prepare(experiment, folder)
     requests = {case.name: _request(case, prepared, settings) for case in cases}
     _require_room(requests, folder)
     commit, dirty = git_state()
-    planned = Comparison(
+    return Comparison(
         command=command,
         name=name,
         experiment=experiment,
@@ -151,7 +162,6 @@ def compare_cases(
         git_dirty=dirty,
         requests=requests,
     )
-    return _run(planned, {}, folder, settings=settings, reporter=reporter, needs_first=needs_first), folder
 
 
 def continue_cases(
@@ -170,18 +180,21 @@ def continue_cases(
         RecordError: the folder holds no comparison, or a garbled one.
         EngineError, Interrupted: as `compare_cases`.
     """
-    saved = read_saved(folder)
-    records = {name: record for name in saved.requests if (record := _finished(folder / name, saved, name))}
-    for name in saved.requests.keys() - records.keys():
-        _keep_aside(folder / name)
-    requests = {
-        name: msgspec.structs.replace(request, timeout_s=settings.timeout_s, cache_dir=settings.cache_dir)
-        if name not in records
-        else request
-        for name, request in saved.requests.items()
-    }
-    again = msgspec.structs.replace(saved, requests=requests, failures={})
-    return _run(again, records, folder, settings=settings, reporter=reporter, needs_first=needs_first)
+    read_saved(folder)  # says what is wrong with a folder that is none
+    with lock_folder(folder):
+        saved = read_saved(folder)
+        found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
+        records = {name: record for name, record in found.items() if record}
+        for name in found.keys() - records.keys():
+            _keep_aside(folder / name)
+        requests = {
+            name: request
+            if name in records
+            else msgspec.structs.replace(request, timeout_s=settings.timeout_s, cache_dir=settings.cache_dir)
+            for name, request in saved.requests.items()
+        }
+        again = msgspec.structs.replace(saved, requests=requests, failures={})
+        return _run(again, records, folder, settings=settings, reporter=reporter, needs_first=needs_first)
 
 
 def _run(
@@ -203,21 +216,26 @@ def _run(
             continue
         try:
             with reporter.engine(name) as on_step:
-                records[name] = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+                record = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+            comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
+            records[name] = record
         except KeyboardInterrupt:
             raise Interrupted(_interrupted(comparison, folder)) from None
-        except EngineError as error:
-            failures[name] = error
-            reporter.failed(error)
-        noted = {name: str(error) for name, error in failures.items()}
-        planned = msgspec.structs.replace(planned, failures=noted)
-        comparison = judged(planned, records, known=comparison.verdicts)
+        except (EngineError, RecordError) as error:
+            failures[name] = error if isinstance(error, EngineError) else _unreadable(name, error)
+            reporter.failed(failures[name])
+            planned = msgspec.structs.replace(planned, failures={n: str(e) for n, e in failures.items()})
+            comparison = msgspec.structs.replace(comparison, failures=planned.failures)
         save(comparison, folder)
         if failures and needs_first and not records:
             break
     if not records:
         raise next(iter(failures.values()))
     return comparison
+
+
+def _unreadable(name: str, error: RecordError) -> EngineError:
+    return EngineError(f"{name}: it left a record that cannot be read: {error}", exit_code=1)
 
 
 def _interrupted(comparison: Comparison, folder: Path) -> str:
@@ -228,13 +246,13 @@ def _interrupted(comparison: Comparison, folder: Path) -> str:
     )
 
 
-def _finished(folder: Path, saved: Comparison, name: str) -> Record | None:
+def _finished(folder: Path, request: Request) -> Record | None:
     """A case's record, if it is whole and what was asked for."""
     if not (folder / MANIFEST).is_file():
         return None
     try:
         record = read_record(folder)
-        return record if record.request == saved.requests[name] and not objections(record) else None
+        return record if record.request == request and not objections(record) else None
     except RecordError:
         return None
 

@@ -13,6 +13,8 @@ from compare.cli import main
 from compare.comparison import COMPARISON, read_saved
 from compare.contract.experiment import edited
 from compare.contract.record import LEDGER, MANIFEST, REQUEST, STEPS, Step, write_json
+from compare.contract.run_lock import FolderInUse, lock_folder
+from compare.contract.tensors import RecordError
 from compare.launch import EngineError, Prepared
 from compare.pairing import Interrupted, Settings, compare_cases, continue_cases, engine_cases
 from compare.progress import Reporter
@@ -109,6 +111,20 @@ def test_a_damaged_record_is_run_again(tmp_path, tiny, engines):
     engines.started.clear()
     assert go_on(tmp_path / "run").passed
     assert engines.started == ["jax-manual"]
+
+
+def test_an_engine_that_leaves_garbage_loses_nothing(tmp_path, tiny, engines):
+    engines.failing = {"jax-manual": RecordError("gradients.safetensors cannot be read")}
+    comparison = run(tmp_path / "run", tiny)
+    assert comparison.cases == ["torch-manual", "torch-library"]
+    assert "jax-manual: it left a record that cannot be read" in comparison.sentence()
+
+
+def test_a_folder_is_gone_on_with_by_one_at_a_time(tmp_path, tiny, engines):
+    engines.failing = {"jax-manual": EngineError("jax-manual: lost", exit_code=1)}
+    run(tmp_path / "run", tiny)
+    with lock_folder(tmp_path / "run"), pytest.raises(FolderInUse, match="in use by another run"):
+        go_on(tmp_path / "run")
 
 
 def test_what_failed_for_good_is_told_by_its_exit_code(tmp_path, tiny, engines):
