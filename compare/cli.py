@@ -17,6 +17,7 @@ from compare.arguments import Spec, defaults_for
 from compare.commands.check import Check
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
+from compare.commands.golden import Golden
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.report import Report
@@ -25,10 +26,12 @@ from compare.commands.schedule import Draw
 from compare.console import errors_console, printable
 from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
+from compare.golden import EXPERIMENT as GOLDEN
 from compare.launch import EngineError, EnvironmentMissing
 from compare.paths import is_utf8
 
 DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
+FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
@@ -94,6 +97,7 @@ def _dispatch(arguments: list[str]) -> int:
         | Annotated[Check, tyro.conf.subcommand("check", default=defaults_for(Check, name))]
         | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
         | Annotated[Matrix, tyro.conf.subcommand("matrix", default=defaults_for(Matrix, name))]
+        | Annotated[Golden, tyro.conf.subcommand("golden", default=defaults_for(Golden, name))]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
         | Annotated[Draw, tyro.conf.subcommand("schedule")]
@@ -117,6 +121,8 @@ def _misplaced(command: str, word: str) -> str:
 def _experiment_name(arguments: list[str]) -> str:
     """The experiment that gives the defaults: known before the other arguments can be read."""
     command, following = (arguments[0], arguments[1:2]) if arguments else ("", [])
+    if command in FIXED_EXPERIMENT:
+        return FIXED_EXPERIMENT[command]
     if command in DEFAULT_EXPERIMENT and following and not following[0].startswith("-"):
         return following[0]
     return DEFAULT_EXPERIMENT.get(command, "demo")

@@ -43,7 +43,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
     for verdict in comparison.verdicts:
         table.add_row(
             verdict.candidate,
-            _error(verdict, "loss"),
+            rung_cell(verdict, "loss"),
             *_worst(verdict, "gradients"),
             *_worst(verdict, "later_weights"),
             _mark(verdict),
@@ -94,7 +94,7 @@ def ladder_table(comparison: Comparison) -> Table:
     for verdict in comparison.verdicts:
         table.add_column(verdict.candidate, justify="right")
     for rung in RUNGS:
-        table.add_row(rung, *(_error(verdict, rung) for verdict in comparison.verdicts))
+        table.add_row(rung, *(rung_cell(verdict, rung) for verdict in comparison.verdicts))
     return table
 
 
@@ -141,7 +141,8 @@ def _mark(verdict: Verdict) -> Text:
     return coloured(f"FAIL at {verdict.failure.rung}", "red")
 
 
-def _error(verdict: Verdict, rung: str) -> str | Text:
+def rung_cell(verdict: Verdict, rung: str) -> str | Text:
+    """One rung's error as a cell: red if it is too large, - if the rung was not compared."""
     result = next((result for result in verdict.rungs if result.rung == rung), None)
     if result is None:
         return "-"
@@ -151,4 +152,4 @@ def _error(verdict: Verdict, rung: str) -> str | Text:
 
 def _worst(verdict: Verdict, rung: str) -> tuple[str | Text, str]:
     result = next((result for result in verdict.rungs if result.rung == rung), None)
-    return _error(verdict, rung), result.worst if result else ""
+    return rung_cell(verdict, rung), result.worst if result else ""

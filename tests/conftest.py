@@ -16,6 +16,7 @@ from compare.contract.experiment import Experiment, Layout, Model, Precision, Tr
 if TYPE_CHECKING:
     from ranks import Ranks
 
+CACHING = {"run", "check", "faults", "matrix", "golden"}  # commands that take --cache_dir
 FAILED = pytest.StashKey[bool]()
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
@@ -83,9 +84,7 @@ class Shardpair:
 
     def command(self, *arguments: str) -> list[str]:
         """The command line, with the tests' own cache where the command takes one."""
-        caching = (
-            ["--cache_dir", self.cache_dir] if arguments[0] in ("run", "check", "faults", "matrix") else []
-        )
+        caching = ["--cache_dir", self.cache_dir] if arguments[0] in CACHING else []
         return [sys.executable, "-m", "compare", *arguments, *caching]
 
 

@@ -1,0 +1,84 @@
+"""`shardpair golden`: every engine held to the numbers of nanoGPT itself."""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+import tyro
+from rich.table import Table
+
+from compare.arguments import EngineName, Spec, chosen_engines
+from compare.console import results_console
+from compare.contract.experiment import Data, Experiment, Model, Optimizer, Precision, Train, revalidate
+from compare.golden import EXPERIMENT, REFERENCE, Held, hold
+from compare.numerics import RUNGS
+from compare.outcome import rung_cell
+from compare.presets import apply_preset
+from compare.progress import Reporter
+
+T = TypeVar("T")
+Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""A field that no flag sets: nanoGPT ran what it ran."""
+
+
+class Golden(Spec, frozen=True, kw_only=True):
+    """Hold every engine to what nanoGPT's own train.py computed: 30 steps in float64, to 1e-10.
+
+    Engines that agree may all be wrong in the same way; this shows it. The experiment is the one that nanoGPT
+    was run on (compare/experiments/golden.toml); only its layout is yours to choose.
+
+    Try:
+      shardpair golden
+      shardpair golden --preset fsdp --devices 2 --engines jax-manual torch-manual
+    """
+
+    experiment: Hidden[str] = EXPERIMENT
+    model: Hidden[Model] = Model()
+    data: Hidden[Data] = Data()
+    optimizer: Hidden[Optimizer] = Optimizer()
+    train: Hidden[Train] = Train()
+    precision: Hidden[Precision] = Precision()
+    continue_: Hidden[str] = ""
+    engines: tuple[EngineName, ...] = ()
+    """Which engines. Default: all four."""
+    preset: str = ""
+    """A layout by name, as for `shardpair run`. Default: one device."""
+    devices: int = 4
+    """How many devices --preset spreads over."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Train and compare. Returns the exit code: 0 if every engine computes what nanoGPT did, else 1."""
+        layout = self.layout
+        if self.preset:
+            layout = apply_preset(layout, preset=self.preset, devices=self.devices, default=default.layout)
+        experiment = revalidate(msgspec.structs.replace(default, layout=layout))
+        held, _ = hold(
+            experiment,
+            chosen_engines(self.engines),
+            run_dir=self.run_dir,
+            settings=self.settings(),
+            reporter=Reporter(quiet=self.quiet),
+        )
+        print_held(held, as_json=self.json)
+        return 0 if held.passed else 1
+
+
+def print_held(held: Held, *, as_json: bool) -> None:
+    """The worst error of every engine on every rung, and the verdict."""
+    if as_json:
+        print(msgspec.json.encode(held).decode())
+        return
+    console = results_console()
+    table = Table(title=f"Relative errors against {REFERENCE} ({held.provenance.commit[:7]})")
+    table.add_column("rung")
+    for verdict in held.verdicts:
+        table.add_column(verdict.candidate, justify="right")
+    for rung in RUNGS:
+        table.add_row(rung, *(rung_cell(verdict, rung) for verdict in held.verdicts))
+    worst = [max((rung.error for rung in verdict.rungs), default=0.0) for verdict in held.verdicts]
+    table.add_section()
+    table.add_row("worst", *(f"{error:.1e}" for error in worst))
+    console.print(table)
+    for name, why in held.failures.items():
+        console.print(f"{name} did not finish: {why}", style="red", markup=False, soft_wrap=True)
+    good = "bold green" if held.passed else "bold red"
+    console.print(held.sentence(), style=good, markup=False, soft_wrap=True)

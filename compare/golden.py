@@ -1,0 +1,144 @@
+"""nanoGPT's own numbers, and every engine held to them.
+
+The four engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
+nanoGPT itself was run once (`tools/make_golden.py`), and what it computed is kept here as a record like any
+other. Whatever golden.toml does not name was nanoGPT's own default there, and is ours here.
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.record import Record, RecordError, Request, read_own_json, read_record, write_json
+from compare.launch import EngineError, EnvironmentMissing, Prepared, launch, prepare, require_devices
+from compare.numerics import Verdict, climb
+from compare.pairing import Settings
+from compare.paths import create_run_dir
+from compare.progress import Reporter
+
+EXPERIMENT = "golden"
+FOLDER = Path(__file__).parent / "goldens" / "nanogpt"
+REFERENCE = "nanoGPT"
+PROVENANCE, OUTCOME = "provenance.json", "golden.json"
+
+
+class Provenance(Struct, frozen=True, kw_only=True):
+    """Where a golden is from, and what its files must be."""
+
+    source: str
+    """The repository whose code was run."""
+    commit: str
+    ran: dict[str, str]
+    """SHA-256 of each of its files that was executed, by name."""
+    files: dict[str, str]
+    """SHA-256 of each file of the record, by name."""
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """The outcome: every engine's verdict against nanoGPT's numbers. Saved as golden.json."""
+
+    experiment: Experiment
+    provenance: Provenance
+    verdicts: list[Verdict]
+    failures: dict[str, str] = msgspec.field(default_factory=dict)
+    """Engines that did not finish: why, by name."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every engine finished, and every rung was there and held."""
+        whole = all(verdict.passed and not verdict.skipped for verdict in self.verdicts)
+        return whole and bool(self.verdicts) and not self.failures
+
+    def sentence(self) -> str:
+        """The verdict over all engines, in one line."""
+        for name, why in self.failures.items():
+            return f"{name} did not finish: {why}"
+        for verdict in self.verdicts:
+            if not verdict.passed:
+                return f"{verdict.candidate} against {REFERENCE}: {verdict.sentence()}"
+            for rung, why in verdict.skipped.items():
+                return f"{verdict.candidate} against {REFERENCE}: {rung} was not compared: {why}"
+        names = ", ".join(verdict.candidate for verdict in self.verdicts)
+        worst = max(rung.error for verdict in self.verdicts for rung in verdict.rungs)
+        rungs = min(len(verdict.rungs) for verdict in self.verdicts)
+        return f"PASS: {names}: equal to {REFERENCE} on {rungs} rungs; worst error {worst:.1e}"
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_golden(folder: Path = FOLDER) -> tuple[Record, Provenance]:
+    """nanoGPT's record, and where it is from.
+
+    Raises:
+        EnvironmentMissing: a file of it is missing, or is not the one that was made.
+    """
+    try:
+        provenance = read_own_json(folder / PROVENANCE, Provenance)
+        for name, digest in provenance.files.items():
+            if sha256(folder / name) != digest:
+                raise EnvironmentMissing(
+                    f"{folder / name} is not what nanoGPT left (another SHA-256): install shardpair anew"
+                )
+        return read_record(folder, requested=False), provenance
+    except (OSError, RecordError) as error:
+        raise EnvironmentMissing(f"the golden in {folder} cannot be read: {error}") from None
+
+
+def hold(
+    experiment: Experiment, engines: list[str], *, run_dir: str, settings: Settings, reporter: Reporter
+) -> tuple[Held, Path]:
+    """Train the golden experiment with each engine, and hold each record against nanoGPT's.
+
+    Args:
+        experiment: golden.toml's, under any layout.
+        engines: in the order in which they run; one that does not finish is noted, and the others run.
+        run_dir: folder of the results, which must not exist; '' names one.
+        settings: how to run.
+        reporter: told of the progress.
+
+    Returns:
+        The outcome, and the folder that it and the records are saved in.
+
+    Raises:
+        ExperimentError, EnvironmentMissing: before the first process starts.
+    """
+    golden, provenance = read_golden()
+    require_devices(experiment, settings.platform)
+    for engine in engines:
+        ENGINES[engine].require(experiment.layout, platform=settings.platform)
+    prepared = prepare(experiment, create_run_dir(EXPERIMENT, run_dir))
+    verdicts, failures = [], {}
+    for engine in engines:
+        try:
+            record = _train(engine, prepared, settings, reporter)
+        except EngineError as error:
+            failures[engine] = str(error)
+            reporter.failed(error)
+            continue
+        verdicts.append(climb(golden, record, reference_name=REFERENCE, name=engine))
+    held = Held(experiment=experiment, provenance=provenance, verdicts=verdicts, failures=failures)
+    write_json(prepared.folder / OUTCOME, held)
+    return held, prepared.folder
+
+
+def _train(engine: str, prepared: Prepared, settings: Settings, reporter: Reporter) -> Record:
+    steps = prepared.experiment.train.max_iters
+    request = Request(
+        engine=engine,
+        experiment=prepared.experiment,
+        platform=settings.platform,
+        ladder=True,
+        later_step=steps,  # nanoGPT's weights are kept after its last step
+        corpus_sha256=prepared.corpus_sha256,
+        timeout_s=settings.timeout_s,
+        cache_dir=settings.cache_dir,
+    )
+    with reporter.engine(engine, steps) as on_step:
+        return launch(request, prepared.folder / engine, pythons=settings.pythons, on_step=on_step)

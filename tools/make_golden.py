@@ -1,0 +1,260 @@
+"""The golden: nanoGPT's own train.py and model.py, run unchanged, and the numbers that they leave.
+
+    python tools/make_golden.py CHECKOUT [OUTPUT]
+
+CHECKOUT is a clone of https://github.com/karpathy/nanoGPT; OUTPUT is compare/goldens/nanogpt unless given.
+Nothing of nanoGPT is kept but numbers, and nothing of it is edited: its train.py is executed as from its
+command line, with what golden.toml names as flags, in float64. What reaches in from outside:
+
+- its data folder holds the contract's batches, one window after the other, and `torch.randint`, with which
+  it draws its windows, deals them in that order;
+- the contract's initial weights are loaded when it has made its model, by names and shapes written out here
+  and not in torchpar, so that a wrong mapping there would show;
+- hooks read the loss, the gradients before clipping, their norm, the weights and the moments.
+
+Times are not kept: made again on the same machine, the files are the same.
+"""
+
+import os
+import pickle
+import platform
+import runpy
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compare.contract.data import Corpus, open_corpus
+from compare.contract.experiment import Experiment, load, named_experiments
+from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.record import Manifest, Recorder, Rung, Step, write_json
+from compare.golden import EXPERIMENT, FOLDER, PROVENANCE, Provenance, sha256
+
+SOURCE = "https://github.com/karpathy/nanoGPT"
+OUTSIDE_BLOCKS = {
+    "embedding.token": "transformer.wte.weight",
+    "embedding.position": "transformer.wpe.weight",
+    "norm.scale": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+}
+IN_BLOCK = {
+    "norm1": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "norm2": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+
+
+def nanogpt_name(name: str) -> str:
+    """blocks.1.attention.qkv.weight -> transformer.h.1.attn.c_attn.weight."""
+    if name in OUTSIDE_BLOCKS:
+        return OUTSIDE_BLOCKS[name]
+    _, layer, inner = name.split(".", 2)
+    module, _, kind = inner.rpartition(".")
+    return f"transformer.h.{layer}.{IN_BLOCK[module]}.{kind.replace('scale', 'weight')}"
+
+
+def is_linear(name: str) -> bool:
+    """Whether it is the weight of a torch.nn.Linear, which keeps (out, in) where we keep (in, out)."""
+    return name.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+
+
+def to_nanogpt(name: str, array: np.ndarray) -> torch.Tensor:
+    """qkv (C, 3, H, D) -> (3C, C), out (H, D, C) -> (C, HD), up and down transposed, biases flat."""
+    if not is_linear(name):
+        return torch.from_numpy(array if name.startswith("embedding.") else array.reshape(-1))
+    fan_in = array.shape[0] * (array.shape[1] if name.endswith(".out.weight") else 1)
+    return torch.from_numpy(np.ascontiguousarray(array.reshape(fan_in, -1).transpose()))
+
+
+def to_canonical(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse, a copy."""
+    array = tensor.detach().numpy()
+    return np.array((array.transpose() if is_linear(name) else array).reshape(shape), order="C")
+
+
+def flags() -> Iterator[str]:
+    """train.py's flags for what golden.toml names, and for a float64 run on a CPU that saves nothing."""
+    spelled = tomllib.loads(named_experiments()[EXPERIMENT].read_text())
+    for section in ("model", "optimizer", "train"):
+        for key, value in spelled[section].items():
+            if key == "max_iters":
+                yield f"--max_iters={value - 1}"  # nanoGPT stops after the step of this number
+            elif key != "vocab_size":  # train.py reads it from meta.pkl, beside the data
+                yield f"--{key}={value}"
+    # eval_iters=0: its first evaluation draws no window. dtype: what autocast and GradScaler would take.
+    yield from ("--device=cpu", "--dtype=float32", "--compile=False", "--eval_iters=0")
+
+
+def write_data(folder: Path, experiment: Experiment, corpus: Corpus) -> int:
+    """train.bin with all windows of T + 1 tokens in the order of their use, meta.pkl. Returns how many."""
+    length = experiment.model.block_size
+    windows = []
+    for step in range(experiment.train.max_iters):
+        inputs_ABT, targets_ABT = corpus.batch(experiment, step)
+        both = np.concatenate([inputs_ABT, targets_ABT[:, :, -1:]], axis=2)
+        windows.append(both.reshape(-1, length + 1))
+    tokens = np.concatenate(windows).astype("<u2")
+    (folder / "train.bin").write_bytes(tokens.tobytes())
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": experiment.model.vocab_size}))
+    return len(tokens)
+
+
+class Watcher:
+    """Deals windows, loads the initial weights, and records what nanoGPT computes.
+
+    Attributes:
+        weights: the canonical initial weights; their names and shapes are the record's.
+    """
+
+    def __init__(self, experiment: Experiment, recorder: Recorder, windows: int):
+        self.experiment = experiment
+        self.recorder = recorder
+        self.weights = initial_parameters(experiment)
+        self.model: torch.nn.Module = torch.nn.Module()
+        self.initial_weights: dict[str, np.ndarray] = {}
+        self._windows = windows
+        self._dealt = 0
+        self._passes: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+        self._norm = 0.0
+        self._step = 0
+        self._clip = torch.nn.utils.clip_grad_norm_
+
+    def randint(self, high: int, shape: tuple[int]) -> torch.Tensor:
+        """In place of `torch.randint`: the starts of the next windows."""
+        (count,) = shape
+        numbers = (torch.arange(count) + self._dealt) % self._windows  # train.py draws one batch too many
+        self._dealt += count
+        return numbers * (self.experiment.model.block_size + 1)
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Load the initial weights, and watch every forward pass."""
+        self.model = model
+        parameters = dict(model.named_parameters())
+        assert {nanogpt_name(name) for name in self.weights} == set(parameters)
+        for name, array in self.weights.items():
+            parameters[nanogpt_name(name)].data.copy_(to_nanogpt(name, array))
+        self.initial_weights = self._canonical(parameters)
+        self.recorder.tensors(Rung.INITIAL_WEIGHTS, self.initial_weights)
+        model.register_forward_hook(
+            lambda module, inputs, outputs: self._passes.append((*inputs, outputs[1].item()))
+        )
+
+    def clip_grad_norm(self, parameters: Iterator[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """In place of `clip_grad_norm_`: see the gradients before it, and its norm after it."""
+        if self._step == 0:
+            named = dict(self.model.named_parameters())
+            self.recorder.tensors(Rung.GRADIENTS, self._canonical({n: p.grad for n, p in named.items()}))
+        norm = self._clip(parameters, max_norm)
+        self._norm = norm.item()
+        return norm
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        """Record the step that the optimizer has just done."""
+        assert len(self._passes) == self.experiment.train.gradient_accumulation_steps
+        loss = sum(loss for _, _, loss in self._passes) / len(self._passes)
+        (lr,) = {group["lr"] for group in optimizer.param_groups}
+        self.recorder.step(Step(step=self._step, loss=loss, grad_norm=self._norm, lr=lr, step_time_ms=0.0))
+        parameters = dict(self.model.named_parameters())
+        if self._step == 0:
+            inputs, targets = (torch.stack([one[i] for one in self._passes]) for i in (0, 1))
+            batch = {"inputs": inputs.int().numpy(), "targets": targets.int().numpy()}
+            self.recorder.tensors(Rung.BATCH, batch)
+            self.recorder.tensors(Rung.FIRST_WEIGHTS, self._canonical(parameters))
+            for rung, key in ((Rung.FIRST_M, "exp_avg"), (Rung.FIRST_V, "exp_avg_sq")):
+                moments = {name: optimizer.state[p][key] for name, p in parameters.items()}
+                self.recorder.tensors(rung, self._canonical(moments))
+        self._passes.clear()
+        self._step += 1
+        if self._step == self.experiment.train.max_iters:
+            self.recorder.tensors(Rung.LATER_WEIGHTS, self._canonical(parameters))
+
+    def _canonical(self, tensors: dict) -> dict[str, np.ndarray]:
+        return {
+            name: to_canonical(name, tensors[nanogpt_name(name)], array.shape)
+            for name, array in self.weights.items()
+        }
+
+
+def train(checkout: Path, experiment: Experiment, corpus: Corpus, recorder: Recorder) -> Watcher:
+    """Execute nanoGPT's train.py, watched."""
+    sys.path.insert(0, str(checkout))
+    import model  # nanoGPT's
+
+    assert Path(model.__file__).parent == checkout, model.__file__
+    configure = model.GPT.configure_optimizers
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        watcher = Watcher(experiment, recorder, write_data(folder, experiment, corpus))
+
+        def configure_optimizers(gpt: torch.nn.Module, *arguments: object) -> torch.optim.Optimizer:
+            watcher.adopt(gpt)
+            optimizer = configure(gpt, *arguments)
+            optimizer.register_step_post_hook(watcher.after_step)
+            return optimizer
+
+        model.GPT.configure_optimizers = configure_optimizers
+        torch.randint = watcher.randint
+        torch.nn.utils.clip_grad_norm_ = watcher.clip_grad_norm
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(1)
+        sys.argv = ["train.py", *flags(), f"--dataset={folder}", f"--out_dir={folder / 'out'}"]
+        os.chdir(checkout)  # it executes its configurator.py from there
+        runpy.run_path("train.py", run_name="__main__")
+    return watcher
+
+
+def main(checkout: Path, output: Path) -> None:
+    """Make the golden."""
+    experiment = load(EXPERIMENT)
+    corpus = open_corpus(experiment)
+    output.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(output)
+    watcher = train(checkout, experiment, corpus, recorder)
+    parameters = list(watcher.model.parameters())
+    manifest = Manifest(
+        engine="nanogpt",
+        experiment=experiment,
+        platform="cpu",
+        devices=1,
+        device_kind="a CPU",
+        gradient_sync="none",
+        remat="none",
+        parameters=sum(parameter.numel() for parameter in parameters),
+        initial_weights_sha256=fingerprint(watcher.initial_weights),
+        corpus_sha256=corpus.sha256,
+        versions={
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__.split("+")[0],
+        },
+        threads="one",
+        started_utc="",
+        compile_s=0.0,
+        first_step_s=0.0,
+        cpu_time_s=0.0,
+        peak_memory_bytes=[0],
+        peak_memory_method="not measured",
+    )
+    recorder.finish(manifest, [])
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    provenance = Provenance(
+        source=SOURCE,
+        commit=git.stdout.strip(),
+        ran={name: sha256(checkout / name) for name in ("model.py", "train.py", "configurator.py")},
+        files={path.name: sha256(path) for path in sorted(output.iterdir()) if path.name != PROVENANCE},
+    )
+    write_json(output / PROVENANCE, provenance)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), Path(*sys.argv[2:3] or [FOLDER]).resolve())
