@@ -18,6 +18,7 @@ from compare.commands.check import Check
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
+from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.report import Report
@@ -98,6 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
         | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
         | Annotated[Matrix, tyro.conf.subcommand("matrix", default=defaults_for(Matrix, name))]
         | Annotated[Golden, tyro.conf.subcommand("golden", default=defaults_for(Golden, name))]
+        | Annotated[List, tyro.conf.subcommand("list")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
         | Annotated[Draw, tyro.conf.subcommand("schedule")]

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from compare.console import coloured, results_console
+from compare.console import coloured, print_json, results_console
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 from compare.safe_path import with_safe_path
@@ -31,6 +31,16 @@ class SideReport(Struct, frozen=True, kw_only=True):
     gpus: list[str]
 
 
+class EngineReport(Struct, frozen=True, kw_only=True):
+    """What one engine can run here."""
+
+    engine: str
+    decides: str
+    gradient_sync: tuple[str, ...]
+    cpu_devices: str
+    gpu_devices: str
+
+
 class Doctor(Struct, frozen=True, kw_only=True):
     """Say what is installed, which devices there are, and what each engine can run here."""
 
@@ -38,18 +48,28 @@ class Doctor(Struct, frozen=True, kw_only=True):
     """Python that runs jaxpar."""
     torch_python: str = sys.executable
     """Python that runs torchpar."""
+    json: bool = False
+    """Print one JSON object on stdout instead of tables."""
 
     def __call__(self, default: Experiment) -> int:
         """Examine both sides. Returns 0 if both work, 3 if one does not."""
         pythons = {"jaxpar": self.jax_python, "torchpar": self.torch_python}
         sides = {side: examine(side, python) for side, python in pythons.items()}
+        code = 0 if all(isinstance(found, SideReport) for found in sides.values()) else 3
+        if self.json:
+            found_or_why = {
+                side: found if isinstance(found, SideReport) else {"error": found}
+                for side, found in sides.items()
+            }
+            print_json({"sides": found_or_why, "engines": engine_reports(sides)})
+            return code
         console = results_console()
         for side, found in sides.items():
             console.print(
                 _side_table(side, found) if isinstance(found, SideReport) else coloured(found, "red")
             )
         console.print(_engine_table(sides))
-        return 0 if all(isinstance(found, SideReport) for found in sides.values()) else 3
+        return code
 
 
 def examine(side: str, python: str) -> SideReport | str:
@@ -116,18 +136,37 @@ def _side_table(side: str, found: SideReport) -> Table:
     return table
 
 
+def engine_reports(sides: dict[str, SideReport | str]) -> list[EngineReport]:
+    """What each engine can run here."""
+    reports = []
+    for engine in ENGINES.values():
+        found = sides[engine.side]
+        if isinstance(found, SideReport):
+            cpu, gpu = (
+                f"1 to {MAX_CPU_DEVICES} (virtual)",
+                f"1 to {len(found.gpus)}" if found.gpus else "none",
+            )
+        else:
+            cpu = gpu = "not installed"
+        reports.append(
+            EngineReport(
+                engine=engine.name,
+                decides=engine.decides,
+                gradient_sync=engine.gradient_sync,
+                cpu_devices=cpu,
+                gpu_devices=gpu,
+            )
+        )
+    return reports
+
+
 def _engine_table(sides: dict[str, SideReport | str]) -> Table:
     table = Table(title="What each engine can run here")
     for column in ("engine", "who moves the data", "gradient synchronisation", "cpu devices", "gpu devices"):
         table.add_column(column)
-    for engine in ENGINES.values():
-        found = sides[engine.side]
-        works = isinstance(found, SideReport)
-        table.add_row(
-            engine.name,
-            engine.decides,
-            ", ".join(engine.gradient_sync),
-            f"1 to {MAX_CPU_DEVICES} (virtual)" if works else coloured("not installed", "red"),
-            (f"1 to {len(found.gpus)}" if found.gpus else "none") if works else "",
-        )
+    for report in engine_reports(sides):
+        syncs = ", ".join(report.gradient_sync)
+        works = isinstance(sides[ENGINES[report.engine].side], SideReport)
+        cpu = report.cpu_devices if works else coloured(report.cpu_devices, "red")
+        table.add_row(report.engine, report.decides, syncs, cpu, report.gpu_devices if works else "")
     return table

@@ -7,7 +7,7 @@ import tyro
 from rich.table import Table
 
 from compare.arguments import EngineName, Spec, chosen_engines
-from compare.console import results_console
+from compare.console import print_json, results_console
 from compare.contract.experiment import Data, Experiment, Model, Optimizer, Precision, Train, revalidate
 from compare.golden import EXPERIMENT, REFERENCE, Held, hold
 from compare.numerics import RUNGS
@@ -65,7 +65,7 @@ class Golden(Spec, frozen=True, kw_only=True):
 def print_held(held: Held, *, as_json: bool) -> None:
     """The worst error of every engine on every rung, and the verdict."""
     if as_json:
-        print(msgspec.json.encode(held).decode())
+        print_json(held)
         return
     console = results_console()
     table = Table(title=f"Relative errors against {REFERENCE} ({held.provenance.commit[:7]})")
@@ -79,6 +79,6 @@ def print_held(held: Held, *, as_json: bool) -> None:
     table.add_row("worst", *(f"{error:.1e}" for error in worst))
     console.print(table)
     for name, why in held.failures.items():
-        console.print(f"{name} did not finish: {why}", style="red", markup=False, soft_wrap=True)
+        console.print(f"{name} did not finish: {why}", style="red", soft_wrap=True)
     good = "bold green" if held.passed else "bold red"
-    console.print(held.sentence(), style=good, markup=False, soft_wrap=True)
+    console.print(held.sentence(), style=good, soft_wrap=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
-from compare.console import results_console
+from compare.console import print_json, results_console
 from compare.contract.experiment import Experiment
 
 FOLDERS = ("jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library")
@@ -30,14 +30,24 @@ class Mirror(Struct, frozen=True, kw_only=True):
     Blank lines, comments and docstrings do not count. Short is a finding, not an aim.
     """
 
+    json: bool = False
+    """Print one JSON object on stdout instead of a table: lines of code, and all lines."""
+
     def __call__(self, default: Experiment) -> int:
         """Print the table. Returns 0."""
+        counts = {
+            strategy: {folder: _counts(folder, strategy) for folder in FOLDERS} for strategy in STRATEGIES
+        }
+        if self.json:
+            print_json(counts)
+            return 0
         table = Table(title="Lines of code (lines with docstrings, comments and blanks)")
         table.add_column("strategy")
         for folder in FOLDERS:
             table.add_column(folder, justify="right")
-        for strategy in STRATEGIES:
-            table.add_row(f"{strategy}.py", *(_cell(folder, strategy) for folder in FOLDERS))
+        for strategy, by_folder in counts.items():
+            cells = (f"{count['code']} ({count['lines']})" if count else "-" for count in by_folder.values())
+            table.add_row(f"{strategy}.py", *cells)
         results_console().print(table)
         return 0
 
@@ -57,12 +67,13 @@ def lines_of_code(source: str) -> int:
     return len(code - docstrings)
 
 
-def _cell(folder: str, strategy: str) -> str:
+def _counts(folder: str, strategy: str) -> dict[str, int] | None:
+    """Lines of code and all lines of one file; None if there is no such file."""
     path = _root() / folder / f"{strategy}.py"
     if not path.is_file():
-        return "-"
+        return None
     source = path.read_text(encoding="utf-8")
-    return f"{lines_of_code(source)} ({len(source.splitlines())})"
+    return {"code": lines_of_code(source), "lines": len(source.splitlines())}
 
 
 def _root() -> Path:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from compare.console import results_console
+from compare.console import print_json, results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.contract.schedule_checks import bubble_fraction, makespan, peak_in_flight, run
@@ -16,6 +16,16 @@ from compare.paths import PICTURES, check_output
 
 CHUNKS = 2
 MICROSECONDS = 1000  # of a Chrome trace for one forward
+
+
+class ScheduleCost(Struct, frozen=True, kw_only=True):
+    """What a schedule costs, in forwards of one microbatch through one rank."""
+
+    makespan: float
+    waiting: float
+    """The share of the ranks' time in which they wait."""
+    activations_held: list[int]
+    """The most at once, by rank."""
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -40,6 +50,8 @@ class Draw(Struct, frozen=True, kw_only=True):
     """Save a picture (.png, .svg, .pdf)."""
     trace: Path | None = None
     """Save a Chrome trace (.json): open it in Perfetto or chrome://tracing."""
+    json: bool = False
+    """Print one JSON object on stdout instead of a table."""
 
     def __call__(self, default: Experiment) -> int:
         """Draw them. Returns 0."""
@@ -61,7 +73,11 @@ class Draw(Struct, frozen=True, kw_only=True):
             )
             for name in names
         }
-        results_console().print(_table(schedules))
+        costs = {name: cost_of(schedule) for name, schedule in schedules.items()}
+        if self.json:
+            print_json(costs)
+        else:
+            results_console().print(_table(costs))
         if self.picture:
             from compare.report.timeline import save_timelines  # matplotlib takes seconds to import
 
@@ -97,11 +113,20 @@ def chrome_trace(schedules: dict[str, Schedule]) -> bytes:
     return msgspec.json.encode({"traceEvents": events})
 
 
-def _table(schedules: dict[str, Schedule]) -> Table:
+def cost_of(schedule: Schedule) -> ScheduleCost:
+    """Run a schedule on the clock."""
+    return ScheduleCost(
+        makespan=makespan(schedule),
+        waiting=bubble_fraction(schedule),
+        activations_held=[peak_in_flight(own) for own in schedule],
+    )
+
+
+def _table(costs: dict[str, ScheduleCost]) -> Table:
     table = Table(title="Pipeline schedules (times in forwards of one microbatch through one rank)")
     for column in ("schedule", "makespan", "waiting", "activations held, by rank"):
         table.add_column(column, justify="right" if column in ("makespan", "waiting") else "left")
-    for name, schedule in schedules.items():
-        held = ", ".join(str(peak_in_flight(own)) for own in schedule)
-        table.add_row(name, f"{makespan(schedule):g}", f"{bubble_fraction(schedule):.1%}", held)
+    for name, cost in costs.items():
+        held = ", ".join(str(count) for count in cost.activations_held)
+        table.add_row(name, f"{cost.makespan:g}", f"{cost.waiting:.1%}", held)
     return table
