@@ -1,6 +1,7 @@
 """Arguments that several commands share: an experiment with overrides, and how to run it."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from compare.contract.experiment import (
     revalidate,
 )
 from compare.contract.record import Platform
+from compare.dry_run import plan, show
 from compare.launch import Pythons
 from compare.pairing import Case, Settings, compare_cases, continue_cases
 from compare.paths import check_cache, check_python, default_cache
@@ -39,7 +41,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
-    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m) or a TOML file. Give it first."""
+    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, golden) or a TOML file. Give it first."""
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
@@ -62,6 +64,9 @@ class Spec(Struct, frozen=True, kw_only=True):
     """Python that runs jaxpar, if it lives in another environment."""
     torch_python: str = sys.executable
     """Python that runs torchpar, if it lives in another environment."""
+    dry_run: bool = False
+    """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
+    refused. Exit code 2 if it would be refused."""
     quiet: bool = False
     """No progress on stderr."""
     json: bool = False
@@ -128,11 +133,12 @@ class Spec(Struct, frozen=True, kw_only=True):
         run_dir: str = "",
         settings: Settings | None = None,
         needs_first: bool = True,
+        left_out: Mapping[str, str] | None = None,
     ) -> tuple[Comparison, Path]:
         """`compare_cases`, or `continue_cases` where --continue was given.
 
         Args:
-            name, experiment, cases, needs_first: as for `compare_cases`.
+            name, experiment, cases, needs_first, left_out: as for `compare_cases`.
             run_dir: folder of the results, or of those to go on with; --run_dir or --continue by default.
             settings: `self.settings()` by default.
         """
@@ -150,7 +156,25 @@ class Spec(Struct, frozen=True, kw_only=True):
             settings=settings,
             reporter=reporter,
             needs_first=needs_first,
+            left_out=left_out,
         )
+
+    def show_plan(
+        self, experiment: Experiment, cases: list[Case], left_out: dict[str, str] | None = None
+    ) -> int:
+        """What --dry_run prints. Returns the exit code: 0, or 2 if the command would be refused.
+
+        Raises:
+            ExperimentError: --continue beside it, bad settings or bad data.
+        """
+        if self.continue_:
+            raise ExperimentError(
+                f"--dry_run is for a new run, and --continue {self.continue_} goes on with an old one: give "
+                f"one of them"
+            )
+        self.settings()
+        planned = plan(experiment, cases, platform=self.platform, left_out=left_out or {})
+        return show(planned, as_json=self.json)
 
     def require_nothing_else(self, default: Experiment, **given: object) -> None:
         """Refuse what --continue would ignore.

@@ -5,7 +5,9 @@ Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage
 """
 
 import errno
+import importlib.metadata
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +40,8 @@ _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 DESCRIPTION = """Sharded training in JAX and in PyTorch, side by side: proven equal, measured, explained.
 
-Begin with `shardpair run` (a minute), then `shardpair run --help` for everything you can override."""
+Begin with `shardpair run` (a minute), then `shardpair run --help` for everything you can override.
+`shardpair list` names what there is; `shardpair --version` says what this is."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         _require_utf8(arguments)
+        if arguments[:1] == ["--version"]:
+            print(version_line())
+            return 0
         return _dispatch(arguments)
     except (ExperimentError, RecordError) as error:
         say(error)
@@ -73,6 +79,21 @@ def main(arguments: list[str] | None = None) -> int:
     except MemoryError:
         say("out of memory: make the model or the batch smaller")
         return 1
+
+
+def version_line() -> str:
+    """This package's version, and those of Python and the frameworks beside it, without importing these."""
+    found = {"shardpair": _version_of("shardpair"), "python": platform.python_version()}
+    found |= {package: _version_of(package) for package in ("jax", "torch", "numpy")}
+    ours, *others = (f"{package} {version}" for package, version in found.items())
+    return f"{ours} ({', '.join(others)})"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _require_utf8(arguments: list[str]) -> None:

@@ -46,6 +46,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Of Python and the packages that ran every finished case."""
     failures: dict[str, str] = {}
     """Cases that did not finish: why, by name."""
+    left_out: dict[str, str] = {}
+    """Engines that nobody named and that cannot express the layout: why, by name."""
     device_kind: str = ""
     """The reference's device, as its framework names it."""
 
@@ -72,8 +74,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
         if not self.is_complete:
             return f"INCOMPLETE: {self._what_agrees()}{self._what_is_missing()}"
         if not self.verdicts:
-            return f"{self.cases[0]} ran alone: there was nothing to compare it with"
-        return f"PASS: {self._what_agrees()}"
+            return f"{self.cases[0]} ran alone: there was nothing to compare it with{self._left_out()}"
+        return f"PASS: {self._what_agrees()}{self._left_out()}"
 
     def _what_agrees(self) -> str:
         if not self.cases:
@@ -94,7 +96,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
     def _what_is_missing(self) -> str:
         failed = [f"{name} did not finish ({why})" for name, why in self.failures.items()]
         waiting = [f"{', '.join(self.not_run)} did not run"] if self.not_run else []
-        return "".join(f"; {part}" for part in [*failed, *waiting])
+        return "".join(f"; {part}" for part in [*failed, *waiting]) + self._left_out()
+
+    def _left_out(self) -> str:
+        return "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
 
 
 def how_to_go_on(comparison: Comparison, folder: Path) -> str:

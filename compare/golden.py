@@ -46,6 +46,8 @@ class Held(Struct, frozen=True, kw_only=True):
     verdicts: list[Verdict]
     failures: dict[str, str] = msgspec.field(default_factory=dict)
     """Engines that did not finish: why, by name."""
+    left_out: dict[str, str] = {}
+    """Engines that nobody named and that cannot express the layout: why, by name."""
 
     @property
     def passed(self) -> bool:
@@ -65,7 +67,8 @@ class Held(Struct, frozen=True, kw_only=True):
         names = ", ".join(verdict.candidate for verdict in self.verdicts)
         worst = max(rung.error for verdict in self.verdicts for rung in verdict.rungs)
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        return f"PASS: {names}: equal to {REFERENCE} on {rungs} rungs; worst error {worst:.1e}"
+        left_out = "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
+        return f"PASS: {names}: equal to {REFERENCE} on {rungs} rungs; worst error {worst:.1e}{left_out}"
 
 
 def sha256(path: Path) -> str:
@@ -92,7 +95,13 @@ def read_golden(folder: Path = FOLDER) -> tuple[Record, Provenance]:
 
 
 def hold(
-    experiment: Experiment, engines: list[str], *, run_dir: str, settings: Settings, reporter: Reporter
+    experiment: Experiment,
+    engines: list[str],
+    *,
+    run_dir: str,
+    settings: Settings,
+    reporter: Reporter,
+    left_out: dict[str, str] | None = None,
 ) -> tuple[Held, Path]:
     """Train the golden experiment with each engine, and hold each record against nanoGPT's.
 
@@ -102,6 +111,7 @@ def hold(
         run_dir: folder of the results, which must not exist; '' names one.
         settings: how to run.
         reporter: told of the progress.
+        left_out: engines that are not held because they cannot express the layout, and why.
 
     Returns:
         The outcome, and the folder that it and the records are saved in.
@@ -123,7 +133,13 @@ def hold(
             reporter.failed(error)
             continue
         verdicts.append(climb(golden, record, reference_name=REFERENCE, name=engine))
-    held = Held(experiment=experiment, provenance=provenance, verdicts=verdicts, failures=failures)
+    held = Held(
+        experiment=experiment,
+        provenance=provenance,
+        verdicts=verdicts,
+        failures=failures,
+        left_out=left_out or {},
+    )
     write_json(prepared.folder / OUTCOME, held)
     return held, prepared.folder
 

@@ -65,13 +65,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def engine_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
-    """One case for each engine under the experiment's own layout.
-
-    Raises:
-        ExperimentError: an engine cannot do what the layout asks of it.
-    """
-    for engine in engines:
-        ENGINES[engine].gradient_sync_for(experiment.layout)
+    """One case for each engine under the experiment's own layout."""
     return [Case(name=engine, engine=engine, experiment=experiment) for engine in engines]
 
 
@@ -109,6 +103,7 @@ def compare_cases(
     settings: Settings,
     reporter: Reporter,
     needs_first: bool = True,
+    left_out: Mapping[str, str] | None = None,
 ) -> tuple[Comparison, Path]:
     """Run every case, hold each against the first, and save the outcome after each.
 
@@ -123,6 +118,7 @@ def compare_cases(
         settings: how to run.
         reporter: told of the progress.
         needs_first: the first case is the only possible reference: nothing runs on without it.
+        left_out: engines that are no case because they cannot be one, and why; the outcome says so.
 
     Returns:
         The outcome, and the folder it is saved in.
@@ -161,6 +157,7 @@ def _planned(
         git_commit=commit,
         git_dirty=dirty,
         requests=requests,
+        left_out=dict(left_out or {}),
     )
 
 

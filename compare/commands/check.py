@@ -29,6 +29,8 @@ class Check(Spec, frozen=True, kw_only=True):
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
         cases = ladder_cases(experiment, chosen_engines(self.engines), self.devices)
+        if self.dry_run:
+            return self.show_plan(experiment, cases)
         comparison, _ = self.compare(
             f"check-{self.devices}",
             experiment,

@@ -50,6 +50,8 @@ class Faults(Spec, frozen=True, kw_only=True):
                 f"layout of their own: leave it out"
             )
         cases = fault_cases(experiment, engines, names=list(self.names), devices=devices)
+        if self.dry_run:
+            return self.show_plan(experiment, cases)
         comparison, _ = self.compare("faults", experiment, cases)
         print_faults(comparison, as_json=self.json)
         return 0 if caught_as_expected(comparison) else 1
@@ -66,6 +68,8 @@ class Faults(Spec, frozen=True, kw_only=True):
         sharded = spread(experiment, "ddp", devices)
         cases = [Case(name=n, engine=e, experiment=sharded) for n, e in zip(PAIR, engines, strict=False)]
         cases.append(Case(name=SINGLE, engine=engines[1], experiment=spread(experiment, "single")))
+        if self.dry_run:
+            return self.show_plan(experiment, cases)
         comparison, folder = self.compare("faults", experiment, cases)
         if not comparison.is_complete:
             raise ExperimentError(comparison.sentence())

@@ -6,21 +6,21 @@ import msgspec
 import tyro
 from rich.table import Table
 
-from compare.arguments import EngineName, Spec, chosen_engines
 from compare.console import print_json, results_console
 from compare.contract.experiment import Data, Experiment, Model, Optimizer, Precision, Train, revalidate
 from compare.golden import EXPERIMENT, REFERENCE, Held, hold
 from compare.numerics import RUNGS
 from compare.outcome import rung_cell
-from compare.presets import apply_preset
+from compare.pairing import engine_cases
 from compare.progress import Reporter
+from compare.spread import Spread
 
 T = TypeVar("T")
 Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """A field that no flag sets: nanoGPT ran what it ran."""
 
 
-class Golden(Spec, frozen=True, kw_only=True):
+class Golden(Spread, frozen=True, kw_only=True):
     """Hold every engine to what nanoGPT's own train.py computed: 30 steps in float64, to 1e-10.
 
     Engines that agree may all be wrong in the same way; this shows it. The experiment is the one that nanoGPT
@@ -38,22 +38,18 @@ class Golden(Spec, frozen=True, kw_only=True):
     train: Hidden[Train] = Train()
     precision: Hidden[Precision] = Precision()
     continue_: Hidden[str] = ""
-    engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all four."""
-    preset: str = ""
-    """A layout by name, as for `shardpair run`. Default: one device."""
-    devices: int = 4
-    """How many devices --preset spreads over."""
 
     def __call__(self, default: Experiment) -> int:
         """Train and compare. Returns the exit code: 0 if every engine computes what nanoGPT did, else 1."""
-        layout = self.layout
-        if self.preset:
-            layout = apply_preset(layout, preset=self.preset, devices=self.devices, default=default.layout)
-        experiment = revalidate(msgspec.structs.replace(default, layout=layout))
+        experiment = self.laid_out(msgspec.structs.replace(default, layout=self.layout), default)
+        experiment = revalidate(experiment)
+        engines, left_out = self.fitting(experiment)
+        if self.dry_run:
+            return self.show_plan(experiment, engine_cases(experiment, engines), left_out)
         held, _ = hold(
             experiment,
-            chosen_engines(self.engines),
+            engines,
+            left_out=left_out,
             run_dir=self.run_dir,
             settings=self.settings(),
             reporter=Reporter(quiet=self.quiet),

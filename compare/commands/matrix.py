@@ -1,8 +1,10 @@
 """`shardpair matrix`: every engine under every layout against one unsharded device."""
 
 from collections import ChainMap
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -51,6 +53,10 @@ class Matrix(Spec, frozen=True, kw_only=True):
         check_output("--output", self.output)
         self.require_nothing_else(default)
         plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in studies}
+        _, blank = next(iter(plans.values()))
+        if self.dry_run:
+            cases = {name: cases for name, (cases, _) in plans.items()}
+            return self._show_plan(experiment, cases, blank.values())
         if self.results:
             comparisons = {name: self._finished(self.results / name) for name in studies}
         else:
@@ -59,7 +65,6 @@ class Matrix(Spec, frozen=True, kw_only=True):
                 name: self._trained(folder / name, study(experiment, name), cases)
                 for name, (cases, _) in plans.items()
             }
-        _, blank = next(iter(plans.values()))
         cells = fill(blank, {name: (plans[name][0], comparisons[name]) for name in studies})
         trained = next(iter(comparisons.values())).experiment.train.max_iters
         steps = min(LATER_STEP, trained)
@@ -68,6 +73,16 @@ class Matrix(Spec, frozen=True, kw_only=True):
             write_atomically(self.output, page.encode())
         print_matrix(cells, studies, steps=steps, as_json=self.json)
         return 0 if all(cell.passed for cell in cells) else 1
+
+    def _show_plan(self, experiment: Experiment, cases: dict[str, list[Case]], cells: Iterable[Cell]) -> int:
+        """Every study's cases, and the cells that cannot be."""
+        everything = [
+            msgspec.structs.replace(case, name=f"{name}: {case.name}")
+            for name, of_study in cases.items()
+            for case in of_study
+        ]
+        left_out = {f"{cell.engine}.{cell.layout}": cell.refusal for cell in cells if cell.refusal}
+        return self.show_plan(experiment, everything, left_out)
 
     def _folder(self) -> Path:
         """The folder of all studies: one of its own, so that --continue finds them together."""

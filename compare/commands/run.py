@@ -1,18 +1,18 @@
 """`shardpair run`: train one experiment with several engines, compare, measure, report."""
 
+from pathlib import Path
+
 import msgspec
 
-from compare.arguments import EngineName, Spec, chosen_engines
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.comparison import Comparison
+from compare.contract.experiment import Experiment
 from compare.outcome import print_outcome
-from compare.pairing import engine_cases
-from compare.presets import apply_preset
-from compare.report.render import write_report
-
-DEVICES = 4
+from compare.pairing import Case, engine_cases
+from compare.report.render import PAGE, write_report
+from compare.spread import Spread
 
 
-class Run(Spec, frozen=True, kw_only=True):
+class Run(Spread, frozen=True, kw_only=True):
     """Train one experiment with each engine, hold the results against each other, and write a report.
 
     Try:
@@ -23,39 +23,42 @@ class Run(Spec, frozen=True, kw_only=True):
       shardpair run --continue runs/demo-20260101-120000
     """
 
-    engines: tuple[EngineName, ...] = ()
-    """Which engines, the first being what the others are held against. Default: all four."""
-    preset: str = ""
-    """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
-    hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp, pp, pp_gpipe, pp_interleaved, pp_zero_bubble,
-    ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp."""
-    devices: int | None = None
-    """How many devices --preset spreads over. Default: 4."""
     ladder: bool = True
     """Compare gradients, weights and moments, at any size; --no-ladder compares losses and norms alone."""
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if all engines agree, else 1."""
-        experiment = self.resolved()
-        if self.devices is not None and not self.preset:
-            raise ExperimentError(
-                f"--devices {self.devices} without --preset has no effect: say how they are used, with "
-                f"--preset or with the layout's degrees, such as --layout.dp_replicate {self.devices}"
-            )
-        if self.preset:
-            devices = DEVICES if self.devices is None else self.devices
-            layout = apply_preset(
-                experiment.layout, preset=self.preset, devices=devices, default=default.layout
-            )
-            experiment = revalidate(msgspec.structs.replace(experiment, layout=layout))
-        self.require_nothing_else(default, engines=self.engines, preset=self.preset)
+        if self.dry_run:
+            experiment, cases, left_out = self._planned(default)
+            return self.show_plan(experiment, cases, left_out)
+        comparison, folder = self.outcome(default)
+        print_outcome(comparison, folder / PAGE, as_json=self.json)
+        return 0 if comparison.passed else 1
+
+    def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
+        """Train, compare, and write the report; nothing is printed on stdout.
+
+        Args:
+            default: the experiment before the user's overrides.
+
+        Returns:
+            The comparison, and its folder.
+        """
+        experiment, cases, left_out = self._planned(default)
         comparison, folder = self.compare(
             self.experiment,
             experiment,
-            engine_cases(experiment, chosen_engines(self.engines)),
+            cases,
             settings=msgspec.structs.replace(self.settings(), ladder=self.ladder),
             needs_first=False,
+            left_out=left_out,
         )
-        page = write_report(folder)
-        print_outcome(comparison, page, as_json=self.json)
-        return 0 if comparison.passed else 1
+        write_report(folder)
+        return comparison, folder
+
+    def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
+        """The experiment under its layout, its cases, and the engines that are none."""
+        experiment = self.laid_out(self.resolved(), default)
+        self.require_nothing_else(default, engines=self.engines, preset=self.preset)
+        engines, left_out = self.fitting(experiment)
+        return experiment, engine_cases(experiment, engines), left_out

@@ -1,0 +1,32 @@
+"""Which engines can express a layout; those that cannot are named, with the reason."""
+
+from collections.abc import Sequence
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import ExperimentError, Layout
+
+
+def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[list[str], dict[str, str]]:
+    """Choose the engines that a layout fits.
+
+    Args:
+        engines: names in ENGINES.
+        layout: what they should do.
+        platform: cpu or gpu.
+
+    Returns:
+        Those that can, in their order; and why the others cannot, by name.
+
+    Raises:
+        ExperimentError: none can.
+    """
+    left_out = {}
+    for name in engines:
+        try:
+            ENGINES[name].require(layout, platform=platform)
+        except ExperimentError as error:
+            left_out[name] = str(error)
+    able = [name for name in engines if name not in left_out]
+    if not able:
+        raise ExperimentError(f"no engine can do this: {'; '.join(dict.fromkeys(left_out.values()))}")
+    return able, left_out
