@@ -50,7 +50,10 @@ def files(tmp_path, monkeypatch):
         ("check --devices 3", "train.batch_size = 8 is not divisible by layout.dp_replicate = 3"),
         ("check --devices 0", "--devices 0 must be at least 1"),
         ("run --layout.dp_replicate 128 --train.batch_size 128", "the layout needs 128 devices"),
-        ("run --layout.gradient_sync overlapped", "jax-manual offers naive, flat, bucketed"),
+        (
+            "run --layout.gradient_sync overlapped --engines jax-manual",
+            "jax-manual offers naive, flat, bucketed",
+        ),
         ("run --model.dropout 0.2", "model.dropout = 0.2 must be 0"),
         ("run --preset nosuch", "--preset nosuch: no such preset"),
         ("run --preset ddp --devices 4 --layout.dp_replicate 8", "contradicts --preset ddp --devices 4"),
@@ -77,7 +80,10 @@ def files(tmp_path, monkeypatch):
         ("matrix --engines jax-compiler --layouts pp_zero_bubble", "no cell is left: layout.schedule"),
         ("run check --preset tp --devices 4 --model.vocab_size 5", "leaves a rank nothing of model.vocab"),
         ("run --preset tp --devices 3", "layout.tp = 3 does not divide model.n_head = 4"),
-        ("run check --layout.pp 2 --layout.microbatches 2 --layout.schedule zero_bubble", "jax-compiler has"),
+        (
+            "run check --engines jax-compiler --layout.pp 2 --layout.schedule zero_bubble",
+            "jax-compiler has",
+        ),
         ("schedule --picture missing/s.png", "there is no folder missing"),
         ("schedule --trace missing/s.json", "there is no folder missing"),
         ("schedule --names interleaved --microbatches 6", "microbatches = 6 are not divisible by stages = 4"),

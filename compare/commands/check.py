@@ -1,9 +1,12 @@
 """`shardpair check`: every engine, on one device and on each rung of its ladder, against one reference."""
 
+from pathlib import Path
+
 from compare.arguments import EngineName, Spec, chosen_engines
+from compare.comparison import Comparison
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.outcome import print_check
-from compare.pairing import ladder_cases
+from compare.pairing import Case, ladder_cases
 
 
 class Check(Spec, frozen=True, kw_only=True):
@@ -24,17 +27,27 @@ class Check(Spec, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Check. Returns the exit code: 0 if every rung of every case holds, else 1."""
+        if self.dry_run:
+            return self.show_plan(*self._planned(default))
+        comparison, _ = self.outcome(default)
+        print_check(comparison, as_json=self.json)
+        return 0 if comparison.passed else 1
+
+    def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
+        """Train and compare; nothing is printed on stdout.
+
+        Args:
+            default: the experiment before the user's overrides.
+
+        Returns:
+            The comparison, and its folder.
+        """
+        experiment, cases = self._planned(default)
+        return self.compare(f"check-{self.devices}", experiment, cases)
+
+    def _planned(self, default: Experiment) -> tuple[Experiment, list[Case]]:
         self.refuse_layout(default, "check has layouts of its own")
         experiment = self.resolved()
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
-        cases = ladder_cases(experiment, chosen_engines(self.engines), self.devices)
-        if self.dry_run:
-            return self.show_plan(experiment, cases)
-        comparison, _ = self.compare(
-            f"check-{self.devices}",
-            experiment,
-            cases,
-        )
-        print_check(comparison, as_json=self.json)
-        return 0 if comparison.passed else 1
+        return experiment, ladder_cases(experiment, chosen_engines(self.engines), self.devices)
