@@ -14,6 +14,7 @@ from compare.commands.doctor import SideReport
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import named_experiments
 from compare.faults import FAULTS
+from compare.harness_faults import HARNESS_FAULTS
 from compare.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +24,7 @@ def test_list_names_everything_a_line_each(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first_words = [line.split()[0] for line in lines if line.strip()]
-    for name in (*named_experiments(), *PRESETS, *FAULTS, *ENGINES):
+    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *ENGINES):
         assert first_words.count(name) == 1, name
     assert all(len(line) <= 160 for line in lines)
 
@@ -31,7 +32,13 @@ def test_list_names_everything_a_line_each(capsys):
 def test_list_as_json(capsys):
     assert main(["list", "--json"]) == 0
     everything = json.loads(capsys.readouterr().out)
-    known = {"experiments": named_experiments(), "presets": PRESETS, "faults": FAULTS, "engines": ENGINES}
+    known = {
+        "experiments": named_experiments(),
+        "presets": PRESETS,
+        "faults": FAULTS,
+        "harness_faults": HARNESS_FAULTS,
+        "engines": ENGINES,
+    }
     assert {kind: [entry["name"] for entry in entries] for kind, entries in everything.items()} == {
         kind: list(names) for kind, names in known.items()
     }

@@ -12,6 +12,7 @@ from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, Layout, load, named_experiments
 from compare.contract.parameters import parameter_count
 from compare.faults import FAULTS
+from compare.harness_faults import HARNESS_FAULTS
 from compare.presets import PRESETS, preset_layout
 
 
@@ -41,6 +42,7 @@ class List(Struct, frozen=True, kw_only=True):
             "experiments": experiments(),
             "presets": presets(),
             "faults": faults(),
+            "harness_faults": harness_faults(),
             "engines": engines(),
         }
         if self.json:
@@ -87,6 +89,14 @@ def faults() -> list[Entry]:
     ]
 
 
+def harness_faults() -> list[Entry]:
+    """Records that are not what was asked for (`shardpair faults --harness`), with the rung that says so."""
+    return [
+        Entry(name=fault.name, story=fault.description, facts={"caught_at": fault.rung})
+        for fault in HARNESS_FAULTS.values()
+    ]
+
+
 def engines() -> list[Entry]:
     """The engines, with the pipeline schedules that each has."""
     return [
@@ -108,7 +118,7 @@ def _story(path: Path) -> str:
 def _table(kind: str, entries: list[Entry]) -> Table:
     facts = list(entries[0].facts)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(kind, no_wrap=True)
+    table.add_column(kind.replace("_", " "), no_wrap=True)
     for fact in facts:
         numbers = isinstance(entries[0].facts[fact], int)
         table.add_column(fact.replace("_", " "), justify="right" if numbers else "left", no_wrap=True)
