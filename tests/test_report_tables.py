@@ -126,12 +126,12 @@ def test_ledgers_stand_side_by_side(tmp_path, tiny):
     table = ledger_table(["a", "b"], [record.ledger, other.ledger], [cost_of(record), cost_of(other)])
     rows = {(row.head.text, row.head.note): [cell.text for cell in row.cells] for row in table.rows}
     nothing = [tables.NONE] * 3
-    assert rows == {
-        ("all_reduce over dp_replicate", ""): ["2", "4 kB", "6 kB"] * 2,
-        ("all_reduce over dp_replicate", "loss"): ["1", "4 B", "6 B", *nothing],
-        ("all_gather over tp", ""): [*nothing, "3", "3 kB", "1.5 kB"],
-        ("all", ""): ["3", "4 kB", "6.01 kB", "5", "7 kB", "7.5 kB"],
-    }
+    assert list(rows.items()) == [
+        (("all_reduce over dp_replicate", ""), ["2", "4 kB", "6 kB"] * 2),
+        (("all_reduce over dp_replicate", "loss"), ["1", "4 B", "6 B", *nothing]),
+        (("all_gather over tp", ""), [*nothing, "3", "3 kB", "1.5 kB"]),
+        (("all", ""), ["3", "4 kB", "6.01 kB", "5", "7 kB", "7.5 kB"]),
+    ]
 
 
 def test_a_table_of_many_cases_stands_upright():
