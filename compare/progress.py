@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from compare.console import messages_console
+from compare.console import coloured, messages_console
 from compare.contract.record import Request, Step
 from compare.launch import EngineError
 from compare.pace import Cadence, Pace
@@ -71,7 +71,7 @@ class Reporter:
 
     def _say(self, text: str, *, style: str = "") -> None:
         with contextlib.suppress(OSError):  # stderr is full or gone: no reason to lose a run
-            self.console.print(Text(text, style=style), soft_wrap=True)
+            self.console.print(coloured(text, style), soft_wrap=True)
 
     def _bar(self) -> Live:
         spinner = Spinner("dots")
@@ -114,6 +114,6 @@ def _drawn(pace: Pace, spinner: Spinner, now: float) -> Group:
     row = Table.grid(padding=(0, 1))
     for _ in range(4):
         row.add_column(no_wrap=True, overflow="ellipsis")
-    row.add_row(spinner, Text(pace.place()), bar, Text(pace.doing()))
+    row.add_row(spinner, coloured(pace.place(), ""), bar, Text(pace.doing()))
     figures = Text(f"  {pace.figures(now)}", style="dim", no_wrap=True, overflow="ellipsis")
     return Group(row, figures)

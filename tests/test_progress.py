@@ -124,6 +124,9 @@ def test_a_pipe_reads_lines(tmp_path, requests, capsys):
     with contextlib.suppress(EngineError), reporter.engine(":smile:") as on_step:
         on_step(step(0))
         raise EngineError("no luck [/y]", exit_code=1)
+    log = tmp_path / "log.txt"
+    log.write_text("the screen \x1b[2J is not cleared\n")
+    reporter.failed(EngineError("no luck", exit_code=1, log=log))
     reporter.failed(EngineError(f"no luck {'long ' * 40}[/y]", exit_code=1))
     out, err = capsys.readouterr()
     assert out == ""
@@ -132,6 +135,7 @@ def test_a_pipe_reads_lines(tmp_path, requests, capsys):
     assert "case 2 of 2: :smile:: stopped after 1 step of 100 in 0.0 s" in err
     assert err.splitlines()[-1].endswith("long [/y]")  # not cut, not folded, and no markup
     assert "\x1b" not in err
+    assert "the screen \\x1b[2J is not cleared" in err
 
 
 def test_an_engine_without_steps_is_spoken_of(tmp_path, requests, capsys, monkeypatch):
