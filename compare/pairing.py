@@ -135,6 +135,7 @@ def compare_cases(
     folder = create_run_dir(name, run_dir)
     with lock_folder(folder):
         planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
+        planned = msgspec.structs.replace(planned, left_out=dict(left_out or {}))
         done = _run(planned, {}, folder, settings=settings, reporter=reporter, needs_first=needs_first)
     return done, folder
 
@@ -157,7 +158,6 @@ def _planned(
         git_commit=commit,
         git_dirty=dirty,
         requests=requests,
-        left_out=dict(left_out or {}),
     )
 
 
