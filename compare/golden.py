@@ -124,10 +124,14 @@ def hold(
     for engine in engines:
         ENGINES[engine].require(experiment.layout, platform=settings.platform)
     prepared = prepare(experiment, create_run_dir(EXPERIMENT, run_dir))
+    requests = {engine: _request(engine, prepared, settings) for engine in engines}
+    reporter.start(requests, prepared.folder)
     verdicts, failures = [], {}
-    for engine in engines:
+    for engine, request in requests.items():
         try:
-            record = _train(engine, prepared, settings, reporter)
+            with reporter.engine(engine) as on_step:
+                folder = prepared.folder / engine
+                record = launch(request, folder, pythons=settings.pythons, on_step=on_step)
         except EngineError as error:
             failures[engine] = str(error)
             reporter.failed(error)
@@ -144,17 +148,14 @@ def hold(
     return held, prepared.folder
 
 
-def _train(engine: str, prepared: Prepared, settings: Settings, reporter: Reporter) -> Record:
-    steps = prepared.experiment.train.max_iters
-    request = Request(
+def _request(engine: str, prepared: Prepared, settings: Settings) -> Request:
+    return Request(
         engine=engine,
         experiment=prepared.experiment,
         platform=settings.platform,
         ladder=True,
-        later_step=steps,  # nanoGPT's weights are kept after its last step
+        later_step=prepared.experiment.train.max_iters,  # nanoGPT's weights are kept after its last step
         corpus_sha256=prepared.corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,
     )
-    with reporter.engine(engine, steps) as on_step:
-        return launch(request, prepared.folder / engine, pythons=settings.pythons, on_step=on_step)

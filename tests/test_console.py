@@ -68,7 +68,7 @@ def test_no_string_is_written_as_markup():
     styles = re.compile(r"^/?(bold|dim|italic|red|green|yellow|blue|cyan|magenta|link)?( |$|\])")
     for path in SOURCES:
         for line, text in literals(path):
-            tags = [tag for tag in RE_TAGS.findall(text) if styles.match(tag[1])]
+            tags = [tag for tag in RE_TAGS.findall(text) if styles.match(tag[2])]
             assert not tags, f"{path}:{line}: {tags}"
 
 
