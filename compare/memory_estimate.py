@@ -8,7 +8,7 @@
     logits         of a microbatch, and their gradient: 2 bsV / t numbers
 
 Sources: Korthikanti et al. (arXiv 2205.05198), without dropout, whose masks we do not have; our schedules.
-Fused attention keeps no abs^2, and a compiler may recompute more: this is an upper estimate of activations.
+An estimate: fused attention keeps no abs^2, a compiler may recompute, and buffers of a moment are not in it.
 """
 
 from msgspec import Struct
