@@ -61,8 +61,9 @@ def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
         "import subprocess, sys, time; from pathlib import Path;"
         "from compare.contract.run_lock import lock_folder\n"
         "with lock_folder(Path(sys.argv[1])):\n"
-        "    subprocess.Popen(['sleep', '1000'], stdout=subprocess.DEVNULL); print('held', flush=True)\n"
-        "    time.sleep(1000)"
+        "    quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
+        "    subprocess.Popen(['sleep', '1000'], **quiet)\n"
+        "    print('held', flush=True); time.sleep(1000)"
     )
     holder = processes.start([sys.executable, "-c", script, str(tmp_path)])
     assert holder.stdout is not None

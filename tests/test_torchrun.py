@@ -59,14 +59,14 @@ def be_rank(number: int, port: int, folder: Path) -> int:
 
     variables = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    train_step = train.train_step
+    backward = train.backward
 
-    def fail(run, recorder, step: int) -> None:
-        if number == 1 and step == 3:
+    def fail(run, share) -> None:
+        if number == 1 and run.rank.position.step == 3:
             raise ValueError("a bad batch")
-        train_step(run, recorder, step)
+        backward(run, share)
 
-    train.train_step = fail
+    train.backward = fail
     sys.argv = ["torchpar", str(folder)]
     return main()
 
