@@ -8,6 +8,7 @@ import select
 import threading
 
 import pytest
+from processes import PATIENCE_S
 from records import make_record, make_request, make_steps
 from rich.console import Console
 from rich.spinner import Spinner
@@ -145,7 +146,7 @@ def test_an_engine_without_steps_is_spoken_of(tmp_path, requests, capsys, monkey
     reporter = Reporter()
     reporter.start(requests, tmp_path)
     with reporter.engine("jax-manual"):
-        assert said.wait(timeout=30)
+        assert said.wait(timeout=PATIENCE_S)
     assert "engine 1 of 3: jax-manual: starting, 0.0 s so far" in capsys.readouterr().err
     assert not [thread for thread in threading.enumerate() if "talk" in thread.name]
 

@@ -3,10 +3,10 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 from compare import standard_output
@@ -66,9 +66,7 @@ main()
 @pytest.mark.parametrize("module", ["compare.cli", "numpy._core._multiarray_umath", "tyro"])
 def test_ctrl_c_while_modules_are_imported(module):
     code = INTERRUPTED_IMPORT.format(module=module)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = processes.run([sys.executable, "-c", code])
     assert (done.returncode, done.stderr) == (130, "shardpair: interrupted\n")
 
 
