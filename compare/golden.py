@@ -14,7 +14,9 @@ from msgspec import Struct
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.record import Record, RecordError, Request, read_own_json, read_record, write_json
+from compare.contract.run_lock import lock_folder
 from compare.launch import EngineError, EnvironmentMissing, Prepared, launch, prepare, require_devices
+from compare.memory_estimate import require_memory
 from compare.numerics import Verdict, climb
 from compare.pairing import Settings
 from compare.paths import create_run_dir
@@ -123,29 +125,31 @@ def hold(
     require_devices(experiment, settings.platform)
     for engine in engines:
         ENGINES[engine].require(experiment.layout, platform=settings.platform)
-    prepared = prepare(experiment, create_run_dir(EXPERIMENT, run_dir))
-    requests = {engine: _request(engine, prepared, settings) for engine in engines}
-    reporter.start(requests, prepared.folder)
-    verdicts, failures = [], {}
-    for engine, request in requests.items():
-        try:
-            with reporter.engine(engine) as on_step:
-                folder = prepared.folder / engine
-                record = launch(request, folder, pythons=settings.pythons, on_step=on_step)
-        except EngineError as error:
-            failures[engine] = str(error)
-            reporter.failed(error)
-            continue
-        verdicts.append(climb(golden, record, reference_name=REFERENCE, name=engine))
-    held = Held(
-        experiment=experiment,
-        provenance=provenance,
-        verdicts=verdicts,
-        failures=failures,
-        left_out=left_out or {},
-    )
-    write_json(prepared.folder / OUTCOME, held)
-    return held, prepared.folder
+        require_memory(engine, experiment, platform=settings.platform)
+    folder = create_run_dir(EXPERIMENT, run_dir)
+    with lock_folder(folder):
+        prepared = prepare(experiment, folder)
+        requests = {engine: _request(engine, prepared, settings) for engine in engines}
+        reporter.start(requests, folder)
+        verdicts, failures = [], {}
+        for engine, request in requests.items():
+            try:
+                with reporter.engine(engine) as on_step:
+                    record = launch(request, folder / engine, pythons=settings.pythons, on_step=on_step)
+                verdicts.append(climb(golden, record, reference_name=REFERENCE, name=engine))
+            except (EngineError, RecordError) as error:
+                failures[engine] = str(error)
+                if isinstance(error, EngineError):
+                    reporter.failed(error)
+        held = Held(
+            experiment=experiment,
+            provenance=provenance,
+            verdicts=verdicts,
+            failures=failures,
+            left_out=left_out or {},
+        )
+        write_json(folder / OUTCOME, held)
+    return held, folder
 
 
 def _request(engine: str, prepared: Prepared, settings: Settings) -> Request:
