@@ -94,7 +94,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return f"{others} {agree} with {self.cases[0]} on {rungs} rungs"
 
     def _what_is_missing(self) -> str:
-        failed = [f"{name} did not finish ({why})" for name, why in self.failures.items()]
+        failed = [
+            why if why.startswith(f"{name} ") else f"{name} did not finish ({why})"
+            for name, why in self.failures.items()
+        ]
         waiting = [f"{', '.join(self.not_run)} did not run"] if self.not_run else []
         return "".join(f"; {part}" for part in [*failed, *waiting]) + self._left_out()
 

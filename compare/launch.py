@@ -226,7 +226,8 @@ def _failed(engine: str, why: str, folder: Path, *, exit_code: int) -> EngineErr
     if not failure or failure.message != why:
         with contextlib.suppress(OSError):  # the disk may be full
             files.write_failure(folder, Failure(message=why))
-    return EngineError(f"{engine}: {why}", exit_code=exit_code, log=folder / LOG)
+    message = why if why.startswith(f"{engine} ") else f"{engine}: {why}"
+    return EngineError(message, exit_code=exit_code, log=folder / LOG)
 
 
 def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:

@@ -12,7 +12,7 @@ from compare.console import coloured, print_json, results_console
 from compare.costs import Cost
 from compare.faults import planted
 from compare.numerics import RUNGS, Verdict
-from compare.units import human_bytes
+from compare.units import error_text, human_bytes
 
 
 def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
@@ -53,7 +53,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
     for rung in ("gradients", "later_weights"):
         errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in comparison.verdicts}
         worst = max(errors, key=errors.__getitem__)
-        console.print(f"worst of {rung}: {errors[worst]:.1e} ({worst})")
+        console.print(f"worst of {rung}: {error_text(errors[worst])} ({worst})")
 
 
 def print_faults(comparison: Comparison, *, as_json: bool) -> None:
@@ -71,7 +71,7 @@ def print_faults(comparison: Comparison, *, as_json: bool) -> None:
         failure = verdict.failure
         right = failure is not None and failure.rung == fault.rung
         wrong += not right
-        found = (failure.rung, failure.worst, f"{failure.error:.1e}") if failure else ("nothing", "", "")
+        found = (failure.rung, failure.worst, error_text(failure.error)) if failure else ("nothing", "", "")
         table.add_row(
             fault.name,
             engine,
@@ -146,7 +146,7 @@ def rung_cell(verdict: Verdict, rung: str) -> str | Text:
     result = next((result for result in verdict.rungs if result.rung == rung), None)
     if result is None:
         return "-"
-    text = "exact" if result.error == 0 else f"{result.error:.1e}"
+    text = error_text(result.error)
     return text if result.passed else coloured(text, "red")
 
 

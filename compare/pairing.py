@@ -227,12 +227,18 @@ def _run(
         if failures and needs_first and not records:
             break
     if not records:
-        raise next(iter(failures.values()))
+        raise _all_of(list(failures.values()))
     return comparison
 
 
 def _unreadable(name: str, error: RecordError) -> EngineError:
     return EngineError(f"{name}: it left a record that cannot be read: {error}", exit_code=1)
+
+
+def _all_of(errors: list[EngineError]) -> EngineError:
+    """Every failure in one line, with the first one's exit code."""
+    said = "; ".join(str(error) for error in errors)
+    return EngineError(said, exit_code=errors[0].exit_code, log=errors[0].log)
 
 
 def _interrupted(comparison: Comparison, folder: Path) -> str:

@@ -1,5 +1,7 @@
 """Numbers as people read them."""
 
+import math
+
 
 def human_bytes(count: float) -> str:
     """Bytes in decimal units, three significant digits: 1.23 MB is 1.23e6 bytes."""
@@ -21,3 +23,10 @@ def human_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def error_text(error: float) -> str:
+    """A relative error; in words where there is none to give."""
+    if not math.isfinite(error):
+        return "wrong"
+    return "exact" if error == 0 else f"{error:.1e}"

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.disk import no_room
+from compare.contract.divergence import DivergedError
 from compare.contract.exits import describe_exit
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, revalidate
 from compare.contract.record import (
@@ -148,6 +149,9 @@ def _leave(folder: Path, signal_number: int) -> None:
 def _fail(folder: Path, error: Exception, code: int) -> int:
     full = no_room(error, folder)
     message = full or " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, DivergedError):  # it has happened in training, and not in a line of code
+        _report(folder, message, "")
+        return code
     if code == FAILED and not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from compare.contract.data import Corpus, open_corpus
+from compare.contract.divergence import end_if_diverged, first_not_finite
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.optimizer import StepScalars, step_scalars
@@ -51,6 +52,7 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[..., None]
     Raises:
         ExperimentError: the experiment, or its data, cannot work.
         MissingDevicesError: fewer devices than the layout needs.
+        DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     if request.engine not in PARALLELIZE:
@@ -179,6 +181,9 @@ def loop(
     Args:
         first: runs step 0; with a ladder it also returns the gradients.
         step: runs every step after that.
+
+    Raises:
+        DivergedError: the loss or the gradient norm of a step is not finite.
     """
     experiment = request.experiment
     first_step_s, steps = 0.0, experiment.train.max_iters
@@ -195,19 +200,27 @@ def loop(
         seconds = time.perf_counter() - begun
 
         first_step_s = seconds if index == 0 else first_step_s
-        recorder.step(
-            Step(
-                step=index,
-                loss=float(metrics["loss"]),
-                grad_norm=float(metrics["grad_norm"]),
-                lr=step_scalars(experiment.optimizer, index).learning_rate,
-                step_time_ms=seconds * 1e3,
-            )
+        done = Step(
+            step=index,
+            loss=float(metrics["loss"]),
+            grad_norm=float(metrics["grad_norm"]),
+            lr=step_scalars(experiment.optimizer, index).learning_rate,
+            step_time_ms=seconds * 1e3,
         )
+        recorder.step(done)
+        end_if_diverged(request.engine, done, where=lambda: first_weight_not_finite(plan, state, experiment))
         if request.ladder:
             capture(request, recorder, plan, state, done=index + 1, batch=batch, gradients=gradients)
         progress(in_step=index + 1 < steps)
     return first_step_s
+
+
+def first_weight_not_finite(plan: Plan, state: TrainState, experiment: Experiment) -> str:
+    """A clause that names it; the gradients never leave the step, so it is what they made of the weights."""
+    first = first_not_finite(weights.to_canonical(plan.strip(state.params), experiment.model))
+    if first:
+        return f"the first weight that is not finite after the step is {first}"
+    return "every weight is finite after the step"
 
 
 def capture(

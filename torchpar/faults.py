@@ -168,10 +168,10 @@ def _norm_counts_replicas_twice(engine: str) -> AbstractContextManager:
 
 def _wrong_optimizer_shard(engine: str) -> AbstractContextManager:
     """Each rank updates its shard with the gradients of the next rank's."""
-    clip = optimizer.clip_gradients
+    norm_of = optimizer.gradient_norm
 
     def wrong(parameters: Mapping[str, nn.Parameter], sharded_over: Callable, **options: Any) -> torch.Tensor:
-        norm = clip(parameters, sharded_over, **options)
+        norm = norm_of(parameters, sharded_over, **options)
         axis = next(a for name in parameters for a in sharded_over(name) if a.name == "dp_shard")
         mine = [local(p.grad).view(-1) for p in parameters.values() if p.grad is not None]
         shards = axis.all_gather_objects(torch.cat(mine))
@@ -182,7 +182,7 @@ def _wrong_optimizer_shard(engine: str) -> AbstractContextManager:
             start += len(gradient)
         return norm
 
-    return patch.object(optimizer, "clip_gradients", wrong)
+    return patch.object(optimizer, "gradient_norm", wrong)
 
 
 @contextmanager

@@ -57,6 +57,8 @@ def make_optimizer(
 def optimizer_step(plan: Plan, config: Optimizer, step: int) -> torch.Tensor:
     """Clip by the global norm, update the weights, and drop the gradients.
 
+    A norm that is not finite is only returned: scaling by it would spread it over every gradient.
+
     Args:
         plan: every one of its parameters has its synchronised gradient.
         config: the experiment's optimizer section.
@@ -65,7 +67,10 @@ def optimizer_step(plan: Plan, config: Optimizer, step: int) -> torch.Tensor:
     Returns:
         The global gradient norm before clipping, a scalar tensor.
     """
-    norm = clip_gradients(plan.parameters, plan.sharded_over, max_norm=config.grad_clip, copies=plan.copies)
+    norm = gradient_norm(plan.parameters, plan.sharded_over, copies=plan.copies)
+    if not norm.isfinite():
+        return norm
+    scale_gradients(plan.parameters, norm, max_norm=config.grad_clip)
     for group in plan.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     plan.optimizer.step()
@@ -73,24 +78,47 @@ def optimizer_step(plan: Plan, config: Optimizer, step: int) -> torch.Tensor:
     return norm
 
 
-@torch.no_grad()
 def clip_gradients(
     parameters: Mapping[str, nn.Parameter],
     sharded_over: Callable[[str], tuple[Axis, ...]],
     *,
     max_norm: float,
-    copies: Collection[str] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm` (0: leave them).
 
     Args:
-        parameters: this rank's pieces by name; those without a gradient do not count.
-        sharded_over: by name, the axes over which pieces are spread, the same on all ranks.
+        parameters, sharded_over: as for `gradient_norm`.
         max_norm: see above.
-        copies: names of what another rank counts.
 
     Returns:
-        The norm before, over all elements of all ranks, each counted once: a scalar.
+        The norm before: a scalar. If it is not finite, nor are the gradients any more, as in PyTorch.
+    """
+    norm = gradient_norm(parameters, sharded_over)
+    scale_gradients(parameters, norm, max_norm=max_norm)
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Mapping[str, nn.Parameter], norm: torch.Tensor, *, max_norm: float) -> None:
+    """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
+    gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
+    if max_norm and gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def gradient_norm(
+    parameters: Mapping[str, nn.Parameter],
+    sharded_over: Callable[[str], tuple[Axis, ...]],
+    *,
+    copies: Collection[str] = (),
+) -> torch.Tensor:
+    """The norm of all gradients over all elements of all ranks, each counted once: a scalar.
+
+    Args:
+        parameters: this rank's pieces by name; those without a gradient do not count.
+        sharded_over: by name, the axes over which pieces are spread, the same on all ranks.
+        copies: names of what another rank counts.
     """
     norms = []
     counted = {name: parameter for name, parameter in parameters.items() if name not in copies}
@@ -104,13 +132,7 @@ def clip_gradients(
         norms.append(norm)
     if not norms:
         return torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
-    if max_norm:
-        scale = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-        gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, scale)
-    return norm
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 
 def _gradients_by_axes(

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from compare.contract.data import open_corpus
+from compare.contract.divergence import end_if_diverged
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Recorder, Request, Step
 from torchpar import groups, library, manual
+from torchpar.divergence import first_gradient_not_finite
 from torchpar.ledger import CommunicationMode
 from torchpar.memory import resident_bytes, track_peak
 from torchpar.mesh import Mesh, make_mesh
@@ -85,7 +87,11 @@ def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
 
 
 def train_step(run: Run, recorder: Recorder | None, step: int) -> None:
-    """One optimizer step, timed in two halves so that what is recorded between them costs no time."""
+    """One optimizer step, timed in two halves so that what is recorded between them costs no time.
+
+    Raises:
+        DivergedError: the loss or the gradient norm is not finite.
+    """
     batch = run.corpus.batch(run.experiment, step)
     instrumented = step == min(INSTRUMENTED_STEP, run.experiment.train.max_iters - 1)
     with instrument(run) if instrumented else nullcontext():
@@ -103,17 +109,18 @@ def train_step(run: Run, recorder: Recorder | None, step: int) -> None:
     run.rank.at(step, "record")
     if step == 0:
         run.first_step_s = seconds
+    done = Step(
+        step=step,
+        loss=loss.item(),
+        grad_norm=norm.item(),
+        lr=learning_rate(run.experiment.optimizer, step),
+        step_time_ms=seconds * 1e3,
+        instrumented=instrumented,
+    )
     if recorder:
-        recorder.step(
-            Step(
-                step=step,
-                loss=loss.item(),
-                grad_norm=norm.item(),
-                lr=learning_rate(run.experiment.optimizer, step),
-                step_time_ms=seconds * 1e3,
-                instrumented=instrumented,
-            )
-        )
+        recorder.step(done)
+    # Loss and norm are the same on all ranks, which therefore end together.
+    end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
     if run.request.ladder:
         record_after(run, recorder, step)
 

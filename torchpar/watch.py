@@ -14,6 +14,7 @@ import psutil
 
 from compare.contract.activity import Activity, look_s
 from compare.contract.disk import DiskFull
+from compare.contract.divergence import DivergedError
 from compare.contract.exits import describe_exit
 from compare.contract.record import Failure
 from torchpar.groups import is_consequence
@@ -62,6 +63,8 @@ class Child:
 def make_report(error: BaseException, rank: Rank) -> Report:
     """What to say about an error that ended a rank."""
     text = " ".join(str(error).split())
+    if isinstance(error, DivergedError):  # on all ranks alike
+        return Report(rank=-1, message=text, traceback="", is_consequence=False)
     stack = "".join(traceback.format_exception(error))
     if isinstance(error, DiskFull):  # whose message says it all
         stack = ""
