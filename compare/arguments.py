@@ -55,6 +55,9 @@ class Spec(Struct, frozen=True, kw_only=True):
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
     """Go on with a run that was interrupted, or whose engines failed: run what is missing in this
     folder, as it was asked for there."""
+    init_from: str = ""
+    """Begin with these weights instead of the seed's (run, check): a safetensors file with shardpair's or
+    nanoGPT's names, or nanoGPT's ckpt.pt, which nothing in can execute."""
     timeout_s: float = 600.0
     """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
     compiling, only has to use the processor."""
@@ -102,6 +105,7 @@ class Spec(Struct, frozen=True, kw_only=True):
             timeout_s=self.timeout_s,
             cache_dir=self._cache(),
             pythons=Pythons(jaxpar=self.jax_python, torchpar=self.torch_python),
+            init_from=self.init_from,
         )
 
     def _cache(self) -> str:
@@ -123,6 +127,13 @@ class Spec(Struct, frozen=True, kw_only=True):
                 raise ExperimentError(
                     f"--layout.{key} {given} has no effect: {why}; leave it out, or use `shardpair run`"
                 )
+
+    def refuse_init_from(self, why: str) -> None:
+        """Refuse --init_from for a command that has no use for it. Raises ExperimentError, saying `why`."""
+        if self.init_from:
+            raise ExperimentError(
+                f"--init_from {self.init_from}: {why}; leave it out, or use `shardpair run` or `check`"
+            )
 
     def compare(
         self,
@@ -186,7 +197,8 @@ class Spec(Struct, frozen=True, kw_only=True):
         Raises:
             ExperimentError: one of them was given beside --continue.
         """
-        others = [f"--{name}" for name, value in {"run_dir": self.run_dir, **given}.items() if value]
+        given = {"run_dir": self.run_dir, "init_from": self.init_from, **given}
+        others = [f"--{name}" for name, value in given.items() if value]
         if self.resolved() != default:
             others.append("another experiment")
         if self.continue_ and others:

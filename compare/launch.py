@@ -171,7 +171,7 @@ def launch(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=_child_environment(side, request.platform),
+            env=child_environment(side, request.platform),
         )
         try:
             hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step or (lambda step: None))
@@ -247,7 +247,8 @@ def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
     return f"{died} and no message"
 
 
-def _child_environment(side: str, platform: str) -> dict[str, str]:
+def child_environment(side: str, platform: str) -> dict[str, str]:
+    """The environment of a side's Python."""
     inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
     environment = with_safe_path(inherited)
     if side == "jaxpar":

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.acceptance import objections
+from compare.contract.initial_weights import starting_sha256
 from compare.contract.optimizer import global_norm
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Record, Rung, Step, read_tensors, rungs_asked_for
@@ -157,15 +158,22 @@ def _compare_batch(reference: Record, candidate: Record) -> Found | None:
 
 
 def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
-    """Against the reference's, and both against what the seed gives, which is bitwise the same everywhere."""
+    """Against the reference's, and both against what they were to begin with: the seed's weights, which are
+    bitwise the same everywhere, or those that were given."""
     tensors = _compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
     if tensors and tensors[0]:
         return tensors
     fingerprints = [run.manifest.initial_weights_sha256 for run in (candidate, reference)]
     if fingerprints[0] != fingerprints[1]:
         return math.inf, "their fingerprint is another one"
-    if fingerprints[0] != fingerprint(initial_parameters(candidate.manifest.experiment)):
-        return math.inf, "both runs begin with other weights than the seed gives"
+    request = candidate.request
+    if request is None:
+        asked = fingerprint(initial_parameters(candidate.manifest.experiment))
+    else:
+        asked = starting_sha256(request)
+    if fingerprints[0] != asked:
+        source = "were given" if request and request.init_from else "the seed gives"
+        return math.inf, f"both runs begin with other weights than {source}"
     return 0.0, ""
 
 

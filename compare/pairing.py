@@ -30,6 +30,7 @@ from compare.contract.record import (
 from compare.contract.run_lock import lock_folder
 from compare.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
 from compare.memory_estimate import require_memory
+from compare.own_weights import Init, freeze_weights
 from compare.paths import create_run_dir
 from compare.presets import spread
 from compare.progress import Reporter
@@ -58,6 +59,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     ladder: bool = True
     """Leave gradients, weights and moments for the ladder; without them losses and norms are compared."""
     pythons: Pythons = Pythons()
+    init_from: str = ""
+    """A file of weights to begin with; see `freeze_weights`."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -145,7 +148,8 @@ def _planned(
 ) -> Comparison:
     """What is asked of every case, before any of them runs."""
     prepared = prepare(experiment, folder)
-    requests = {case.name: _request(case, prepared, settings) for case in cases}
+    init = freeze_weights(settings.init_from, experiment, folder, python=settings.pythons.torchpar)
+    requests = {case.name: _request(case, prepared, settings, init) for case in cases}
     _require_room(requests, folder)
     commit, dirty = git_state()
     return Comparison(
@@ -267,7 +271,7 @@ def _keep_aside(folder: Path) -> None:
         folder.rename(next(path for path in names if not path.exists()))
 
 
-def _request(case: Case, prepared: Prepared, settings: Settings) -> Request:
+def _request(case: Case, prepared: Prepared, settings: Settings, init: Init) -> Request:
     return Request(
         engine=case.engine,
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
@@ -277,6 +281,8 @@ def _request(case: Case, prepared: Prepared, settings: Settings) -> Request:
         corpus_sha256=prepared.corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,
+        init_from=init.path,
+        init_sha256=init.sha256,
         fault=case.fault,
     )
 

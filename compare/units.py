@@ -28,5 +28,5 @@ def human_seconds(seconds: float) -> str:
 def error_text(error: float) -> str:
     """A relative error; in words where there is none to give."""
     if not math.isfinite(error):
-        return "wrong"
+        return "differs"
     return "exact" if error == 0 else f"{error:.1e}"

@@ -4,7 +4,7 @@ Legend: A gradient accumulation, B batch, T position.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -13,13 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from compare.contract.data import Corpus, open_corpus
+from compare.contract.data import Corpus
 from compare.contract.divergence import end_if_diverged, first_not_finite
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import StepScalars, step_scalars
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count, storage_dtype
 from compare.contract.record import Manifest, Recorder, Request, Rung, Step
+from compare.contract.stream import Batches, OwnBatches, open_stream
 from jaxpar import compiler, manual, weights
 from jaxpar.ledger import communications
 from jaxpar.measure import cpu_seconds, peak_memory, resident_bytes, threads, versions
@@ -40,17 +42,44 @@ class TrainState:
     opt_state: Any
 
 
-def train(request: Request, recorder: Recorder, *, progress: Callable[..., None] = lambda **_: None) -> None:
+def train(
+    request: Request,
+    recorder: Recorder,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+    progress: Callable[..., None] = lambda **_: None,
+) -> None:
     """Train the request's experiment and write its record.
+
+        from compare.contract.data import open_corpus
+        from compare.contract.experiment import load
+        from compare.contract.parameters import initial_parameters
+        from compare.contract.record import Recorder, Request, read_record
+        from jaxpar.__main__ import configure_jax
+
+        experiment, folder = load("check"), Path("mine")
+        folder.mkdir()
+        request = Request(engine="jax-manual", experiment=experiment)
+        configure_jax(request)                          # before JAX is used
+        from jaxpar.train import train
+
+        weights = initial_parameters(experiment)        # or your own, by canonical name
+        corpus = open_corpus(experiment)                # or your own batches
+        train(request, Recorder(folder), weights=weights, batches=lambda step: corpus.batch(experiment, step))
+        record = read_record(folder, requested=False)
 
     Args:
         request: what to run.
         recorder: where to write.
+        weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
+        batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step. By default those of
+            the data.
         progress: called whenever something has been finished, with `in_step=True` if a step follows: the
             caller's watchdog.
 
     Raises:
-        ExperimentError: the experiment, or its data, cannot work.
+        ExperimentError: the experiment, its data, or own weights or batches, cannot work.
         MissingDevicesError: fewer devices than the layout needs.
         DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
@@ -61,11 +90,12 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[..., None]
     gradient_sync = ENGINES[request.engine].gradient_sync_for(layout)
     remat = resolve_remat(layout, engine=request.engine)
     mesh = make_mesh(layout, platform=request.platform)
-    corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
+    corpus = open_stream(request, batches)
+    initial = starting_parameters(request, weights)
     progress()
 
-    plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat)
-    initial_weights = weights.to_canonical(plan.strip(state.params), experiment.model)
+    plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat, initial=initial)
+    initial_weights = canonical_weights(plan, state, experiment)
     begun = time.perf_counter()
     step = compile_step(plan, state, experiment)
     compile_s = time.perf_counter() - begun
@@ -109,15 +139,31 @@ def train(request: Request, recorder: Recorder, *, progress: Callable[..., None]
     recorder.finish(manifest, communications(hlo, mesh.shape))
 
 
-def prepare(engine: str, experiment: Experiment, *, mesh: Mesh, remat: Remat) -> tuple[Plan, TrainState]:
-    """The engine's step for an experiment, and the state at step 0, placed on the devices."""
+def canonical_weights(plan: Plan, state: TrainState, experiment: Experiment) -> dict[str, np.ndarray]:
+    """The weights by canonical name, read back from the devices."""
+    return weights.to_canonical(plan.strip(state.params), experiment.model)
+
+
+def prepare(
+    engine: str,
+    experiment: Experiment,
+    *,
+    mesh: Mesh,
+    remat: Remat,
+    initial: Mapping[str, np.ndarray] | None = None,
+) -> tuple[Plan, TrainState]:
+    """The engine's step for an experiment, and the state at step 0, placed on the devices.
+
+    Args:
+        initial: weights by canonical name; by default the seed's.
+    """
     model = experiment.model
     decay = weights.decay_mask(model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     problem = make_problem(experiment, remat=remat)
     plan = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
-    initial = plan.pad(weights.from_canonical(initial_parameters(experiment), model))
-    params = jax.device_put(initial, plan.params)
+    named = initial_parameters(experiment) if initial is None else initial
+    params = jax.device_put(plan.pad(weights.from_canonical(named, model)), plan.params)
     moments = state_like(optimizer, params, plan.moments)
     opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     return plan, TrainState(params=params, opt_state=opt_state)
@@ -170,7 +216,7 @@ def loop(
     recorder: Recorder,
     plan: Plan,
     state: TrainState,
-    corpus: Corpus,
+    corpus: Corpus | OwnBatches,
     *,
     first: jax.stages.Compiled,
     step: jax.stages.Compiled,
@@ -217,7 +263,7 @@ def loop(
 
 def first_weight_not_finite(plan: Plan, state: TrainState, experiment: Experiment) -> str:
     """A clause that names it; the gradients never leave the step, so it is what they made of the weights."""
-    first = first_not_finite(weights.to_canonical(plan.strip(state.params), experiment.model))
+    first = first_not_finite(canonical_weights(plan, state, experiment))
     if first:
         return f"the first weight that is not finite after the step is {first}"
     return "every weight is finite after the step"

@@ -57,8 +57,8 @@ def test_an_error_that_is_none_is_not_written_as_inf():
     assert [error_text(error) for error in (0.0, 1e-7, math.inf, math.nan)] == [
         "exact",
         "1.0e-07",
-        "wrong",
-        "wrong",
+        "differs",
+        "differs",
     ]
 
 

@@ -1,4 +1,5 @@
-"""`python -m torchpar RUN_DIR [--exit-with-stdin]`, or `python -m torchpar --doctor`.
+"""`python -m torchpar RUN_DIR [--exit-with-stdin]`, `python -m torchpar --doctor`, or
+`python -m torchpar --convert CKPT.pt OUT.safetensors [--model JSON]`: nanoGPT's weights by canonical names.
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request, or RUN_DIR is in use; 3 the machine lacks something;
 128 + n signal n. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
@@ -34,6 +35,8 @@ def main() -> int:
     parser.add_argument("run_dir", nargs="?", type=Path, help="holds request.json; the record goes there")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
+    parser.add_argument("--convert", nargs=2, type=Path, metavar=("CKPT", "OUT"), help="nanoGPT's weights")
+    parser.add_argument("--model", default="", metavar="JSON", help="the model's sizes, for --convert")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # while PyTorch is imported there are no ranks to end
         if not is_ignored(number):
@@ -45,9 +48,25 @@ def main() -> int:
 
         print(json.dumps(doctor()))
         return 0
+    if arguments.convert:
+        return _convert(*arguments.convert, sizes=arguments.model)
     if arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return run(arguments.run_dir)
+
+
+def _convert(source: Path, target: Path, *, sizes: str) -> int:
+    import msgspec
+
+    from compare.contract.experiment import Model
+    from torchpar.convert import convert
+
+    try:
+        convert(source, target, msgspec.json.decode(sizes, type=Model) if sizes else None)
+    except (ExperimentError, msgspec.MsgspecError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return BAD_REQUEST
+    return DONE
 
 
 def run(folder: Path) -> int:

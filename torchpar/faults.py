@@ -156,8 +156,8 @@ def _norm_counts_replicas_twice(engine: str) -> AbstractContextManager:
     """Squares are summed over every axis, whether a parameter is spread over it or repeated."""
     set_up = train.set_up
 
-    def wrong(*args: Any) -> Run:
-        run = set_up(*args)
+    def wrong(*args: Any, **options: Any) -> Run:
+        run = set_up(*args, **options)
         axes = (run.mesh.dp_replicate, run.mesh.dp_shard, run.mesh.tp)
         everywhere = tuple(axis for axis in axes if axis.size > 1)
         run.plan = replace(run.plan, sharded_over=lambda name: everywhere)

@@ -14,6 +14,7 @@ from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
+from compare.contract.stream import OwnBatches
 from torchpar.ledger import of_the_busiest
 from torchpar.memory import CPU_METHOD, GPU_METHOD, resident_bytes
 from torchpar.mesh import Mesh
@@ -33,7 +34,7 @@ class Run:
     request: Request
     mesh: Mesh
     rank: Rank
-    corpus: Corpus
+    corpus: Corpus | OwnBatches
     plan: Plan
     started_utc: str
     initial_weights_sha256: str

@@ -4,16 +4,20 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from compare.contract import record
 from compare.contract.data import open_corpus
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import ExperimentError, revalidate
+from compare.contract.initial_weights import checked_weights, starting_sha256
 from compare.contract.record import Request
+from compare.contract.stream import Batches
 from torchpar.faults import plant
 from torchpar.launch import bind_to_loopback, launch
 from torchpar.rank import Rank
@@ -47,15 +51,47 @@ def read_request(folder: Path) -> Request:
 
 
 def validate_data(request: Request) -> Request:
-    """The request with the digest of its data, so that the ranks need not validate it again."""
-    sha256 = open_corpus(request.experiment, validated_sha256=request.corpus_sha256).sha256
-    return msgspec.structs.replace(request, corpus_sha256=sha256)
-
-
-def start_ranks(request: Request, folder: Path) -> None:
-    """Run all ranks on this machine.
+    """The request with the digests of its data and of its own weights, which the ranks then trust.
 
     Raises:
+        ExperimentError: data or weights that do not fit.
+    """
+    sha256 = open_corpus(request.experiment, validated_sha256=request.corpus_sha256).sha256
+    init_sha256 = starting_sha256(request) if request.init_from else ""
+    return msgspec.structs.replace(request, corpus_sha256=sha256, init_sha256=init_sha256)
+
+
+def start_ranks(
+    request: Request,
+    folder: Path,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> None:
+    """Run all ranks on this machine; the record is in `folder` then.
+
+        from compare.contract.data import open_corpus
+        from compare.contract.experiment import load
+        from compare.contract.parameters import initial_parameters
+        from compare.contract.record import Request, read_record
+
+        experiment, folder = load("check"), Path("mine")
+        folder.mkdir()
+        weights = initial_parameters(experiment)        # or your own, by canonical name
+        corpus = open_corpus(experiment)                # or your own batches
+        request = Request(engine="torch-manual", experiment=experiment)
+        start_ranks(request, folder, weights=weights, batches=lambda step: corpus.batch(experiment, step))
+        record = read_record(folder, requested=False)
+
+    Args:
+        request: what to run.
+        folder: which exists.
+        weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
+        batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step; every rank calls it,
+            and must get the same. By default the corpus's. Picklable on GPUs and on macOS.
+
+    Raises:
+        ExperimentError: the weights do not fit the model.
         MissingDevicesError: too few GPUs.
         RanksFailed, Interrupted: from `launch`.
     """
@@ -67,7 +103,8 @@ def start_ranks(request: Request, folder: Path) -> None:
     if not spawn:
         # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
         importlib.import_module("torch._dynamo")
-    rank_main = functools.partial(train_faulty, request=request, folder=folder)
+    own = None if weights is None else checked_weights(weights, request.experiment)
+    rank_main = functools.partial(train_faulty, request=request, folder=folder, weights=own, batches=batches)
     launch(rank_main, world_size=devices, folder=folder, timeout_s=request.timeout_s, spawn=spawn)
 
 
@@ -82,10 +119,17 @@ def doctor() -> dict[str, object]:
     }
 
 
-def train_faulty(rank: Rank, *, request: Request, folder: Path) -> None:
+def train_faulty(
+    rank: Rank,
+    *,
+    request: Request,
+    folder: Path,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> None:
     """Train as one rank, with the mistake that the request asks for."""
     with plant(request.fault, engine=request.engine, layout=request.experiment.layout):
-        train(rank, request=request, folder=folder)
+        train(rank, request=request, folder=folder, weights=weights, batches=batches)
 
 
 def require_gpus(needed: int) -> None:

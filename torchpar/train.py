@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compare.contract.data import open_corpus
 from compare.contract.divergence import end_if_diverged
+from compare.contract.initial_weights import starting_parameters
 from compare.contract.learning_rate import learning_rate
-from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.parameters import fingerprint
 from compare.contract.record import Recorder, Request, Step
+from compare.contract.stream import Batches, open_stream
 from torchpar import groups, library, manual
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.ledger import CommunicationMode
@@ -33,8 +34,22 @@ PARALLELIZE = {"torch-manual": manual.parallelize, "torch-library": library.para
 INSTRUMENTED_STEP = 2
 
 
-def train(rank: Rank, *, request: Request, folder: Path) -> None:
-    """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`."""
+def train(
+    rank: Rank,
+    *,
+    request: Request,
+    folder: Path,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> None:
+    """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`.
+
+    Args:
+        rank: this process.
+        request: what to run.
+        folder: there.
+        weights, batches: see `start.start_ranks`; the same on all ranks.
+    """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     layout = request.experiment.layout
     device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
@@ -51,7 +66,8 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
             timeout_s=rank.collective_timeout_s,
         )
     rank.at(0, "setting up")
-    run = set_up(request, make_mesh(layout, rank=rank.rank, device=device), rank, started_utc)
+    mesh = make_mesh(layout, rank=rank.rank, device=device)
+    run = set_up(request, mesh, rank, started_utc, weights=weights, batches=batches)
     recorder = Recorder(folder) if rank.rank == 0 else None
     if request.ladder:
         record_start(run, recorder, to_device(run, *run.corpus.batch(run.experiment, 0)))
@@ -62,12 +78,20 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
         groups.leave_group()
 
 
-def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
+def set_up(
+    request: Request,
+    mesh: Mesh,
+    rank: Rank,
+    started_utc: str,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> Run:
     """Model, optimizer and data of one rank, under the layout."""
     experiment = request.experiment
     dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
     model = GPT(experiment.model).to(device=mesh.device, dtype=dtype)
-    load_weights(model, initial_parameters(experiment))
+    load_weights(model, starting_parameters(request, weights))
     initial_weights_sha256 = fingerprint(read_weights(model))
     plan = PARALLELIZE[request.engine](
         model,
@@ -79,7 +103,7 @@ def set_up(request: Request, mesh: Mesh, rank: Rank, started_utc: str) -> Run:
         request=request,
         mesh=mesh,
         rank=rank,
-        corpus=open_corpus(experiment, validated_sha256=request.corpus_sha256),
+        corpus=open_stream(request, batches),
         plan=plan,
         started_utc=started_utc,
         initial_weights_sha256=initial_weights_sha256,

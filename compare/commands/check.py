@@ -48,6 +48,7 @@ class Check(Spec, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case]]:
         self.refuse_layout(default, "check has layouts of its own")
         experiment = self.resolved()
+        self.require_nothing_else(default, engines=self.engines)
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
         return experiment, ladder_cases(experiment, chosen_engines(self.engines), self.devices)

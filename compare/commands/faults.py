@@ -41,6 +41,7 @@ class Faults(Spec, frozen=True, kw_only=True):
         experiment = self.resolved()
         devices = DEVICES if self.devices is None else self.devices
         self.require_nothing_else(default)
+        self.refuse_init_from("faults are measured with the seed's weights")
         engines = chosen_engines(self.engines)
         if self.harness:
             return self._of_harness(experiment, engines, devices)

@@ -52,6 +52,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
         check_names("--studies", "study", studies, STUDIES)
         check_output("--output", self.output)
         self.require_nothing_else(default)
+        self.refuse_init_from("its studies have precisions of their own, and begin with the seed's weights")
         plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in studies}
         _, blank = next(iter(plans.values()))
         if self.dry_run:

@@ -74,6 +74,10 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds without any progress after which the run counts as hung."""
     cache_dir: str = ""
     """Where compiled programs are kept between runs; empty for none."""
+    init_from: str = ""
+    """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
+    init_sha256: str = ""
+    """`fingerprint` of these weights in the dtype of training; empty if nobody has checked them yet."""
     fault: str = ""
     """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 
@@ -126,6 +130,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     parameters: int
     initial_weights_sha256: str
     corpus_sha256: str
+    """Digest of the training tokens; '' where the batches were given from Python."""
     versions: dict[str, str]
     """python, numpy, and the framework's packages."""
     threads: str

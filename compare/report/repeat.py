@@ -7,6 +7,7 @@ import msgspec
 
 from compare.comparison import Comparison
 from compare.contract.engines import ENGINES
+from compare.contract.initial_weights import INIT
 from compare.faults import fault_cases, planted
 from compare.matrix import STUDIES, matrix_cases
 from compare.pairing import Case, engine_cases, ladder_cases
@@ -35,6 +36,8 @@ def repeat_command(comparison: Comparison) -> str:
         options += ["--platform", comparison.platform]
     if not has_ladder:
         options.append("--no-ladder")
+    if any(request.init_from for request in comparison.requests.values()):
+        options += ["--init_from", INIT]
     return shlex.join(["shardpair", comparison.command, EXPERIMENT, *_data(comparison), *options])
 
 

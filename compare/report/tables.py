@@ -1,6 +1,5 @@
 """The tables of a report as data: the template only lays them out."""
 
-import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -10,7 +9,7 @@ from compare.contract.record import Record
 from compare.layout_words import layout_in_words
 from compare.numerics import RUNGS, Verdict
 from compare.outcome import cost_rows
-from compare.units import human_bytes
+from compare.units import error_text, human_bytes
 
 NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 MANY = 6
@@ -100,7 +99,7 @@ def ladder_table(verdicts: list[Verdict]) -> Table:
                 cells.append(Text("not compared", verdict.skipped.get(rung, "")))
                 continue
             where = result.worst if result.error else ""
-            cells.append(Text(_error(result.error), where, "pass" if result.passed else "fail"))
+            cells.append(Text(error_text(result.error), where, "pass" if result.passed else "fail"))
         rows.append(Row(Text(rung.replace("_", " ")), [Text(tolerance), *cells]))
     columns = ["tolerance", *(verdict.candidate for verdict in verdicts)]
     return upright(Table(name="The ladder", corner="rung", columns=columns, rows=rows))
@@ -114,12 +113,6 @@ def tolerance_reasons(verdicts: list[Verdict]) -> list[tuple[str, str, str]]:
         for one in verdict.rungs
     }
     return [reasons[rung] for rung in RUNGS if rung in reasons]
-
-
-def _error(error: float) -> str:
-    if error == 0:
-        return "exact"
-    return f"{error:.1e}" if math.isfinite(error) else "differs"
 
 
 def _tolerance(limit: float) -> str:

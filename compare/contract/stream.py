@@ -1,0 +1,54 @@
+"""Where a run's batches come from: its corpus, or a user's own function."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from compare.contract.data import Corpus, open_corpus
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.record import Request
+
+Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
+"""batches(step): inputs and targets of the global batch, int32 of shape (A, B, T), as `Corpus.batch`."""
+
+
+class OwnBatches:
+    """A user's batches in a corpus's place, each checked: JAX would clamp a token that does not exist.
+
+    Args:
+        draw: see `Batches`. Called once a step by every rank: it must give the same everywhere.
+
+    Attributes:
+        sha256: '': there is no corpus.
+    """
+
+    sha256 = ""
+
+    def __init__(self, draw: Batches):
+        self._draw = draw
+
+    def batch(self, experiment: Experiment, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `Corpus.batch`. Raises ExperimentError: a shape, dtype or token that does not fit."""
+        train, model = experiment.train, experiment.model
+        shape_ABT = (train.gradient_accumulation_steps, train.batch_size, model.block_size)
+        given = self._draw(step)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise ExperimentError(f"batches({step}) must be a pair: inputs and targets")
+        for what, array in zip(("inputs", "targets"), given, strict=True):
+            if (np.shape(array), getattr(array, "dtype", None)) != (shape_ABT, np.dtype("int32")):
+                found = f"{getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}"
+                raise ExperimentError(f"batches({step}): {what} are {found}: give int32 {shape_ABT}")
+            least, most = int(array.min()), int(array.max())
+            if not 0 <= least <= most < model.vocab_size:
+                raise ExperimentError(
+                    f"batches({step}): {what} have tokens {least} to {most}: give 0 to "
+                    f"{model.vocab_size - 1}, or set model.vocab_size"
+                )
+        return given
+
+
+def open_stream(request: Request, batches: Batches | None = None) -> Corpus | OwnBatches:
+    """A user's batches if there are any, else the corpus. Raises ExperimentError like `open_corpus`."""
+    if batches is not None:
+        return OwnBatches(batches)
+    return open_corpus(request.experiment, validated_sha256=request.corpus_sha256)

@@ -1,0 +1,92 @@
+"""`python -m torchpar --convert SOURCE TARGET`: nanoGPT's weights as safetensors with canonical names.
+
+Nothing is executed: a checkpoint is unpickled by torch.load(weights_only=True).
+"""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from compare.contract.experiment import ExperimentError, Model
+from compare.contract.files import why_not_readable
+from compare.contract.initial_weights import require_fit, write_weights
+from torchpar.weights import COMPILED_PREFIX, nanogpt_shapes, to_arrays
+
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
+
+
+def convert(source: Path, target: Path, model: Model | None = None) -> None:
+    """Write a nanoGPT checkpoint's weights to `target`.
+
+    Args:
+        source: nanoGPT's ckpt.pt, a state dict saved by torch.save, or safetensors with nanoGPT's names.
+        target: a safetensors file, written with canonical names.
+        model: its sizes; by default those in the checkpoint (`model_args`).
+
+    Raises:
+        ExperimentError: the file cannot be read safely, or does not fit the model.
+    """
+    if why := why_not_readable(source):
+        raise ExperimentError(f"init_from: {source} {why}")
+    state, sizes = _read(source)
+    model = _model(source, sizes, model)
+    tensors = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
+    for layer in range(model.n_layer):  # the causal mask, before flash attention
+        tensors.pop(f"transformer.h.{layer}.attn.bias", None)
+    head = tensors.pop(HEAD, None)
+    if head is not None and not torch.equal(head, tensors.setdefault(EMBEDDING, head)):
+        raise ExperimentError(f"init_from: {source}: {HEAD} is not tied to {EMBEDDING}, and the model's is")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    require_fit(shapes, nanogpt_shapes(model), f"init_from: {source}")
+    floats = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
+    write_weights(target, to_arrays(floats, model))
+
+
+def _read(source: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
+    """The state dict, and nanoGPT's model_args, {} where there are none."""
+    try:
+        if source.suffix == ".safetensors":
+            return load_file(source), {}
+        loaded = torch.load(source, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        raise ExperimentError(
+            f"init_from: {source} cannot be unpickled safely: it is no checkpoint, or holds more than "
+            f"tensors and plain values; save its state dict alone"
+        ) from None
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+        SafetensorError,
+    ) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ExperimentError(f"init_from: {source} cannot be read: {why}") from None
+    state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
+    if not isinstance(state, Mapping) or not all(torch.is_tensor(tensor) for tensor in state.values()):
+        raise ExperimentError(f"init_from: {source} holds no state dict: give nanoGPT's ckpt.pt")
+    return dict(state), loaded.get("model_args") or {}
+
+
+def _model(source: Path, sizes: Mapping[str, Any], model: Model | None) -> Model:
+    """The sizes. Shapes do not show the number of heads, so what the checkpoint says is held against it."""
+    known = {key: sizes[key] for key in SIZES if key in sizes}
+    if model is None:
+        if len(known) < len(SIZES):
+            raise ExperimentError(f"init_from: {source} does not say its sizes: give them with --model JSON")
+        return msgspec.convert(known, Model)
+    for key, value in known.items():
+        if value != getattr(model, key):
+            raise ExperimentError(
+                f"init_from: {source} has {key} = {value} and the model {getattr(model, key)}: "
+                f"set --model.* as these weights need"
+            )
+    return model
