@@ -1,7 +1,7 @@
 """nanoGPT's own numbers, and every engine held to them.
 
 The four engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
-nanoGPT itself was run once (`tools/make_golden.py`), and what it computed is kept here as a record like any
+nanoGPT itself was run once (`tests/make_golden.py`), and what it computed is kept here as a record like any
 other. Whatever golden.toml does not name was nanoGPT's own default there, and is ours here.
 """
 

@@ -1,6 +1,6 @@
 """The golden: nanoGPT's own train.py and model.py, run unchanged, and the numbers that they leave.
 
-    python tools/make_golden.py CHECKOUT [OUTPUT]
+    python tests/make_golden.py CHECKOUT [OUTPUT]
 
 CHECKOUT is a clone of https://github.com/karpathy/nanoGPT; OUTPUT is compare/goldens/nanogpt unless given.
 Nothing of nanoGPT is kept but numbers, and nothing of it is edited: its train.py is executed as from its
