@@ -154,8 +154,8 @@ def run(experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
     Args:
         experiment: a name, a TOML file, or what `experiment` returned.
         options: the command's flags by their names: engines (the first is what the others are held against;
-            all that can express the layout by default), preset and devices, ladder, platform, run_dir,
-            timeout_s, cache_dir, quiet, jax_python, torch_python. `shardpair run --help` explains each.
+            all that can express the layout by default), preset and devices, ladder, init_from, platform,
+            run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python. See `shardpair run --help`.
 
     Raises:
         ExperimentError, EnvironmentMissing: before anything is started.
@@ -170,7 +170,8 @@ def check(experiment: Experiment | str | Path = "check", **options: Any) -> Resu
 
     Args:
         experiment: as for `run`.
-        options: engines, devices, platform, run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python.
+        options: engines, devices, init_from, platform, run_dir, timeout_s, cache_dir, quiet, jax_python,
+            torch_python.
 
     Raises:
         ExperimentError, EnvironmentMissing, EngineError: as `run`.

@@ -184,7 +184,13 @@ class Spec(Struct, frozen=True, kw_only=True):
                 f"one of them"
             )
         self.settings()
-        planned = plan(experiment, cases, platform=self.platform, left_out=left_out or {})
+        planned = plan(
+            experiment,
+            cases,
+            platform=self.platform,
+            left_out=left_out or {},
+            init_from=self.init_from,
+        )
         return show(planned, as_json=self.json)
 
     def require_nothing_else(self, default: Experiment, **given: object) -> None:

@@ -10,6 +10,7 @@ from compare.contract.experiment import Experiment, ExperimentError, to_toml
 from compare.launch import EnvironmentMissing, require_devices
 from compare.layout_words import layout_in_words
 from compare.memory_estimate import estimate_memory, require_memory
+from compare.own_weights import objection_to
 from compare.pairing import Case
 from compare.residency import KINDS
 from compare.units import human_bytes
@@ -43,8 +44,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     platform: str
     training_tokens: int
     """0 if the data is refused."""
-    data_refusal: str
-    """What is wrong with the data, as far as it shows without reading all of it."""
+    init_from: str
+    """Initial weights that are not the seed's."""
+    input_refusals: list[str]
+    """What is wrong with data and initial weights, as far as it shows without reading all of the data."""
     cases: list[PlannedCase]
     """The first is the reference."""
     left_out: dict[str, str]
@@ -53,10 +56,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def refusal(self) -> str:
         """Why nothing would run: one case that is refused is enough. Empty if all can."""
-        return next((case.refusal for case in self.cases if case.refusal), self.data_refusal)
+        reasons = [*(case.refusal for case in self.cases), *self.input_refusals]
+        return next((reason for reason in reasons if reason), "")
 
 
-def plan(experiment: Experiment, cases: list[Case], *, platform: str, left_out: dict[str, str]) -> Plan:
+def plan(
+    experiment: Experiment, cases: list[Case], *, platform: str, left_out: dict[str, str], init_from: str = ""
+) -> Plan:
     """Look at every case: what it is, what its devices would hold, what is refused.
 
     Args:
@@ -64,13 +70,16 @@ def plan(experiment: Experiment, cases: list[Case], *, platform: str, left_out: 
         cases: what would be run; the first is the reference.
         platform: cpu or gpu.
         left_out: what is not among the cases, and why.
+        init_from: a user's own initial weights.
     """
     tokens, data_refusal = _look_at_data(experiment)
+    weights_refusal = objection_to(init_from, experiment) if init_from else ""
     return Plan(
         experiment=experiment,
         platform=platform,
         training_tokens=tokens,
-        data_refusal=data_refusal,
+        init_from=init_from,
+        input_refusals=[reason for reason in (data_refusal, weights_refusal) if reason],
         cases=[_planned(case, platform) for case in cases],
         left_out=left_out,
     )
@@ -93,8 +102,12 @@ def show(planned: Plan, *, as_json: bool) -> int:
     for layout in dict.fromkeys(case.layout for case in planned.cases):
         console.print(f"layout: {layout}", soft_wrap=True)
     source, tokens = planned.experiment.data.source, planned.training_tokens
-    if not planned.data_refusal:
+    if tokens:
         console.print(f"data: {source}: {tokens:,} tokens to train on, which are read when it runs")
+    if planned.init_from:
+        console.print(f"initial weights: {planned.init_from}", soft_wrap=True)
+    for reason in planned.input_refusals:
+        console.print(f"refused: {reason}", style="red", soft_wrap=True)
     verdict = f"this would be refused: {planned.refusal}" if planned.refusal else "all of it can run"
     count, steps = len(planned.cases), planned.cases[-1].steps
     console.print(

@@ -60,6 +60,19 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, python:
         raise
 
 
+def objection_to(source: str, experiment: Experiment) -> str:
+    """What is wrong with a user's weights, as far as it shows without starting torchpar; '' if nothing is."""
+    path = Path(source)
+    if why := why_not_readable(path):
+        return f"--init_from: {path} {why}"
+    try:
+        if _is_canonical(path):
+            read_weights(path, experiment)
+    except ExperimentError as error:
+        return str(error)
+    return ""
+
+
 def _is_canonical(path: Path) -> bool:
     """Whether a file is for us to read: any safetensors but nanoGPT's."""
     if path.suffix in PICKLES:

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from compare import launch, pairing
 from compare.cli import main
@@ -82,6 +84,25 @@ def test_missing_data_is_said_beside_the_plan(nothing_starts, capsys):
     printed = capsys.readouterr().out
     assert "nowhere.txt does not exist" in printed
     assert "torch-library" in printed
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({}, "does not exist"),
+        ({"embedding.token": (3, 32)}, "init_from:"),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_initial_weights_that_do_not_fit_are_said_beside_the_plan(
+    nothing_starts, tmp_path_factory, capsys, weights, says
+):
+    path = tmp_path_factory.mktemp("weights") / "own.safetensors"
+    if weights:
+        save_file({name: np.zeros(shape) for name, shape in weights.items()}, path)
+    assert main(["run", "check", "--init_from", str(path), "--dry_run", "--json"]) == 2
+    (reason,) = json.loads(capsys.readouterr().out)["input_refusals"]
+    assert says in reason
 
 
 def test_a_dry_run_continues_nothing(nothing_starts, capsys):

@@ -38,6 +38,7 @@ class Golden(Spread, frozen=True, kw_only=True):
     train: Hidden[Train] = Train()
     precision: Hidden[Precision] = Precision()
     continue_: Hidden[str] = ""
+    init_from: Hidden[str] = ""
 
     def __call__(self, default: Experiment) -> int:
         """Train and compare. Returns the exit code: 0 if every engine computes what nanoGPT did, else 1."""
