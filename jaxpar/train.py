@@ -52,6 +52,7 @@ def train(
 ) -> None:
     """Train the request's experiment and write its record.
 
+        from pathlib import Path
         from compare.contract.data import open_corpus
         from compare.contract.experiment import load
         from compare.contract.parameters import initial_parameters

@@ -70,10 +70,12 @@ def start_ranks(
 ) -> None:
     """Run all ranks on this machine; the record is in `folder` then.
 
+        from pathlib import Path
         from compare.contract.data import open_corpus
         from compare.contract.experiment import load
         from compare.contract.parameters import initial_parameters
         from compare.contract.record import Request, read_record
+        from torchpar.start import start_ranks
 
         experiment, folder = load("check"), Path("mine")
         folder.mkdir()
