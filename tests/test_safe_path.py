@@ -41,7 +41,7 @@ def test_the_doctor_asks_what_is_installed(hostile_folder):
 
 @pytest.mark.parametrize("side", ["jaxpar", "torchpar"])
 def test_engines_start_with_that_path(side):
-    assert launch._child_environment(side, "cpu")["PYTHONSAFEPATH"] == "1"
+    assert launch.child_environment(side, "cpu")["PYTHONSAFEPATH"] == "1"
 
 
 def test_what_a_side_starts_is_safe_too_and_pythonpath_is_honoured(hostile_folder):
