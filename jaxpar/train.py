@@ -180,7 +180,6 @@ def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
         shapes=shapes,
         axes=weights.logical_axes(model),
         remat=remat,
-        vocab_size=model.vocab_size,
         stacked=weights.STACKED,
     )
 

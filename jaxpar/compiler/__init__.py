@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.edits import require_edits
 from jaxpar.optimizer import global_norm
 from jaxpar.plan import Edit, Loss, Plan, Problem, accumulated_gradients, shardings
 
@@ -30,7 +31,8 @@ def parallelize(
         layout: all of it but gradient_sync, which is the compiler's own choice.
 
     Raises:
-        ValueError: a pipeline, and a problem without pieces.
+        ValueError: a pipeline, and a problem without pieces. And from the step, when it is traced: the loss
+            uses parameters past the edits (`jaxpar.edits`).
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
@@ -38,6 +40,7 @@ def parallelize(
     # Gradients that pile up whole (zero 0 and 1) can wait for the end, each device's own until then.
     late = data_parallel.BATCH if layout.zero < 2 else (data_parallel.AXIS,)
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
+    gathers_layers = _gathers_layers(problem, layout)
 
     def gradients_of(params: Any, batch: Any):
         if layout.pp > 1:
@@ -45,6 +48,7 @@ def parallelize(
         return accumulated_gradients(loss, params, batch, reduce=shard if layout.zero >= 2 else _same)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+        require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
         value, gradients = data_parallel.reduce_after_accumulation(
             gradients_of, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
         )
@@ -72,15 +76,13 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
     """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
     edits: list[Edit] = []
     stacked, is_gather = problem.stacked, None
-    # A pipeline's layers run at every tick: what is to be kept of them is gathered up front, with the rest.
-    up_front = layout.pp > 1 and not layout.reshard_after_forward
     if layout.tp > 1:
         edits.append(
             tensor_parallel.place_activations(
-                mesh=mesh, sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
+                problem, placements, mesh=mesh, sequence_parallel=layout.sequence_parallel
             )
         )
-    if layout.zero == 3 and not up_front:
+    if _gathers_layers(problem, layout):
         stages = pipeline_parallel.AXIS if layout.pp > 1 else None
         is_gather = fully_sharded.gather_of_layer(placements[stacked], mesh=mesh, stages=stages)
         edits.append(
@@ -105,9 +107,18 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
         loss = problem.edited(edits)
     if layout.zero == 3:
         return fully_sharded.gather_the_rest(
-            loss, placements, mesh=mesh, stacked=stacked, layers_too=up_front
+            loss, placements, mesh=mesh, stacked=stacked, layers_too=layout.pp > 1 and not is_gather
         )
     return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+
+
+def _gathers_layers(problem: Problem, layout: Layout) -> bool:
+    """Whether layers are stored as shards that each gathers for itself.
+
+    A pipeline's layers run at every tick: what is to be kept of them is gathered up front, with the rest.
+    """
+    up_front = layout.pp > 1 and not layout.reshard_after_forward
+    return layout.zero == 3 and problem.stacked in problem.shapes and not up_front
 
 
 def _same(tree: Any) -> Any:

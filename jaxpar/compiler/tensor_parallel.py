@@ -4,9 +4,10 @@ The parameters' placement follows from the table. What has to be said beyond it 
 at the borders of the split work: left to itself XLA splits q, k and v by position and not by head, and
 moves them with all-to-alls. And, where the vocabulary does not divide, that padded logits do not count.
 
-Legend: B batch, T position, C n_embd, H heads, D head_dim, M = 4C, V vocabulary.
+Legend: B batch, T position, C n_embd, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,75 +17,86 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.model import Embedding, Linear
-from jaxpar.plan import Edit
+from jaxpar.plan import Edit, Problem
+from jaxpar.sites import Site, find_sites
 
 AXIS = "tp"
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
 """Logical axis -> mesh axis: what is split, in every leaf that has it."""
 
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
-WHOLE_BTC = P(B, None, None)
-SEQUENCE_BTC = P(B, AXIS, None)
-QKV_BT3HD = P(B, None, None, AXIS, None)
-HEADS_BTHD = P(B, None, AXIS, None)
-HIDDEN_BTM = P(B, None, AXIS)
-LOGITS_BTV = P(B, None, AXIS)
+POSITION_DIM = 1
 
 
 class PlacedLinear(Linear):
     """A Linear that says where its input and output live."""
 
-    def __init__(self, linear: Linear, *, x: NamedSharding, y: NamedSharding):
+    def __init__(self, site: Site, *, mesh: Mesh, sequence_parallel: bool):
+        linear = site.module
         self.contracted, self.compute = linear.contracted, linear.compute
         self.weight, self.bias = linear.weight, linear.bias
-        self.x, self.y = x, y
+        self.mesh, self.sequence_parallel = mesh, sequence_parallel
+        self.splits_inputs, self.dim = site.splits_inputs, site.dim
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = super().__call__(lax.with_sharding_constraint(x, self.x))
-        return lax.with_sharding_constraint(y, self.y)
+        of_batch = x.ndim - self.contracted  # dims of x in front of those that are contracted
+        if self.splits_inputs:
+            y = super().__call__(placed(x, self.mesh, split=of_batch + self.dim))
+            return placed(y, self.mesh, split=POSITION_DIM if self.sequence_parallel else None)
+        y = super().__call__(placed(x, self.mesh))
+        return placed(y, self.mesh, split=of_batch + self.dim - self.contracted)
 
 
 class PlacedEmbedding(Embedding):
-    """An Embedding that says where its activations live, and whose padded logits do not count."""
+    """An Embedding that says where its activations live."""
 
-    def __init__(
-        self, embedding: Embedding, *, x: NamedSharding, y: NamedSharding, logits: NamedSharding, vocab: int
-    ):
+    def __init__(self, embedding: Embedding, *, mesh: Mesh, sequence_parallel: bool):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
-        self.x, self.y, self.split_logits, self.vocab = x, y, logits, vocab
+        self.mesh, self.sequence_parallel = mesh, sequence_parallel
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(super().__call__(tokens_BT), self.y)
+        x_BTC = super().__call__(tokens_BT)
+        return placed(x_BTC, self.mesh, split=POSITION_DIM if self.sequence_parallel else None)
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
-        logits_BTV = super().logits(lax.with_sharding_constraint(x_BTC, self.x))
-        logits_BTV = lax.with_sharding_constraint(logits_BTV, self.split_logits)
-        if logits_BTV.shape[-1] == self.vocab:
-            return logits_BTV
-        return jnp.where(jnp.arange(logits_BTV.shape[-1]) < self.vocab, logits_BTV, -jnp.inf)
+        logits_BTV = super().logits(placed(x_BTC, self.mesh))
+        return placed(logits_BTV, self.mesh, split=logits_BTV.ndim - 1)
 
 
-def place_activations(*, mesh: Mesh, sequence_parallel: bool, vocab_size: int) -> Edit:
+def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
+    """Say that x (B, ...) is whole along tp, but for one dim, if any."""
+    spec = P(B, *(AXIS if dim == split else None for dim in range(1, x.ndim)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def without_padding(cross_entropy: Callable[..., jax.Array], *, vocab_size: int) -> Callable[..., jax.Array]:
+    """The cross-entropy of logits (..., V) whose V may be padded: what is beyond `vocab_size` does not count."""
+
+    def unpadded(logits: jax.Array, targets: jax.Array) -> jax.Array:
+        if logits.shape[-1] > vocab_size:
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+        return cross_entropy(logits, targets)
+
+    return unpadded
+
+
+def place_activations(problem: Problem, placements: Any, *, mesh: Mesh, sequence_parallel: bool) -> Edit:
     """An edit of the model: activations at the borders of split work say where they live.
 
     Args:
+        problem: what is trained.
+        placements: of its leaves.
         mesh: has an axis tp.
         sequence_parallel: between the regions, positions are split.
-        vocab_size: without padding.
     """
-    whole, qkv, heads, hidden, logits = (
-        NamedSharding(mesh, spec) for spec in (WHOLE_BTC, QKV_BT3HD, HEADS_BTHD, HIDDEN_BTM, LOGITS_BTV)
-    )
-    between = NamedSharding(mesh, SEQUENCE_BTC if sequence_parallel else WHOLE_BTC)
+    where = {"mesh": mesh, "sequence_parallel": sequence_parallel}
 
     def edit(model: Any) -> None:
-        attention, mlp = model.blocks.attention, model.blocks.mlp
-        attention.qkv = PlacedLinear(attention.qkv, x=whole, y=qkv)
-        attention.out = PlacedLinear(attention.out, x=heads, y=between)
-        mlp.up = PlacedLinear(mlp.up, x=whole, y=hidden)
-        mlp.down = PlacedLinear(mlp.down, x=hidden, y=between)
-        model.embedding = PlacedEmbedding(
-            model.embedding, x=whole, y=between, logits=logits, vocab=vocab_size
-        )
+        for site in find_sites(model, problem, placements):
+            is_table = isinstance(site.module, Embedding)
+            module = PlacedEmbedding(site.module, **where) if is_table else PlacedLinear(site, **where)
+            site.replace(model, module)
+        if problem.vocab_size:
+            model.cross_entropy = without_padding(model.cross_entropy, vocab_size=problem.vocab_size)
 
     return edit

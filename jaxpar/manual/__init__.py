@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from jaxpar import collectives
+from jaxpar.edits import require_edits
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
 from jaxpar.manual.ticks import Ticks, lock_step
@@ -41,7 +42,8 @@ def parallelize(
         layout: all of it.
 
     Raises:
-        ValueError: a pipeline, and a problem without pieces.
+        ValueError: a pipeline, and a problem without pieces. And from the step, when it is traced: the loss
+            uses parameters past the edits (`jaxpar.edits`).
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     batch_spec = P(None, (REPLICATE, SHARD))
@@ -73,8 +75,10 @@ def _step(
 ) -> Callable[..., Any]:
     """What each device runs: gradients of its share, their reduction, the update of its shards."""
     gradients_of = (_pipelined if layout.pp > 1 else _accumulated)(problem, placements, layout)
+    gathers_layers = _gathers_layers(problem, layout)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+        require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
         value, gradients = gradients_of(_own_copies(params, placements, layout), batch)
         gradients = _synchronize(gradients, placements, layout)
         grad_norm = global_norm(gradients, placements)
@@ -155,6 +159,15 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
     return gradients_of
 
 
+def _gathers_layers(problem: Problem, layout: Layout) -> bool:
+    """Whether layers are stored as shards that each gathers for itself."""
+    return (
+        layout.zero == 3
+        and problem.stacked in problem.shapes
+        and not _gathered_up_front(problem.stacked, problem, layout)
+    )
+
+
 def _gathered_up_front(key: str, problem: Problem, layout: Layout) -> bool:
     """Under zero 3: once a step, and kept. In a pipeline without reshard_after_forward the layers, too.
 
@@ -196,11 +209,9 @@ def _edits(problem: Problem, placements: Any, layout: Layout) -> list[Edit]:
         edits.append(pipeline_parallel.keep_within_a_tick)
     if layout.tp > 1:
         edits.append(
-            tensor_parallel.split_modules(
-                sequence_parallel=layout.sequence_parallel, vocab_size=problem.vocab_size
-            )
+            tensor_parallel.split_modules(problem, placements, sequence_parallel=layout.sequence_parallel)
         )
-    if layout.zero == 3 and not _gathered_up_front(problem.stacked, problem, layout):
+    if _gathers_layers(problem, layout):
         edits.append(
             fully_sharded.gather_layers(
                 placements[problem.stacked],

@@ -31,7 +31,8 @@ from jax import lax
 from jaxpar import collectives
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import map_repeated
-from jaxpar.plan import Edit
+from jaxpar.plan import Edit, Problem
+from jaxpar.sites import find_sites
 
 AXIS = "tp"
 POSITION_DIM = 1
@@ -132,20 +133,22 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: i
     return (jnp.log(total_BT) + top_BT - target_BT).mean()
 
 
-def split_modules(*, sequence_parallel: bool, vocab_size: int) -> Edit:
-    """An edit of the model: its linear layers, embedding and loss work on this device's part."""
+def split_modules(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
+    """An edit of the model: its linear layers, embeddings and loss work on this device's part."""
     # Looked up when called, not now: a test may put a wrong border in.
     into: Border = (lambda x: enter_from_sequence(x)) if sequence_parallel else (lambda x: enter(x))
     out_of: Border = (lambda x: leave_to_sequence(x)) if sequence_parallel else (lambda x: leave(x))
 
     def edit(model: Any) -> None:
-        attention, mlp = model.blocks.attention, model.blocks.mlp
-        attention.qkv = ColumnParallelLinear(attention.qkv, enter=into)
-        attention.out = RowParallelLinear(attention.out, leave=out_of)
-        mlp.up = ColumnParallelLinear(mlp.up, enter=into)
-        mlp.down = RowParallelLinear(mlp.down, leave=out_of)
-        model.embedding = VocabParallelEmbedding(model.embedding, enter=into, leave=out_of)
-        model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
+        for site in find_sites(model, problem, placements):
+            if isinstance(site.module, Embedding):
+                site.replace(model, VocabParallelEmbedding(site.module, enter=into, leave=out_of))
+            elif site.splits_inputs:
+                site.replace(model, RowParallelLinear(site.module, leave=out_of))
+            else:
+                site.replace(model, ColumnParallelLinear(site.module, enter=into))
+        if problem.vocab_size:
+            model.cross_entropy = partial(cross_entropy, vocab_size=problem.vocab_size)
 
     return edit
 
