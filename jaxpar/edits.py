@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.traverse_util import flatten_dict
 
 from compare.contract.experiment import Layout
 from jaxpar.flow import Label, adds, clears, labels_reaching
@@ -39,7 +38,7 @@ def require_edits(
     """
     if layout.tp == 1 and not gathers_layers:
         return
-    edits = [mark_layers] if gathers_layers else []
+    edits: list[Edit] = [mark_layers] if gathers_layers else []
     if layout.tp > 1:
         edits.append(mark_modules(problem, placements, sequence_parallel=layout.sequence_parallel))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.shapes)
@@ -155,9 +154,9 @@ def _refuse(reached: frozenset[Label], problem: Problem, layout: Layout) -> None
         )
     if parts := names(PART):
         raise ValueError(
-            f"layout.tp = {layout.tp}: {parts} would be split, and the loss uses it otherwise than by calling "
-            f"the jaxpar.model.Linear or Embedding that has it, of the model that build's edit was given "
-            f"(see jaxpar.plan.Problem)"
+            f"layout.tp = {layout.tp}: {parts} would be split, and the loss uses it otherwise than by "
+            f"calling the jaxpar.model.Linear or Embedding that has it, of the model that build's edit was "
+            f"given (see jaxpar.plan.Problem)"
         )
     if outputs := names(OUTPUT):
         raise ValueError(

@@ -62,9 +62,12 @@ def find_sites(model: Any, problem: Problem, placements: Any) -> list[Site]:
 
 def module_at(model: Any, path: Path) -> Any:
     """The module that has the parameters under these keys; None if there is no such thing."""
+    found: Any = model
     for key in path:
-        model = getattr(model, key, None) if isinstance(key, str) else model[key]
-    return model
+        if found is None:
+            break
+        found = getattr(found, key, None) if isinstance(key, str) else found[key]
+    return found
 
 
 def dotted(path: Path) -> str:
@@ -84,6 +87,6 @@ def _check(site: Site, axes: dict[Path, tuple[str, ...]]) -> None:
     bias, outputs = of("bias"), of("weight")[site.module.contracted :]
     if bias and bias != outputs:
         raise ValueError(
-            f"{name}.bias has the axes {bias}, and the outputs of {name}.weight are {outputs}: they are split "
-            "together, so give them the same names"
+            f"{name}.bias has the axes {bias}, and the outputs of {name}.weight are {outputs}: they are "
+            "split together, so give them the same names"
         )

@@ -1,6 +1,7 @@
 """jaxpar for a model of one's own: the docstring's MLP, and losses that go past what a layout edits."""
 
 import doctest
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -185,7 +186,7 @@ WRONG = {
 @pytest.mark.parametrize(("layout", "loss", "says"), WRONG.values(), ids=WRONG)
 def test_a_loss_that_goes_past_the_edits_is_refused(engine, layout, loss, says):
     built = loss if loss is build_unedited else partial(build, loss=loss)
-    with pytest.raises(ValueError, match="jaxpar.plan.Problem") as refused:
+    with pytest.raises(ValueError, match=r"jaxpar\.plan\.Problem") as refused:
         step(ENGINES[engine], layout, build=built)
     assert says in str(refused.value)
 
@@ -214,9 +215,8 @@ BAD_AXES = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("layout", "axes", "says"), BAD_AXES.values(), ids=BAD_AXES)
 def test_axes_that_do_not_fit_are_one_line(engine, layout, axes, says):
-    with pytest.raises(ValueError, match=".") as refused:
+    with pytest.raises(ValueError, match=re.escape(says)):
         step(ENGINES[engine], layout, axes=axes)
-    assert says in str(refused.value)
 
 
 def test_a_loss_of_ones_own_over_a_split_vocabulary_is_refused_and_not_replaced():

@@ -70,7 +70,7 @@ def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
 
 
 def without_padding(cross_entropy: Callable[..., jax.Array], *, vocab_size: int) -> Callable[..., jax.Array]:
-    """The cross-entropy of logits (..., V) whose V may be padded: what is beyond `vocab_size` does not count."""
+    """The cross-entropy of logits (..., V) that may be padded: those from `vocab_size` on do not count."""
 
     def unpadded(logits: jax.Array, targets: jax.Array) -> jax.Array:
         if logits.shape[-1] > vocab_size:
@@ -89,7 +89,7 @@ def place_activations(problem: Problem, placements: Any, *, mesh: Mesh, sequence
         mesh: has an axis tp.
         sequence_parallel: between the regions, positions are split.
     """
-    where = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+    where: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
 
     def edit(model: Any) -> None:
         for site in find_sites(model, problem, placements):
