@@ -65,6 +65,10 @@ class Axis:
             name = group.group_desc.removeprefix(MESH)
         return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Axis":
+        """Itself: a copy of what lies along it is of the same ranks, in the same group and the same count."""
+        return self
+
     def all_reduce(
         self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
     ) -> None:

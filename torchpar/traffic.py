@@ -12,6 +12,7 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "activation gradients"
 REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts of the data
 TIED_GRADIENTS = "tied gradients"  # of the two copies of a weight on the ends of a pipeline
+BUFFERS = "buffers"  # such as BatchNorm's statistics
 LOSS, NORM, UNUSED = "loss", "norm", "unused parameters"
 REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
 

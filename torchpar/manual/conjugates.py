@@ -19,6 +19,7 @@ would be wrong without an error. Sources: Megatron-LM (arXiv 1909.08053), its se
 (arXiv 2205.05198).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,41 +27,48 @@ import torch
 from torch import nn
 
 from torchpar.collectives import Axis
+from torchpar.manual.untraced import untraced
 from torchpar.traffic import ACTIVATION_GRADIENTS, ACTIVATIONS, RECORD
 
+_Movement = Callable[[torch.Tensor, Axis, str], torch.Tensor]
 SEQUENCE_DIM = 1  # of activations (B, T, C)
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Hand a tensor that all ranks share to computations that differ by rank: f."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, _same, _all_reduce)
+    return x if axis.size == 1 else _move(x, axis, _same, _all_reduce)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum what the ranks computed; all share the result: g."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, _all_reduce, _same)
+    return x if axis.size == 1 else _move(x, axis, _all_reduce, _same)
 
 
 def scatter_to(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
     """This rank's part of a tensor that all share. ValueError if the ranks do not divide `dim`."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, _Along(dim).take, _Along(dim).all_gather)
+    return x if axis.size == 1 else _move(x, axis, _Along(dim).take, _Along(dim).all_gather)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
     """The ranks' parts put together along `dim`, for computations that all ranks repeat."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, _Along(dim).all_gather, _Along(dim).take)
+    return x if axis.size == 1 else _move(x, axis, _Along(dim).all_gather, _Along(dim).take)
 
 
 def all_gather_to(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
     """The ranks' parts put together along `dim`, for computations that differ by rank."""
     along = _Along(dim)
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, along.all_gather, along.reduce_scatter)
+    return x if axis.size == 1 else _move(x, axis, along.all_gather, along.reduce_scatter)
 
 
 def reduce_scatter_from(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
     """This rank's part, along `dim`, of the sum of what the ranks computed."""
     along = _Along(dim)
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, along.reduce_scatter, along.all_gather)
+    return x if axis.size == 1 else _move(x, axis, along.reduce_scatter, along.all_gather)
+
+
+@untraced
+def _move(x: torch.Tensor, axis: Axis, forward: _Movement, backward: _Movement) -> torch.Tensor:
+    return _Conjugate.apply(x, axis, forward, backward)
 
 
 class _Conjugate(torch.autograd.Function):

@@ -13,14 +13,16 @@ same order on every rank, so that ranks whose graphs differ cannot mix up their 
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
 from torchpar.manual.buckets import Bucket, make_buckets
+from torchpar.manual.buffers import Buffers
 from torchpar.manual.claims import claim, require_unclaimed
+from torchpar.manual.untraced import untraced
 from torchpar.traffic import REPLICATE, UNUSED
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -49,6 +51,9 @@ class DataParallel(nn.Module):
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         find_unused_parameters: let parameters be without a gradient. One used on no rank keeps None on
             all; one used on some counts as zero on the others. Costs one small all-reduce a step.
+        broadcast_buffers: buffers, such as BatchNorm's statistics, become the first rank's before each
+            forward but those that follow one without gradients, or one under no_sync. A rank that is to
+            evaluate alone calls `module`.
 
     Raises:
         RuntimeError: from `backward`, if it runs twice before the gradients are synchronised; from
@@ -66,6 +71,7 @@ class DataParallel(nn.Module):
         bucket_size_mb: float = 25.0,
         group: Axis | ProcessGroup | None = None,
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
     ):
         super().__init__()
         if gradient_sync not in ("naive", "flat", "overlapped", "bucketed"):
@@ -81,7 +87,19 @@ class DataParallel(nn.Module):
         self._own_gradients: dict[torch.Tensor, str] = {}  # not averaged yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         require_unclaimed(dict(module.named_parameters()))
-        self._broadcast((*module.parameters(), *module.buffers()))
+        self._shared_buffers = Buffers(module, [self._axis], each_pass=broadcast_buffers)
+        self._shared_buffers.broadcast(purpose=REPLICATE)
+        self._broadcast(module.parameters())
+        self._make_buckets()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: between two steps, and without hooks, which are about this module's parameters."""
+        between = {"_synchronizing": True, "_own_gradients": {}, "_hooks": [], "_buckets": []}
+        return {**super().__getstate__(), **between}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become the copy."""
+        super().__setstate__(state)
         self._make_buckets()
 
     def forward(self, *args, **kwargs):
@@ -125,7 +143,9 @@ class DataParallel(nn.Module):
         self._own_gradients.clear()
         super().zero_grad(set_to_none)
 
+    @untraced
     def _begin_pass(self) -> None:
+        self._shared_buffers.before_forward(synchronizing=self._synchronizing)
         if self._trainable() != self._bucketed:  # frozen, unfrozen, converted or replaced since
             self._broadcast([p for p in self.module.parameters() if p not in self._replicated])
             self._make_buckets()
@@ -172,6 +192,7 @@ class DataParallel(nn.Module):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _make_hook(self, bucket: Bucket, place: int):
+        @untraced
         def hook(parameter: torch.Tensor) -> None:
             self._gradient_ready(bucket, place)
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchpar.manual.untraced import untraced
+
 
 class Factors(NamedTuple):
     """What the gradients of one linear layer are made of."""
@@ -85,6 +87,7 @@ class _Mode(TorchFunctionMode):
             return self._linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    @untraced
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
         # A computed weight is no leaf: backward has to go on through it.
         are_leaves = all(p is None or p.is_leaf for p in (weight, bias))

@@ -9,8 +9,9 @@ A `Flat` holds, for parameters of one dtype and device,
 and the same for their gradients (`flat_gradients.py`).
 """
 
-from collections.abc import Sequence
-from typing import Literal
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class Flat:
         keeps_full: the buffer stays in memory, and the shard is a view of it (ZeRO-1 and 2).
         keeps_gradients: the buffer of gradients stays until they are dropped (ZeRO-1).
         compute_dtype: of the parameters while they are whole; None for that of the shard.
+        whole: their values in a flat buffer, in the place of the first rank's; nothing is sent then.
 
     Attributes:
         names, parameters, pieces: in the same order.
@@ -52,12 +54,21 @@ class Flat:
         keeps_full: bool = False,
         keeps_gradients: bool = False,
         compute_dtype: torch.dtype | None = None,
+        whole: torch.Tensor | None = None,
     ):
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.axis, self.replicas = axis, replicas
         self.places = Places(self.parameters, axis)
-        whole = self._broadcast_whole()
+        self._make: Callable[..., Flat] = functools.partial(  # one like this
+            Flat,
+            axis=axis,
+            replicas=replicas,
+            keeps_full=keeps_full,
+            keeps_gradients=keeps_gradients,
+            compute_dtype=compute_dtype,
+        )
+        whole = self._broadcast_whole() if whole is None else whole
         is_cast = compute_dtype not in (None, whole.dtype)
         self.keeps_full = keeps_full and not is_cast
         self.full = whole.to(compute_dtype) if is_cast else whole
@@ -83,6 +94,37 @@ class Flat:
             replicas=replicas,
             keeps_buffer=keeps_gradients,
         )
+
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Flat":
+        """The same cut over the same axes in memory of its own: at rest, without gradients or hooks.
+
+        Parameters that were copied before, with their module, become this copy's.
+
+        Raises:
+            ValueError: an optimizer over the pieces was copied before.
+        """
+        if any(id(piece) in memo for piece in self.pieces):
+            raise ValueError(
+                "an optimizer was copied before the FSDP module whose pieces it updates: copy the module "
+                "first, as in copy.deepcopy((module, optimizer))"
+            )
+        self.finish_gather()
+        if self.keeps_full:
+            whole = self.full.clone()
+        else:
+            whole = self.shard.new_empty(self.places.count)
+            whole[self.places.own] = self.shard
+        views = zip(self.parameters, self.places.views(whole), strict=True)
+        # Not the view itself: a parameter of its own version, which autograd compares.
+        parameters = [memo.setdefault(id(p), nn.Parameter(v.data, p.requires_grad)) for p, v in views]
+        named = list(zip(self.names, parameters, strict=True))
+        copied = memo[id(self)] = self._make(named, whole=whole)
+        for original, piece in zip(self.pieces, copied.pieces, strict=True):
+            memo[id(original)] = piece.requires_grad_(original.requires_grad)
+        if not self.is_whole or self.is_changed:
+            copied.free()
+        return copied
 
     @property
     def version(self) -> int:

@@ -15,18 +15,22 @@ Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
+from torchpar.manual.buffers import Buffers
 from torchpar.manual.claims import require_unclaimed
+from torchpar.manual.elementwise import watch_optimizers
 from torchpar.manual.flat import Flat
 from torchpar.manual.flat_gradients import agree_on_use
 from torchpar.manual.flat_steps import FlatSteps
+from torchpar.manual.full_state import full_state, load_full_state
 from torchpar.manual.gathers import Gathers
 from torchpar.manual.units import Structure, Unit, Units, make_units
+from torchpar.manual.untraced import untraced
 from torchpar.optimizer import clip_gradients
 from torchpar.traffic import REPLICATE
 
@@ -36,7 +40,9 @@ class FSDP(nn.Module):
 
     Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step an
     optimizer over `parameters()`, which are this rank's pieces: 1-D, perhaps empty, under the original
-    names. Everything that treats elements one by one works on them (SGD, Adam, ...).
+    names. Everything that treats elements one by one works on them (SGD, Adam, ...). A torch Optimizer that
+    does not (Adafactor, Muon, LBFGS, ...) is found out by its first step, which raises a ValueError on all
+    ranks: see `elementwise`.
 
         >>> model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -53,8 +59,9 @@ class FSDP(nn.Module):
     `find_unused_parameters`. A parameter is whole only while a module of its unit runs, which means: is
     called, not by another method. A model that reads another layer's weight directly wants both in one
     unit. Backward must enter a unit through what one of its modules returned: a loss kept in an attribute
-    would find the weights freed. Pieces may be written to at any time, but through `.data`, which nothing
-    counts, not between a forward with gradients and the next finish or step.
+    would find the weights freed. After a backward with create_graph=True all that it read stays whole until
+    `finish_gradient_synchronization`. Pieces may be written to at any time, but through `.data`, which
+    nothing counts, not between a forward with gradients and the next finish or step.
 
     Args:
         module: tied and frozen parameters, custom layers, mixed dtypes, fewer elements than ranks are fine.
@@ -75,6 +82,7 @@ class FSDP(nn.Module):
         find_unused_parameters: parameters may be used on some ranks only, and count as zero on the others.
             Costs one small all-reduce a step, and the overlap of reductions with backward: whole gradients
             of all units stay in memory until the end.
+        broadcast_buffers: see DataParallel.
 
     Attributes:
         module: with pieces for parameters, except while it runs.
@@ -100,6 +108,7 @@ class FSDP(nn.Module):
         compute_dtype: torch.dtype | None = None,
         inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
     ):
         super().__init__()
         if zero not in (2, 3):
@@ -111,7 +120,9 @@ class FSDP(nn.Module):
         self._synchronizing = True
         require_unclaimed(dict(module.named_parameters()))
         options = {"replicas": self.replicas, "keeps_full": zero == 2, "compute_dtype": compute_dtype}
-        self._broadcast_buffers()
+        shared = Buffers(module, [self.axis, self.replicas], each_pass=broadcast_buffers)
+        shared.broadcast(purpose=REPLICATE)
+        self._shared_buffers = shared
         self.units = make_units(module, units, self.axis, **options)
         self._flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # as backward comes
         by_name = {name: p for flat in self._flats for name, p in zip(flat.names, flat.pieces, strict=True)}
@@ -127,7 +138,21 @@ class FSDP(nn.Module):
             are_awaited=self._are_gradients_awaited,
         )
         self._steps = FlatSteps(self._flats)
+        watch_optimizers()
         self._structure = Structure(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: at rest. What is cut comes first, so that modules and hooks find copied pieces."""
+        for flat in self._flats:
+            flat.keep_memory("pieces")
+        at_rest = {"_synchronizing": True, "_launched": None, "_hooked": set()}
+        return {"_flats": self._flats, **super().__getstate__(), **at_rest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become the copy."""
+        super().__setstate__(state)
+        for unit in self.units:
+            unit.free()
 
     @property
     def transient(self) -> tuple[torch.Tensor, ...]:
@@ -192,33 +217,27 @@ class FSDP(nn.Module):
             whole.update(zip(flat.names, flat.gather([pieces[n] for n in flat.names]), strict=True))
         return {name: whole[name] for name in pieces}
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The wrapped module's unsharded parameters and buffers, on every rank; tied names once."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """What the wrapped module's `state_dict()` would be if it were not sharded, on every rank."""
         weights = self.gather({name: piece.detach() for name, piece in self.pieces.items()})
-        return {**weights, **dict(self.module.named_buffers())}
+        return full_state(self.module, self._flats, weights)
 
-    @torch.no_grad()
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `full_state_dict` returned, also on another number of ranks.
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `full_state_dict` returned, also on another number of ranks. Nothing, if it does not fit.
 
         Args:
             state: whole tensors, the same on all ranks; the `state_dict()` of the unwrapped module will do.
+                What is tied may be there under one of its names, or under all.
 
         Raises:
-            ValueError: a parameter or buffer is missing, or has another shape.
+            ValueError: a name is missing or unknown, a tensor has another shape, or what is tied differs.
         """
-        buffers = dict(self.module.named_buffers())
-        persistent = [name for name in self.module.state_dict() if name in buffers]
-        missing = [name for name in (*self.pieces, *persistent) if name not in state]
-        if missing:
-            raise ValueError(f"the state has no {', '.join(missing)}")
         self._gathers.free_all()
-        for flat in self._flats:
-            flat.load([state[name] for name in flat.names])
-        for name in buffers.keys() & state.keys():
-            buffers[name].copy_(state[name])
+        load_full_state(self.module, self._flats, state)
 
+    @untraced
     def _begin_pass(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self._shared_buffers.before_forward(synchronizing=self._synchronizing)
         self._steps.before_forward()
         self._gathers.begin_pass()
         for unit in self.units:
@@ -238,6 +257,7 @@ class FSDP(nn.Module):
                     parameter.register_post_accumulate_grad_hook(self._make_take(unit, flat, place))
 
     def _make_take(self, unit: Unit, flat: Flat, place: int):
+        @untraced
         def take_gradient(parameter: torch.Tensor) -> None:
             if unit.add_gradient(flat, place) and self._synchronizing and not self._find_unused:
                 self._launch(unit)
@@ -252,12 +272,3 @@ class FSDP(nn.Module):
         for flat in unit.flats:
             flat.gradients.start_reduction()
         self._launched = unit
-
-    def _broadcast_buffers(self) -> None:
-        for buffer in self.module.buffers():
-            whole = buffer.contiguous()
-            for axis in (self.axis, self.replicas):
-                if axis and axis.size > 1:
-                    axis.broadcast(whole, purpose=REPLICATE)
-            if whole is not buffer:
-                buffer.copy_(whole)

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchpar.collectives import Axis, ProcessGroup
 from torchpar.manual.claims import claim, claimant_of, require_unclaimed
+from torchpar.manual.elementwise import require_elementwise
 from torchpar.manual.flat import Flat, make_flats
 from torchpar.manual.flat_gradients import agree_on_use
 from torchpar.manual.flat_steps import FlatSteps
@@ -42,16 +43,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     itself, each to the rank that needs it: two thirds of the traffic. With `reduce_gradients=True` call
     `optimizer.finish_gradient_synchronization()` after the last backward, and clip with `clip_grad_norm_`.
 
+    An optimizer has to do with parameters alone. Buffers, such as BatchNorm's statistics, DataParallel
+    broadcasts; where there is none call `buffers.broadcast_buffers(module)` before each forward.
+
     Args:
         params: as for any optimizer: tensors, or groups. Their values become those of the first rank, and
             their memory becomes part of a flat buffer for each group.
-        optimizer_cls: such as torch.optim.AdamW.
+        optimizer_cls: such as torch.optim.AdamW. It is tried on a small matrix, whole and cut.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one; for reduce_gradients.
         reduce_gradients: average gradients over the ranks here, and nowhere else.
         find_unused_parameters: with reduce_gradients, parameters may be used on some ranks only, and count as
             zero on the others; costs one small all-reduce a step. Else every rank uses the same.
         kwargs: for optimizer_cls.
+
+    Raises:
+        ValueError: optimizer_cls does not treat elements one by one (Adafactor, Muon, LBFGS, ...).
     """
 
     kind = "ShardedOptimizer"
@@ -70,7 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.axis = Axis.of(group)
         self._replicas = None if replicate_group is None else Axis.of(replicate_group)
         self._reduces, self._find_unused = reduce_gradients, find_unused_parameters
-        self._make: Callable[..., torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
+        self._make: partial[torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
         self._inner: torch.optim.Optimizer | None = None
         self._flats: list[Flat] = []
         self._piece_of: dict[torch.Tensor, nn.Parameter] = {}
@@ -78,6 +85,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._has_stepped = False  # with gradients that have not been dropped yet
         super().__init__(params, {})
         self.state = self.inner.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: parameters and what is cut of them come first, for all else is about those."""
+        for flat in self._flats:
+            flat.keep_memory("parameters")
+        # As ever without hooks, and without the `step` that schedulers put around the class's.
+        state = {k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")}
+        return {"_flats": self._flats, **state, "_has_stepped": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become the copy."""
+        super().__setstate__(state)
+        if self._reduces:
+            self._claim([])
+            for flat in self._flats:
+                self._take_gradients_into(flat)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -95,7 +118,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         names = group.get(_NAMES) or [f"parameter {index}" for index in range(len(group[_PARAMS]))]
         named = list(zip(names, group[_PARAMS], strict=True))
-        self._claim(named)
+        try:
+            self._require_elementwise(group)
+            self._claim(named)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         flats = make_flats(
             named, self.axis, replicas=self._replicas, keeps_full=True, keeps_gradients=self._reduces
         )
@@ -229,6 +257,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             pieces = {name: p for name, p in named if isinstance(claimant_of(p), FlatSteps)}
             require_unclaimed(pieces)
+
+    def _require_elementwise(self, group: dict[str, Any]) -> None:
+        name = getattr(self._make.func, "__name__", repr(self._make.func))
+        options = {**_options(group), **{key: v for key, v in self._make.keywords.items() if key == "lr"}}
+        require_elementwise(self._make, options, name=name, device=group[_PARAMS][0].device)
 
     def _take_gradients_into(self, flat: Flat) -> None:
         def take(place: int) -> None:

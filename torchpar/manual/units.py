@@ -1,6 +1,7 @@
 """Which parameters are gathered together: the units of a fully sharded module."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,10 @@ class Unit:
         piece_of = {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
         self._swaps = [(module, name, p, piece_of[p]) for module, name, p in uses]
         self._names = {p: name for flat in flats for p, name in zip(flat.pieces, flat.names, strict=True)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: as between two passes."""
+        return {**self.__dict__, "running": 0, "_arrived": set()}
 
     @property
     def is_idle(self) -> bool:

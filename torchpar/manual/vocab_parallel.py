@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from torchpar.collectives import Axis
 from torchpar.manual.conjugates import Split, gather_parts, reduce_from, reduce_scatter_from, take_parameter
+from torchpar.manual.untraced import untraced
 from torchpar.traffic import LOSS
 
 ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # what a split embedding has not
@@ -86,6 +87,7 @@ class VocabParallelCrossEntropy(nn.Module):
         return vocab_parallel_cross_entropy(logits_NV, targets_N, self.axis, vocab_size=self.vocab_size)
 
 
+@untraced
 def vocab_parallel_cross_entropy(
     logits_NV: torch.Tensor,
     targets_N: torch.Tensor,
