@@ -268,7 +268,8 @@ def _keep_aside(folder: Path) -> None:
     if folder.exists():
         numbers = range(1, len(list(folder.parent.iterdir())) + 1)
         names = (folder.with_name(f"{folder.name}.unfinished-{number}") for number in numbers)
-        folder.rename(next(path for path in names if not path.exists()))
+        with lock_folder(folder):  # a side that somebody started by itself may be at work in there
+            folder.rename(next(path for path in names if not path.exists()))
 
 
 def _request(case: Case, prepared: Prepared, settings: Settings, init: Init) -> Request:
