@@ -39,7 +39,7 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
     names, costs = comparison.cases, comparison.costs
     drawn = [Picture("Loss", figures.loss_curves(names, records), how_close(names, records))]
     if len(names) > 1:
-        why = "Rounding grows: the same sums in another order, fed back at every step."
+        why = "Rounding: the same sums in another order, fed back at every step."
         caption = why if comparison.passed else f"Step by step, as a fraction of the loss of {names[0]}."
         drawn.append(Picture("Loss difference", figures.loss_differences(names, records), caption))
     return [
