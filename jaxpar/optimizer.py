@@ -48,12 +48,17 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Every gradient times min(1, max_norm / (grad_norm + 1e-6)); 0 turns it off."""
+    """Every gradient times min(1, max_norm / (grad_norm + 1e-6)); 0 turns it off.
+
+    By a norm that is not finite nothing is scaled: the run ends there, and NaN in every weight would hide
+    whose gradient it was.
+    """
 
     def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
         if not max_norm:
             return updates, state
-        scale = jnp.minimum(1.0, max_norm / (of_step["grad_norm"] + CLIP_EPS))
+        norm = of_step["grad_norm"]
+        scale = jnp.where(jnp.isfinite(norm), jnp.minimum(1.0, max_norm / (norm + CLIP_EPS)), 1.0)
         return jax.tree.map(lambda g: g * scale, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

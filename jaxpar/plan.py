@@ -149,9 +149,15 @@ class Problem:
         return self.build(in_order(edits))
 
     def edited_pieces(self, edits: Sequence[Edit]) -> Pieces:
-        """The pieces of the model after several edits, in order. Raises ValueError if it has none."""
+        """The pieces of the model after several edits, in order.
+
+        Raises:
+            ValueError: it has no pieces, or no stacked layers.
+        """
         if self.pieces is None:
             raise ValueError("layout.pp needs a model in pieces: give Problem.pieces")
+        if self.stacked not in self.shapes:
+            raise ValueError(f"layout.pp needs stacked layers: Problem.shapes has no key {self.stacked!r}")
         return self.pieces(in_order(edits))
 
     def place(self, layout: Layout, *, split: dict[str, str]) -> Any:

@@ -18,7 +18,7 @@ from jaxpar import compiler, manual, plan
 from jaxpar.mesh import make_mesh
 from jaxpar.model import Dtypes, Embedding, Linear, cross_entropy
 from jaxpar.optimizer import make_optimizer, state_like
-from jaxpar.plan import Problem
+from jaxpar.plan import Pieces, Problem
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -189,6 +189,36 @@ def test_a_loss_that_goes_past_the_edits_is_refused(engine, layout, loss, says):
     with pytest.raises(ValueError, match=r"jaxpar\.plan\.Problem") as refused:
         step(ENGINES[engine], layout, build=built)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pieces_that_go_past_the_edits_are_refused(engine):
+    def pieces(edit):
+        def layers(params, x):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0]
+
+        return Pieces(
+            embed=lambda params, batch: params["first"][batch["x"]].mean(axis=1),
+            layers=layers,
+            loss=lambda params, x, batch: jnp.square(x - batch["y"][:, :1]).mean(),
+        )
+
+    spec = Optimizer()
+    problem = Problem(
+        build=build_unedited,
+        pieces=pieces,
+        shapes={"first": np.ones((V, C)), "blocks": np.ones((2, C, C))},
+        axes={"first": ("token", "embed"), "blocks": ("layer", "in", "out")},
+        remat="none",
+    )
+    layout = Layout(pp=2, schedule="gpipe", dp_shard=2, zero=3, microbatches=2)
+    optimizer = make_optimizer(spec, decay={"first": True, "blocks": True})
+    plan = ENGINES[engine](problem, optimizer, mesh=make_mesh(layout, platform="cpu"), layout=layout)
+    batch = {name: np.ones((1, 8, T), np.int32) for name in ("x", "y")}
+    state = jax.eval_shape(optimizer.init, problem.shapes)
+    scalars = msgspec.structs.asdict(step_scalars(spec, 0))
+    with pytest.raises(ValueError, match=r"layout\.zero = 3: the loss uses blocks ungathered"):
+        jax.eval_shape(plan.step, problem.shapes, state, batch, scalars)
 
 
 def changed(key, name, axes):

@@ -56,6 +56,21 @@ def test_equals_the_definition(optimizer):
             np.testing.assert_allclose(tensor, expected[name], rtol=1e-12, atol=1e-15, err_msg=name)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_spoils_its_own_weight_only(bad):
+    """A run that diverged names it by what became of the weights."""
+    experiment = Experiment(model=SPEC, precision=Precision(dtype="float64"))
+    rule = make_optimizer(experiment.optimizer, decay=weights.decay_mask(SPEC, "matrices"))
+    params = weights.from_canonical(initial_parameters(experiment), SPEC)
+    gradients = jax.tree.map(np.ones_like, params)
+    gradients["blocks"]["mlp"]["up"]["bias"][1, 0] = bad
+    updates, _ = rule.update(
+        gradients, rule.init(params), params, grad_norm=bad, scalars=device_scalars(experiment, 0)
+    )
+    change = weights.to_canonical(updates, SPEC)
+    assert [name for name in change if not np.isfinite(change[name]).all()] == ["blocks.1.mlp.up.bias"]
+
+
 def test_decay_misses_what_the_table_does_not_decay():
     """The definition is the oracle: with the mask of another table the test above must fail."""
     optimizer = Optimizer(name="sgd", grad_clip=0.0, weight_decay=1.0, learning_rate=0.5, decay_lr=False)
