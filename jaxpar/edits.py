@@ -14,7 +14,7 @@ from compare.contract.experiment import Layout
 from jaxpar.flow import Label, adds, clears, labels_reaching
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import Placement
-from jaxpar.plan import Edit, Loss, Problem
+from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.sites import dotted, find_sites
 
 SHARD, PART, OUTPUT = "shard of a layer", "part of a weight", "part of an output"
@@ -150,16 +150,16 @@ def _refuse(reached: frozenset[Label], problem: Problem, layout: Layout) -> None
     if shards := names(SHARD):
         raise ValueError(
             f"layout.zero = {layout.zero}: the loss uses {shards} ungathered: it must scan over "
-            f"model.wrap_layer(layer), model being what build's edit was given (see jaxpar.plan.Problem)"
+            f"model.wrap_layer(layer), model being what build's edit was given (see jaxpar.problem.Problem)"
         )
     if parts := names(PART):
         raise ValueError(
             f"layout.tp = {layout.tp}: {parts} would be split, and the loss uses it otherwise than by "
             f"calling the jaxpar.model.Linear or Embedding that has it, of the model that build's edit was "
-            f"given (see jaxpar.plan.Problem)"
+            f"given (see jaxpar.problem.Problem)"
         )
     if outputs := names(OUTPUT):
         raise ValueError(
             f"layout.tp = {layout.tp}: what {outputs} gives is split, and reaches the loss so: give it to a "
-            f"Linear whose inputs are split, or logits to model.cross_entropy (see jaxpar.plan.Problem)"
+            f"Linear whose inputs are split, or logits to model.cross_entropy (see jaxpar.problem.Problem)"
         )

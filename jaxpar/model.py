@@ -21,7 +21,7 @@ from jax import lax
 
 from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
-from jaxpar.plan import Pieces
+from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
 
 

@@ -7,7 +7,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxpar.model import Embedding, Linear, cross_entropy
 from jaxpar.placement import LAYER
-from jaxpar.plan import Problem
+from jaxpar.problem import Problem
 
 Path = tuple[Any, ...]
 SPLIT_WEIGHT = {Linear: "weight", Embedding: "token"}

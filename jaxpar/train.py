@@ -28,7 +28,8 @@ from jaxpar.measure import cpu_seconds, peak_memory, resident_bytes, threads, ve
 from jaxpar.mesh import device_kind, make_mesh
 from jaxpar.model import make_loss, make_pieces
 from jaxpar.optimizer import make_optimizer, moments, state_like
-from jaxpar.plan import Plan, Problem
+from jaxpar.plan import Plan
+from jaxpar.problem import Problem
 from jaxpar.remat import Remat, resolve_remat
 
 PARALLELIZE = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}

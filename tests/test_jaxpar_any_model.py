@@ -14,11 +14,11 @@ from flax import nnx
 
 from compare.contract.experiment import Layout, Optimizer, Precision
 from compare.contract.optimizer import step_scalars
-from jaxpar import compiler, manual, plan
+from jaxpar import compiler, manual
 from jaxpar.mesh import make_mesh
 from jaxpar.model import Dtypes, Embedding, Linear, cross_entropy
 from jaxpar.optimizer import make_optimizer, state_like
-from jaxpar.plan import Pieces, Problem
+from jaxpar.problem import Pieces, Problem
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -34,7 +34,7 @@ def test_the_docstrings_example_runs():
     names = dict(jax=jax, jnp=jnp, np=np, nnx=nnx, msgspec=msgspec, Dtypes=Dtypes, Linear=Linear)
     names |= dict(Layout=Layout, Optimizer=Optimizer, Precision=Precision, step_scalars=step_scalars)
     names |= dict(make_mesh=make_mesh, make_optimizer=make_optimizer, state_like=state_like, Problem=Problem)
-    (test,) = doctest.DocTestFinder(recurse=False).find(plan.Problem, "Problem", globs=names)
+    (test,) = doctest.DocTestFinder(recurse=False).find(Problem, "Problem", globs=names)
     said: list[str] = []
     failed, tried = doctest.DocTestRunner().run(test, out=said.append)
     assert not failed, "".join(said)
@@ -186,7 +186,7 @@ WRONG = {
 @pytest.mark.parametrize(("layout", "loss", "says"), WRONG.values(), ids=WRONG)
 def test_a_loss_that_goes_past_the_edits_is_refused(engine, layout, loss, says):
     built = loss if loss is build_unedited else partial(build, loss=loss)
-    with pytest.raises(ValueError, match=r"jaxpar\.plan\.Problem") as refused:
+    with pytest.raises(ValueError, match=r"jaxpar\.problem\.Problem") as refused:
         step(ENGINES[engine], layout, build=built)
     assert says in str(refused.value)
 

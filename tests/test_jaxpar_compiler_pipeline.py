@@ -19,7 +19,7 @@ from compare.contract.parameters import parameter_count, parameter_table
 from jaxpar.compiler.pipeline_parallel import lanes, pipelined
 from jaxpar.ledger import communications
 from jaxpar.placement import Placement
-from jaxpar.plan import Pieces
+from jaxpar.problem import Pieces
 
 # Any model ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from jaxpar.faults import plant
 from jaxpar.manual import pipeline_parallel
 from jaxpar.manual.ticks import lock_step
 from jaxpar.placement import LAYER, place
-from jaxpar.plan import Pieces
+from jaxpar.problem import Pieces
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)

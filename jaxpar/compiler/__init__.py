@@ -16,7 +16,8 @@ from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.edits import require_edits
 from jaxpar.optimizer import global_norm
-from jaxpar.plan import Edit, Loss, Plan, Problem, accumulated_gradients, shardings
+from jaxpar.plan import Plan, accumulated_gradients, shardings
+from jaxpar.problem import Edit, Loss, Problem
 
 
 def parallelize(

@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpar.placement import one_layer
-from jaxpar.plan import Edit, Loss, shardings
+from jaxpar.plan import shardings
+from jaxpar.problem import Edit, Loss
 from jaxpar.remat import IsGather, Remat, apply_remat
 
 AXIS = "dp_shard"

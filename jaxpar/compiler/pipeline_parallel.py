@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.plan import Loss, Pieces
+from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat, apply_remat
 
 AXIS = "pp"
@@ -82,7 +82,7 @@ def pipelined(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jax.sharding import AxisType
-        >>> from jaxpar.plan import Pieces
+        >>> from jaxpar.problem import Pieces
         >>> def layer(x, w):
         ...     return jnp.tanh(x @ w), None
         >>> pieces = Pieces(

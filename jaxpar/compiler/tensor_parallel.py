@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.model import Embedding, Linear
-from jaxpar.plan import Edit, Problem
+from jaxpar.problem import Edit, Problem
 from jaxpar.sites import Site, find_sites
 
 AXIS = "tp"

@@ -23,7 +23,8 @@ from jaxpar.manual.norm import global_norm
 from jaxpar.manual.ticks import Ticks, lock_step
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
-from jaxpar.plan import Edit, Loss, Pieces, Plan, Problem, accumulated_gradients, shardings
+from jaxpar.plan import Plan, accumulated_gradients, shardings
+from jaxpar.problem import Edit, Loss, Pieces, Problem
 
 REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
 Gradients = Callable[[Any, Any], tuple[Any, Any]]

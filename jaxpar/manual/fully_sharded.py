@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxpar import collectives
 from jaxpar.placement import Placement, one_layer
-from jaxpar.plan import Edit, Loss
+from jaxpar.problem import Edit, Loss
 from jaxpar.remat import Remat, apply_remat
 
 AXIS = "dp_shard"

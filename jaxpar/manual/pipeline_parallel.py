@@ -49,7 +49,7 @@ from jaxpar import collectives
 from jaxpar.manual.stage import EndSums, Stage
 from jaxpar.manual.ticks import BACKWARD, FORWARD, Ticks, Work
 from jaxpar.placement import map_repeated
-from jaxpar.plan import Pieces
+from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
 
 AXIS = "pp"

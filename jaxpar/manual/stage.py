@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from jaxpar.plan import Pieces
+from jaxpar.problem import Pieces
 
 
 class EndSums(NamedTuple):

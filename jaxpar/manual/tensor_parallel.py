@@ -31,7 +31,7 @@ from jax import lax
 from jaxpar import collectives
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import map_repeated
-from jaxpar.plan import Edit, Problem
+from jaxpar.problem import Edit, Problem
 from jaxpar.sites import find_sites
 
 AXIS = "tp"
