@@ -111,8 +111,9 @@ def test_the_sharded_optimizer_refuses_at_once(rank: int) -> None:
             ShardedOptimizer(module.parameters(), make, lr=0.1)
     optimizer = ShardedOptimizer(module.layers.parameters(), torch.optim.SGD, lr=0.1)
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    sharded = FSDP(Odd())
     with pytest.raises(ValueError, match="already synchronised by an FSDP"):
-        optimizer.add_param_group({"params": list(FSDP(Odd()).parameters())})
+        optimizer.add_param_group({"params": list(sharded.parameters())})
     assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
 
 

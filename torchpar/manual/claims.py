@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchpar.manual.untraced import untraced
+
 
 class Claimant(Protocol):
     """What reduces gradients, and knows which of them are not reduced yet.
@@ -81,6 +83,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@untraced
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -88,6 +91,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str
             claimant.before_step(optimizer, parameters)
 
 
+@untraced
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     for claimant, parameters in _claimed(optimizer).items():
         claimant.after_step(optimizer, parameters)
