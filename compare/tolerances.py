@@ -43,13 +43,13 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
         "request": _ASKED,
         "batch": _EXACT,
         "initial_weights": _EXACT,
-        "loss": Tolerance(1e-6, "a few units in the last place (6e-8 each); worst measured 9e-8"),
+        "loss": Tolerance(1e-6, "a few units in the last place (6e-8 each); worst measured 2e-7"),
         "gradients": Tolerance(1e-5, "relative to the largest of the tensor; worst measured 1e-6"),
-        "grad_norm": Tolerance(1e-5, "one sum over all gradients; worst measured 1e-7"),
+        "grad_norm": Tolerance(1e-5, "one sum over all gradients; worst measured 2e-7"),
         "first_weights": Tolerance(
             1e-2,
             "Adam makes every gradient an update of about lr, however small: where rounding decides its sign "
-            "the weights part by 2 lr. Worst measured 4e-5, key biases left out",
+            "the weights part by 2 lr. Key biases left out, 1e-4 over all layouts; 8e-4 was seen on 8 devices",
         ),
         "first_moments": Tolerance(1e-5, "gradients, and their squares: twice their error; 2e-6 measured"),
         "later_weights": Tolerance(1e-2, "as after the first step, 20 times; worst measured 5e-5"),
