@@ -49,7 +49,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
         "first_weights": Tolerance(
             1e-2,
             "Adam makes every gradient an update of about lr, however small: where rounding decides its sign "
-            "the weights part by 2 lr. Key biases left out, 1e-4 over all layouts; 8e-4 was seen on 8 devices",
+            "the weights part by 2 lr. Key biases left out: 1e-4 over all layouts, 8e-4 seen on 8 devices",
         ),
         "first_moments": Tolerance(1e-5, "gradients, and their squares: twice their error; 2e-6 measured"),
         "later_weights": Tolerance(1e-2, "as after the first step, 20 times; worst measured 5e-5"),
