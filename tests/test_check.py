@@ -44,8 +44,10 @@ def test_engines_equal_one_device_in_float32(shardpair):
         assert 1e-10 < gradients <= 1e-5
 
 
-@pytest.mark.parametrize("engines", [("jax-compiler", "torch-library"), ("torch-manual", "jax-manual")])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("engines", "optimizer"),
+    [(("jax-compiler", "torch-library"), "adamw"), (("torch-manual", "jax-manual"), "sgd")],
+)
 def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimizer):
     """The pair against each other: mixed precision, both optimizers, nothing that hides a scale."""
     done = shardpair(
