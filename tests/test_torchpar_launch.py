@@ -135,7 +135,8 @@ def start_slowly(rank: Rank, *, rank_1: str) -> None:
             pass
         rank.at(0, "forward")
     else:
-        time.sleep(PATIENCE_S if rank_1 == "sleeps" else 5 * SHORT_S)
+        while rank_1 == "sleeps" or not rank.heartbeat.position(1).beats:
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
