@@ -114,9 +114,8 @@ def one_device():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("layout", [ZERO3, TP, Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True)])
-def test_a_model_of_ones_own_equals_one_device(engine, layout, one_device):
-    found = step(ENGINES[engine], layout)
+def test_a_model_of_ones_own_equals_one_device(engine, one_device):
+    found = step(ENGINES[engine], Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True))
     errors = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, one_device)
     assert max(jax.tree.leaves(errors)) <= 1e-10  # measured 1e-14
 
