@@ -60,6 +60,14 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen | None =
         time.sleep(0.05)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether no such process runs; one that nobody has waited for has ended, too."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def assert_gone(processes: list[psutil.Process]) -> None:
     """All of them have ended, or do so now."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_S)
