@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import processes
 import pytest
+import quick_xla
 from hypothesis import HealthCheck, settings
 
 from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 
 if TYPE_CHECKING:
     from ranks import Ranks
+
+quick_xla.use()
 
 CACHING = {"run", "check", "faults", "matrix", "golden"}  # commands that take --cache_dir
 FAILED = pytest.StashKey[bool]()
@@ -58,6 +61,13 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     return str(shared / "compiled")
+
+
+@pytest.fixture
+def default_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test starts is compiled as a user's is, and not as quickly as it can be."""
+    if os.environ.get("XLA_FLAGS") == quick_xla.QUICK:
+        monkeypatch.delenv("XLA_FLAGS")
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_a_damaged_golden_is_refused(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("default_xla")
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
     done = shardpair("golden", "--engines", engine, "--json")
@@ -131,6 +132,7 @@ def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
     assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
 
 
+@pytest.mark.usefixtures("default_xla")
 @pytest.mark.parametrize("engine", ["jax-manual", "torch-manual"])
 def test_sharded_engines_compute_what_nanogpt_does(shardpair, engine):
     done = shardpair("golden", "--preset", "fsdp", "--devices", "2", "--engines", engine)
