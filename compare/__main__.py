@@ -10,7 +10,7 @@ import signal
 import sys
 from types import FrameType
 
-from compare import standard_output
+from compare.terminal import standard_output
 
 INTERRUPTED = 130
 

@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from compare.arguments import Spec
+from compare.commands.arguments import Spec
 from compare.commands.check import Check
 from compare.commands.run import Run
-from compare.comparison import Comparison, read_comparison
 from compare.contract.experiment import Experiment, ExperimentError, load, parse, revalidate
 from compare.contract.record import Manifest, Record, Rung, read_record, read_tensors
-from compare.report.render import PAGE
+from compare.judge.comparison import Comparison, read_comparison
+from compare.present.report.render import PAGE
 
 __all__ = ["Result", "Training", "check", "experiment", "read", "run"]
 

@@ -14,8 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from compare import standard_output
-from compare.arguments import Spec, defaults_for
+from compare.commands.arguments import Spec, defaults_for
 from compare.commands.check import Check
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
@@ -26,12 +25,13 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
-from compare.console import errors_console, printable
 from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
-from compare.golden import EXPERIMENT as GOLDEN
-from compare.launch import EngineError, EnvironmentMissing
-from compare.paths import is_utf8
+from compare.execute.launch import EngineError, EnvironmentMissing
+from compare.execute.paths import is_utf8
+from compare.studies.golden import EXPERIMENT as GOLDEN
+from compare.terminal import standard_output
+from compare.terminal.console import errors_console, printable
 
 DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
 FIXED_EXPERIMENT = {"golden": GOLDEN}

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.disk import no_room
 from compare.contract.divergence import DivergedError
-from compare.contract.exits import describe_exit
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, revalidate
+from compare.contract.host.disk import no_room
+from compare.contract.host.exits import describe_exit
+from compare.contract.host.run_lock import lock_folder
+from compare.contract.host.signals import is_ignored, on_signals
 from compare.contract.record import (
     REQUEST,
     Failure,
@@ -28,8 +30,6 @@ from compare.contract.record import (
     read_json,
     write_failure,
 )
-from compare.contract.run_lock import lock_folder
-from compare.contract.signals import is_ignored, on_signals
 from jaxpar.errors import MissingDevicesError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
@@ -118,8 +118,8 @@ def doctor() -> dict[str, object]:
     """Versions and devices that this side finds here."""
     import jax
 
-    from jaxpar.measure import versions
-    from jaxpar.mesh import cores
+    from jaxpar.comm.mesh import cores
+    from jaxpar.measure.usage import versions
 
     try:
         gpus = [device.device_kind for device in jax.devices("gpu")]

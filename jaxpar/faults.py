@@ -20,7 +20,8 @@ import optax
 from jax import lax
 
 from compare.contract.experiment import ExperimentError, Layout, Model
-from jaxpar import collectives, optimizer, weights
+from jaxpar import optimizer, weights
+from jaxpar.comm import collectives
 from jaxpar.manual import data_parallel, fully_sharded, norm, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 

@@ -23,14 +23,14 @@ from compare.contract.parameters import fingerprint, initial_parameters, paramet
 from compare.contract.record import Manifest, Recorder, Request, Rung, Step
 from compare.contract.stream import Batches, OwnBatches, open_stream
 from jaxpar import compiler, manual, weights
-from jaxpar.ledger import communications
-from jaxpar.measure import cpu_seconds, peak_memory, resident_bytes, threads, versions
-from jaxpar.mesh import device_kind, make_mesh
+from jaxpar.comm.mesh import device_kind, make_mesh
+from jaxpar.measure.ledger import communications
+from jaxpar.measure.usage import cpu_seconds, peak_memory, resident_bytes, threads, versions
 from jaxpar.model import make_loss, make_pieces
 from jaxpar.optimizer import make_optimizer, moments, state_like
-from jaxpar.plan import Plan
 from jaxpar.problem import Problem
 from jaxpar.remat import Remat, resolve_remat
+from jaxpar.training_step import Plan
 
 PARALLELIZE = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}
 

@@ -33,7 +33,7 @@ from compare.contract.data import Corpus, open_corpus
 from compare.contract.experiment import Experiment, load, named_experiments
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Manifest, Recorder, Rung, Step, write_json
-from compare.golden import EXPERIMENT, FOLDER, PROVENANCE, Provenance, sha256
+from compare.studies.golden import EXPERIMENT, FOLDER, PROVENANCE, Provenance, sha256
 
 SOURCE = "https://github.com/karpathy/nanoGPT"
 OUTSIDE_BLOCKS = {

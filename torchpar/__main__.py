@@ -18,12 +18,12 @@ import threading
 import time
 from pathlib import Path
 
-from compare.contract.disk import no_room
-from compare.contract.exits import describe_exit
 from compare.contract.experiment import ExperimentError
+from compare.contract.host.disk import no_room
+from compare.contract.host.exits import describe_exit
+from compare.contract.host.run_lock import lock_folder
+from compare.contract.host.signals import is_ignored
 from compare.contract.record import Failure, clear_record, write_failure
-from compare.contract.run_lock import lock_folder
-from compare.contract.signals import is_ignored
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 STDIN_GRACE_S = 5.0
@@ -44,7 +44,7 @@ def main() -> int:
     if arguments.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     if arguments.doctor:
-        from torchpar.start import doctor
+        from torchpar.launcher.entry import doctor
 
         print(json.dumps(doctor()))
         return 0
@@ -88,21 +88,21 @@ def run(folder: Path) -> int:
 
 
 def _run(folder: Path) -> tuple[Failure | None, int]:
-    from torchpar import start, torchrun
-    from torchpar.launch import Interrupted
-    from torchpar.watch import RanksFailed
+    from torchpar.launcher import entry, torchrun
+    from torchpar.launcher.local import Interrupted
+    from torchpar.launcher.supervisor import RanksFailed
 
     try:
-        request = start.read_request(folder)
+        request = entry.read_request(folder)
         if "RANK" in os.environ:
             torchrun.become_rank(request, folder, os.environ)
         else:
-            request = start.validate_data(request)
+            request = entry.validate_data(request)
             clear_record(folder)
-            start.start_ranks(request, folder)
+            entry.start_ranks(request, folder)
     except ExperimentError as error:
         return Failure(message=str(error)), BAD_REQUEST
-    except start.MissingDevicesError as error:
+    except entry.MissingDevicesError as error:
         return Failure(message=str(error)), MISSING
     except RanksFailed as error:
         return error.failure, FAILED
@@ -136,4 +136,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # under torchrun this is a rank, whose process group must not be destroyed (groups.py)
+    os._exit(code)  # under torchrun this is a rank, whose process group must stay (process_groups.py)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from compare.contract.experiment import ExperimentError, Model
-from compare.contract.files import why_not_readable
+from compare.contract.host.files import why_not_readable
 from compare.contract.initial_weights import require_fit, write_weights
 from torchpar.weights import COMPILED_PREFIX, nanogpt_shapes, to_arrays
 

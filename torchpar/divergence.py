@@ -3,8 +3,8 @@
 import torch
 
 from compare.contract.parameters import parameter_table
-from torchpar.plan import local
-from torchpar.run import Run
+from torchpar.parallel_model import local
+from torchpar.recording import Run
 from torchpar.weights import nanogpt_name
 
 

@@ -9,9 +9,9 @@ from compare.contract.experiment import Experiment, Optimizer
 from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import CLIP_EPS
 from compare.contract.parameters import decays, parameter_table
-from torchpar.collectives import Axis
-from torchpar.plan import Plan, local
-from torchpar.traffic import NORM
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import NORM
+from torchpar.parallel_model import Plan, local
 from torchpar.weights import nanogpt_name
 
 

@@ -16,17 +16,18 @@ from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint
 from compare.contract.record import Recorder, Request, Step
 from compare.contract.stream import Batches, open_stream
-from torchpar import groups, library, manual
+from torchpar import library, manual
+from torchpar.comm import process_groups
+from torchpar.comm.counter import GRADIENTS, LOSS
+from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.comm.rank import Rank
 from torchpar.divergence import first_gradient_not_finite
-from torchpar.ledger import CommunicationMode
-from torchpar.memory import resident_bytes, track_peak
-from torchpar.mesh import Mesh, make_mesh
+from torchpar.measure.ledger import CommunicationMode
+from torchpar.measure.memory import resident_bytes, track_peak
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.plan import local
-from torchpar.rank import Rank
-from torchpar.run import Run, finish, record_after, record_gradients, record_start
-from torchpar.traffic import GRADIENTS, LOSS
+from torchpar.parallel_model import local
+from torchpar.recording import Run, finish, record_after, record_gradients, record_start
 from torchpar.weights import load_weights, read_weights
 
 PARALLELIZE = {"torch-manual": manual.parallelize, "torch-library": library.parallelize}
@@ -48,7 +49,7 @@ def train(
         rank: this process.
         request: what to run.
         folder: there.
-        weights, batches: see `start.start_ranks`; the same on all ranks.
+        weights, batches: see `entry.start_ranks`; the same on all ranks.
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     layout = request.experiment.layout
@@ -58,7 +59,7 @@ def train(
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if request.experiment.precision.tf32 else "highest")
     if layout.devices > 1:
-        groups.join_group(
+        process_groups.join_group(
             rank=rank.rank,
             world_size=layout.devices,
             device=device,
@@ -75,7 +76,7 @@ def train(
         train_step(run, recorder, step)
     finish(run, recorder)
     if layout.devices > 1:
-        groups.leave_group()
+        process_groups.leave_group()
 
 
 def set_up(

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from compare.arguments import EngineName, Spec, chosen_engines
-from compare.comparison import Comparison
+from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.outcome import print_check
-from compare.pairing import Case, ladder_cases
+from compare.judge.comparison import Comparison
+from compare.present.tables import print_check
+from compare.studies.paired_run import Case, ladder_cases
 
 
 class Check(Spec, frozen=True, kw_only=True):

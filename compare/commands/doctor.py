@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from compare.console import coloured, print_json, results_console
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
-from compare.safe_path import with_safe_path
+from compare.execute.safe_path import with_safe_path
+from compare.terminal.console import coloured, print_json, results_console
 
 TIMEOUT_S = 120
 OUTPUT_BYTES = 1_000_000

@@ -4,14 +4,14 @@ import shutil
 
 from rich.table import Table
 
-from compare.arguments import EngineName, Spec, chosen_engines
-from compare.console import print_json, results_console
+from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.faults import FAULTS, caught_as_expected, fault_cases
-from compare.harness_faults import PAIR, SINGLE, Caught, plant_all
-from compare.outcome import print_faults
-from compare.pairing import Case
-from compare.presets import spread
+from compare.present.tables import print_faults
+from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
+from compare.studies.harness_faults import PAIR, SINGLE, Caught, plant_all
+from compare.studies.paired_run import Case
+from compare.studies.presets import spread
+from compare.terminal.console import print_json, results_console
 
 DEVICES = 4
 

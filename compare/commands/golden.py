@@ -6,14 +6,14 @@ import msgspec
 import tyro
 from rich.table import Table
 
-from compare.console import print_json, results_console
+from compare.commands.chosen_layout import Spread
 from compare.contract.experiment import Data, Experiment, Model, Optimizer, Precision, Train, revalidate
-from compare.golden import EXPERIMENT, REFERENCE, Held, hold
-from compare.numerics import RUNGS
-from compare.outcome import rung_cell
-from compare.pairing import engine_cases
-from compare.progress import Reporter
-from compare.spread import Spread
+from compare.execute.progress import Reporter
+from compare.judge.ladder import RUNGS
+from compare.present.tables import rung_cell
+from compare.studies.golden import EXPERIMENT, REFERENCE, Held, hold
+from compare.studies.paired_run import engine_cases
+from compare.terminal.console import print_json, results_console
 
 T = TypeVar("T")
 Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]

@@ -7,13 +7,13 @@ from msgspec import Struct
 from rich import box
 from rich.table import Table
 
-from compare.console import print_json, results_console
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment, Layout, load, named_experiments
 from compare.contract.parameters import parameter_count
-from compare.faults import FAULTS
-from compare.harness_faults import HARNESS_FAULTS
-from compare.presets import PRESETS, preset_layout
+from compare.studies.faults import FAULTS
+from compare.studies.harness_faults import HARNESS_FAULTS
+from compare.studies.presets import PRESETS, preset_layout
+from compare.terminal.console import print_json, results_console
 
 
 class Entry(Struct, frozen=True, kw_only=True):

@@ -8,16 +8,16 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from compare.arguments import EngineName, Spec, chosen_engines
-from compare.comparison import COMPARISON, Comparison, read_comparison
-from compare.console import coloured, print_json, results_console
+from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
-from compare.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
-from compare.pairing import LATER_STEP, Case
-from compare.parity_page import cell_text, markdown, resident_row
-from compare.paths import check_output, create_run_dir
-from compare.presets import PRESETS, check_names
+from compare.execute.paths import check_output, create_run_dir
+from compare.judge.comparison import COMPARISON, Comparison, read_comparison
+from compare.present.parity_page import cell_text, markdown, resident_row
+from compare.studies.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
+from compare.studies.paired_run import LATER_STEP, Case
+from compare.studies.presets import PRESETS, check_names
+from compare.terminal.console import coloured, print_json, results_console
 
 
 class Matrix(Spec, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
-from compare.console import print_json, results_console
 from compare.contract.experiment import Experiment
+from compare.terminal.console import print_json, results_console
 
 FOLDERS = ("jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library")
 STRATEGIES = ("data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel")

@@ -6,12 +6,12 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
-from compare.comparison import differences, read_comparison, read_saved
-from compare.console import errors_console
 from compare.contract.experiment import Experiment
-from compare.outcome import print_outcome
-from compare.paths import PICTURES, check_output
-from compare.report.render import write_report
+from compare.execute.paths import PICTURES, check_output
+from compare.judge.comparison import differences, read_comparison, read_saved
+from compare.present.report.render import write_report
+from compare.present.tables import print_outcome
+from compare.terminal.console import errors_console
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Report(Struct, frozen=True, kw_only=True):
         comparison, records = read_comparison(self.run_dir)
         moved = differences(read_saved(self.run_dir), comparison)
         if self.picture:
-            from compare.report.figures import save_overlay  # matplotlib takes seconds to import
+            from compare.present.report.figures import save_overlay
 
             save_overlay(self.picture, comparison.cases, records)
         print_outcome(comparison, write_report(self.run_dir), as_json=self.json)

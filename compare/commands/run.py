@@ -4,12 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from compare.comparison import Comparison
+from compare.commands.chosen_layout import Spread
 from compare.contract.experiment import Experiment
-from compare.outcome import print_outcome
-from compare.pairing import Case, engine_cases
-from compare.report.render import PAGE, write_report
-from compare.spread import Spread
+from compare.judge.comparison import Comparison
+from compare.present.report.render import PAGE, write_report
+from compare.present.tables import print_outcome
+from compare.studies.paired_run import Case, engine_cases
 
 
 class Run(Spread, frozen=True, kw_only=True):

@@ -7,12 +7,12 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from compare.console import print_json, results_console
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
-from compare.contract.schedule_checks import bubble_fraction, makespan, peak_in_flight, run
+from compare.contract.schedule_simulator import bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
-from compare.paths import PICTURES, check_output
+from compare.execute.paths import PICTURES, check_output
+from compare.terminal.console import print_json, results_console
 
 CHUNKS = 2
 MICROSECONDS = 1000  # of a Chrome trace for one forward
@@ -79,7 +79,7 @@ class Draw(Struct, frozen=True, kw_only=True):
         else:
             results_console().print(_table(costs))
         if self.picture:
-            from compare.report.timeline import save_timelines  # matplotlib takes seconds to import
+            from compare.present.report.timeline import save_timelines
 
             save_timelines(self.picture, schedules)
         if self.trace:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.files import why_not_readable
+from compare.contract.host.files import why_not_readable
 
 STDLIB_BYTES = 4_000_000
 SYNTHETIC_TOKENS = 1_000_000

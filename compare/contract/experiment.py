@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from compare.contract.files import why_not_readable
+from compare.contract.host.files import why_not_readable
 from compare.contract.sections import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 
 __all__ = [

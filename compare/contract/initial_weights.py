@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from compare.contract.disk import write_atomically
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.files import why_not_readable
+from compare.contract.host.disk import write_atomically
+from compare.contract.host.files import why_not_readable
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_table, storage_dtype
 from compare.contract.record import Request
 from compare.contract.tensors import RecordError, Tensors

@@ -27,8 +27,8 @@ import numpy as np
 from msgspec import Struct, field
 from safetensors.numpy import save
 
-from compare.contract.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.experiment import Experiment
+from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.optimizer import moment_names
 from compare.contract.tensors import RecordError, Tensors, garbled
 

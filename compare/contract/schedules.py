@@ -1,7 +1,7 @@
 """Pipeline schedules as plain data: for each rank, in which order it works on which microbatch.
 
 A schedule is a list of `Task`s for each rank. Nothing here knows a network or a framework: an engine
-interprets the list, `compare.contract.schedule_checks` proves properties of it, and a picture draws it.
+interprets the list, `compare.contract.schedule_simulator` proves properties of it, and a picture draws it.
 
 Stages are numbered along the model. A rank with v chunks holds the stages rank, rank + p, rank + 2p, ...
 """

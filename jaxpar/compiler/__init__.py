@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.edits import require_edits
 from jaxpar.optimizer import global_norm
-from jaxpar.plan import Plan, accumulated_gradients, shardings
 from jaxpar.problem import Edit, Loss, Problem
+from jaxpar.tracing.edits import require_edits
+from jaxpar.training_step import Plan, accumulated_gradients, shardings
 
 
 def parallelize(
@@ -33,7 +33,7 @@ def parallelize(
 
     Raises:
         ValueError: a pipeline, and a problem without pieces. And from the step, when it is traced: the loss
-            uses parameters past the edits (`jaxpar.edits`).
+            uses parameters past the edits (`jaxpar.tracing.edits`).
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)

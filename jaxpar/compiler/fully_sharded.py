@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpar.placement import one_layer
-from jaxpar.plan import shardings
 from jaxpar.problem import Edit, Loss
 from jaxpar.remat import IsGather, Remat, apply_remat
+from jaxpar.training_step import shardings
 
 AXIS = "dp_shard"
 

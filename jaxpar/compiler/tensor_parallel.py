@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.model import Embedding, Linear
 from jaxpar.problem import Edit, Problem
-from jaxpar.sites import Site, find_sites
+from jaxpar.tracing.sites import Site, find_sites
 
 AXIS = "tp"
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}

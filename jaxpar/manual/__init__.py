@@ -16,15 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
-from jaxpar import collectives
-from jaxpar.edits import require_edits
+from jaxpar.comm import collectives
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
-from jaxpar.manual.ticks import Ticks, lock_step
+from jaxpar.manual.pipeline.ticks import Ticks, lock_step
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
-from jaxpar.plan import Plan, accumulated_gradients, shardings
 from jaxpar.problem import Edit, Loss, Pieces, Problem
+from jaxpar.tracing.edits import require_edits
+from jaxpar.training_step import Plan, accumulated_gradients, shardings
 
 REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
 Gradients = Callable[[Any, Any], tuple[Any, Any]]
@@ -44,7 +44,7 @@ def parallelize(
 
     Raises:
         ValueError: a pipeline, and a problem without pieces. And from the step, when it is traced: the loss
-            uses parameters past the edits (`jaxpar.edits`).
+            uses parameters past the edits (`jaxpar.tracing.edits`).
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     batch_spec = P(None, (REPLICATE, SHARD))

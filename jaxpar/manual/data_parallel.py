@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.collectives import all_reduce, axis_size
+from jaxpar.comm.collectives import all_reduce, axis_size
 
 AXIS = "dp_replicate"
 BYTES_PER_MB = 1_000_000

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxpar import collectives
+from jaxpar.comm import collectives
 from jaxpar.placement import Placement, one_layer
 from jaxpar.problem import Edit, Loss
 from jaxpar.remat import Remat, apply_remat

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import collectives
+from jaxpar.comm import collectives
 from jaxpar.placement import split_axes
 
 

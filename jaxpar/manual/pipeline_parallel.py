@@ -1,10 +1,10 @@
 """Pipeline parallelism by hand: devices hold a share of the layers each, and microbatches pass through them.
 
-All devices run one program, a scan over the ticks of a schedule (`jaxpar.manual.ticks`). At each tick a
+All devices run one program, a scan over the ticks of a schedule (`pipeline.ticks`). At each tick a
 device looks up what it has to do, does it (a forward, a backward or nothing, in a `lax.cond`), and two
 permutes carry what came out to its neighbours: activations one place on, gradients one place back.
 
-Autodiff never sees the pipeline: a backward is a task like a forward, written out in `jaxpar.manual.stage`.
+Autodiff never sees the pipeline: a backward is a task like a forward, written out in `pipeline.stage`.
 It computes the stage's forward anew from its input, which alone was kept: that is layout.remat = full,
 whatever the layers keep until the end of the tick. What the last stage's forward finds nobody needs, so it is
 left to its backward.
@@ -45,9 +45,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar import collectives
-from jaxpar.manual.stage import EndSums, Stage
-from jaxpar.manual.ticks import BACKWARD, FORWARD, Ticks, Work
+from jaxpar.comm import collectives
+from jaxpar.manual.pipeline.stage import EndSums, Stage
+from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, Work
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat

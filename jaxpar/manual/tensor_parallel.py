@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar import collectives
+from jaxpar.comm import collectives
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Edit, Problem
-from jaxpar.sites import find_sites
+from jaxpar.tracing.sites import find_sites
 
 AXIS = "tp"
 POSITION_DIM = 1

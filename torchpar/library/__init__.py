@@ -10,19 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.experiment import Layout
-from torchpar.collectives import Axis
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import RECORD
+from torchpar.comm.mesh import Mesh
+from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
 from torchpar.library.data_parallel import DataParallel
 from torchpar.library.fully_sharded import FSDP, ShardedOptimizer
 from torchpar.library.meshes import axes_of, dtensor_optimizer, full_tensors, make_device_mesh
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
 from torchpar.library.tensor_parallel import complete_gradients, restore_order
 from torchpar.library.tensor_parallel import tensor_parallel as split_layers
-from torchpar.mesh import Mesh
 from torchpar.model import GPT
-from torchpar.plan import Named, OptimizerMaker, Plan
+from torchpar.parallel_model import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.stages import GPTStages, as_pipeline, cut_each
-from torchpar.traffic import RECORD
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:

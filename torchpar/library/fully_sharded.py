@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from torchpar.gpt_stages import GPTStages
 from torchpar.model import GPT
-from torchpar.stages import GPTStages
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchpar.collectives import Axis
-from torchpar.mesh import Mesh
-from torchpar.plan import Named
+from torchpar.comm.collectives import Axis
+from torchpar.comm.mesh import Mesh
+from torchpar.parallel_model import Named
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:

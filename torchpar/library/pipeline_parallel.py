@@ -1,7 +1,7 @@
 """Pipeline parallelism by PyTorch: `torch.distributed.pipelining` has the schedules and moves the data.
 
 What it does not know is a weight that two stages share: a user sums its gradients himself, after the
-schedule (`stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a
+schedule (`gpt_stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a
 backward in autograd's graph.
 """
 
@@ -19,8 +19,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from torchpar.collectives import Axis
-from torchpar.traffic import LOSS
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import LOSS
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from compare.contract.parameters import QKV
 from torchpar.model import GPT
-from torchpar.plan import Named
+from torchpar.parallel_model import Named
 
 _FUSED = ".attn.c_attn."
 _for_good = ExitStack()  # keeps loss_parallel on

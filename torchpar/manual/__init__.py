@@ -5,17 +5,17 @@ from functools import partial
 from torch import nn
 
 from compare.contract.experiment import Layout
+from torchpar.comm.mesh import Mesh
+from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.gpt_pipeline import make_runner
+from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
+from torchpar.manual.pipeline.gpt_runner import make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import tensor_parallel as split_layers
-from torchpar.manual.vocab_parallel import VocabParallelEmbedding
-from torchpar.mesh import Mesh
 from torchpar.model import GPT
-from torchpar.plan import Named, OptimizerMaker, Plan
+from torchpar.parallel_model import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.stages import TIED, GPTStages, as_pipeline, cut, units_of
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:

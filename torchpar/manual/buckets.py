@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import nn
 
-from torchpar.collectives import Axis, Work
-from torchpar.traffic import GRADIENTS
+from torchpar.comm.collectives import Axis, Work
+from torchpar.comm.counter import GRADIENTS
 
 
 class Bucket:

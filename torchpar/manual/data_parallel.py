@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchpar.collectives import Axis, ProcessGroup
+from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.comm.counter import REPLICATE, UNUSED
+from torchpar.manual.any_module.buffers import Buffers
+from torchpar.manual.any_module.claims import claim, require_unclaimed
+from torchpar.manual.any_module.untraced import untraced
 from torchpar.manual.buckets import Bucket, make_buckets
-from torchpar.manual.buffers import Buffers
-from torchpar.manual.claims import claim, require_unclaimed
-from torchpar.manual.untraced import untraced
-from torchpar.traffic import REPLICATE, UNUSED
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
 

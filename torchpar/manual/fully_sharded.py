@@ -20,19 +20,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.buffers import Buffers
-from torchpar.manual.claims import require_unclaimed
-from torchpar.manual.elementwise import watch_optimizers
-from torchpar.manual.flat import Flat
-from torchpar.manual.flat_gradients import agree_on_use
-from torchpar.manual.flat_steps import FlatSteps
-from torchpar.manual.full_state import full_state, load_full_state
-from torchpar.manual.gathers import Gathers
-from torchpar.manual.units import Structure, Unit, Units, make_units
-from torchpar.manual.untraced import untraced
+from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.comm.counter import REPLICATE
+from torchpar.manual.any_module.buffers import Buffers
+from torchpar.manual.any_module.claims import require_unclaimed
+from torchpar.manual.any_module.untraced import untraced
+from torchpar.manual.zero.elementwise import watch_optimizers
+from torchpar.manual.zero.flat_gradients import agree_on_use
+from torchpar.manual.zero.flat_parameters import Flat
+from torchpar.manual.zero.flat_steps import FlatSteps
+from torchpar.manual.zero.full_state import full_state, load_full_state
+from torchpar.manual.zero.units import Structure, Unit, Units, make_units
+from torchpar.manual.zero.unshard import Gathers
 from torchpar.optimizer import clip_gradients
-from torchpar.traffic import REPLICATE
 
 
 class FSDP(nn.Module):

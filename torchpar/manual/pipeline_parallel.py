@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from compare.contract.schedule_checks import check_complete, with_communication
+from compare.contract.schedule_simulator import check_complete, with_communication
 from compare.contract.schedules import Kind, Schedule, Task
-from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.messages import Mailbox, Message
-from torchpar.manual.stage import Stage
-from torchpar.traffic import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
+from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
+from torchpar.manual.pipeline.p2p import Mailbox, Message
+from torchpar.manual.pipeline.stage import Stage
 
 
 class PipelineParallel:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchpar.collectives import Axis, ProcessGroup
-from torchpar.manual.claims import claim, claimant_of, require_unclaimed
-from torchpar.manual.elementwise import require_elementwise
-from torchpar.manual.flat import Flat, make_flats
-from torchpar.manual.flat_gradients import agree_on_use
-from torchpar.manual.flat_steps import FlatSteps
+from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
+from torchpar.manual.zero.elementwise import require_elementwise
+from torchpar.manual.zero.flat_gradients import agree_on_use
+from torchpar.manual.zero.flat_parameters import Flat, make_flats
+from torchpar.manual.zero.flat_steps import FlatSteps
 from torchpar.optimizer import clip_gradients
 
 _PARAMS, _NAMES = "params", "param_names"

@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from compare.contract.parameters import QKV
-from torchpar.collectives import Axis
-from torchpar.manual.conjugates import (
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import REPLICATED_GRADIENTS
+from torchpar.manual.megatron.mappings import (
     SEQUENCE_DIM,
     Split,
     all_gather_to,
@@ -30,11 +31,10 @@ from torchpar.manual.conjugates import (
     scatter_to,
     take_parameter,
 )
-from torchpar.manual.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
+from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
-from torchpar.plan import Named, Plan
+from torchpar.parallel_model import Named, Plan
 from torchpar.swap import swap
-from torchpar.traffic import REPLICATED_GRADIENTS
 
 
 class ColumnParallelLinear(nn.Module):

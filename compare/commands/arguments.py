@@ -1,0 +1,228 @@
+"""Arguments that several commands share: an experiment with overrides, and how to run it."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import tyro
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import (
+    Data,
+    Experiment,
+    ExperimentError,
+    Layout,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
+    load,
+    revalidate,
+)
+from compare.contract.record import Platform
+from compare.execute.launch import Pythons
+from compare.execute.paths import check_cache, check_python, default_cache
+from compare.execute.progress import Reporter
+from compare.judge.comparison import COMPARISON, Comparison
+from compare.studies.dry_run import plan, show
+from compare.studies.paired_run import Case, Settings, compare_cases, continue_cases
+from compare.studies.presets import SPREAD, check_names
+from compare.terminal.console import messages_console
+
+MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
+
+EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
+
+
+class Spec(Struct, frozen=True, kw_only=True):
+    """An experiment (a name or a file, and any field of it overridden), and how to run it."""
+
+    experiment: Annotated[str, tyro.conf.Positional] = "demo"
+    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, golden) or a TOML file. Give it first."""
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    precision: Precision = Precision()
+    layout: Layout = Layout()
+    platform: Platform = "cpu"
+    """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
+    run_dir: str = ""
+    """Folder of the results; must not exist. Default: runs/NAME-TIME."""
+    continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
+    """Go on with a run that was interrupted, or whose engines failed: run what is missing in this
+    folder, as it was asked for there."""
+    init_from: str = ""
+    """Begin with these weights instead of the seed's (run, check): a safetensors file with shardpair's or
+    nanoGPT's names, or nanoGPT's ckpt.pt, which nothing in can execute."""
+    timeout_s: float = 600.0
+    """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
+    compiling, only has to use the processor."""
+    cache_dir: str = default_cache()
+    """Compiled programs are kept here between runs; '' turns that off."""
+    jax_python: str = sys.executable
+    """Python that runs jaxpar, if it lives in another environment."""
+    torch_python: str = sys.executable
+    """Python that runs torchpar, if it lives in another environment."""
+    dry_run: bool = False
+    """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
+    refused. Exit code 2 if it would be refused."""
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Print the outcome as one JSON object on stdout instead of tables."""
+
+    def resolved(self) -> Experiment:
+        """The experiment with the overrides in it, checked. Raises ExperimentError."""
+        return revalidate(
+            Experiment(
+                model=self.model,
+                data=self.data,
+                optimizer=self.optimizer,
+                train=self.train,
+                precision=self.precision,
+                layout=self.layout,
+            )
+        )
+
+    def settings(self) -> Settings:
+        """As the pairing takes it.
+
+        Raises:
+            ExperimentError: a time-out that is none, a cache that cannot be written, or no such Python.
+        """
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ExperimentError(
+                f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
+            )
+        check_python("--jax_python", self.jax_python)
+        check_python("--torch_python", self.torch_python)
+        return Settings(
+            platform=self.platform,
+            timeout_s=self.timeout_s,
+            cache_dir=self._cache(),
+            pythons=Pythons(jaxpar=self.jax_python, torchpar=self.torch_python),
+            init_from=self.init_from,
+        )
+
+    def _cache(self) -> str:
+        """The folder for compiled programs. One that nobody asked for may be missing: then it is said."""
+        try:
+            check_cache(self.cache_dir)
+        except ExperimentError as error:
+            if self.cache_dir != default_cache():
+                raise
+            messages_console(quiet=self.quiet).print(f"compiled programs are not kept: {error}")
+            return ""
+        return self.cache_dir
+
+    def refuse_layout(self, default: Experiment, why: str) -> None:
+        """Refuse degrees given to a command that spreads by itself. Raises ExperimentError, saying `why`."""
+        for key in (*SPREAD, "gradient_sync"):
+            given = getattr(self.layout, key)
+            if given != getattr(default.layout, key):
+                raise ExperimentError(
+                    f"--layout.{key} {given} has no effect: {why}; leave it out, or use `shardpair run`"
+                )
+
+    def refuse_init_from(self, why: str) -> None:
+        """Refuse --init_from for a command that has no use for it. Raises ExperimentError, saying `why`."""
+        if self.init_from:
+            raise ExperimentError(
+                f"--init_from {self.init_from}: {why}; leave it out, or use `shardpair run` or `check`"
+            )
+
+    def compare(
+        self,
+        name: str,
+        experiment: Experiment,
+        cases: list[Case],
+        *,
+        run_dir: str = "",
+        settings: Settings | None = None,
+        needs_first: bool = True,
+        left_out: Mapping[str, str] | None = None,
+    ) -> tuple[Comparison, Path]:
+        """`compare_cases`, or `continue_cases` where --continue was given.
+
+        Args:
+            name, experiment, cases, needs_first, left_out: as for `compare_cases`.
+            run_dir: folder of the results, or of those to go on with; --run_dir or --continue by default.
+            settings: `self.settings()` by default.
+        """
+        settings, reporter = settings or self.settings(), Reporter(quiet=self.quiet)
+        folder = Path(run_dir or self.continue_)
+        if self.continue_ and (not run_dir or (folder / COMPARISON).is_file()):
+            comparison = continue_cases(folder, settings=settings, reporter=reporter, needs_first=needs_first)
+            return comparison, folder
+        return compare_cases(
+            name,
+            experiment,
+            cases,
+            command=type(self).__name__.lower(),
+            run_dir=run_dir or self.run_dir,
+            settings=settings,
+            reporter=reporter,
+            needs_first=needs_first,
+            left_out=left_out,
+        )
+
+    def show_plan(
+        self, experiment: Experiment, cases: list[Case], left_out: dict[str, str] | None = None
+    ) -> int:
+        """What --dry_run prints. Returns the exit code: 0, or 2 if the command would be refused.
+
+        Raises:
+            ExperimentError: --continue beside it, bad settings or bad data.
+        """
+        if self.continue_:
+            raise ExperimentError(
+                f"--dry_run is for a new run, and --continue {self.continue_} goes on with an old one: give "
+                f"one of them"
+            )
+        self.settings()
+        planned = plan(
+            experiment,
+            cases,
+            platform=self.platform,
+            left_out=left_out or {},
+            init_from=self.init_from,
+        )
+        return show(planned, as_json=self.json)
+
+    def require_nothing_else(self, default: Experiment, **given: object) -> None:
+        """Refuse what --continue would ignore.
+
+        Args:
+            default: the experiment before the user's overrides.
+            given: other arguments by name, that say what is to be run.
+
+        Raises:
+            ExperimentError: one of them was given beside --continue.
+        """
+        given = {"run_dir": self.run_dir, "init_from": self.init_from, **given}
+        others = [f"--{name}" for name, value in given.items() if value]
+        if self.resolved() != default:
+            others.append("another experiment")
+        if self.continue_ and others:
+            raise ExperimentError(
+                f"--continue {self.continue_} goes on with what was asked for there: leave out "
+                f"{', '.join(others)}"
+            )
+
+
+AnySpec = TypeVar("AnySpec", bound=Spec)
+
+
+def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
+    """A command's arguments filled from a named experiment or file: the defaults of its command line."""
+    return msgspec.convert({"experiment": name, **msgspec.to_builtins(load(name))}, command)
+
+
+def chosen_engines(engines: tuple[str, ...]) -> list[str]:
+    """The engines asked for, all by default. Raises ExperimentError if one is named twice."""
+    check_names("--engines", "engine", engines, ENGINES)
+    return list(engines) or list(ENGINES)

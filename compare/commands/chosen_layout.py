@@ -1,0 +1,61 @@
+"""Arguments of commands that train one layout on several engines: which layout, and which engines."""
+
+import msgspec
+
+from compare.commands.arguments import EngineName, Spec, chosen_engines
+from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.studies.fitting import fitting
+from compare.studies.presets import apply_preset
+from compare.terminal.console import errors_console
+
+DEVICES = 4
+
+
+class Spread(Spec, frozen=True, kw_only=True):
+    """An experiment, a layout by name, and engines that can express it."""
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines, the first being what the others are held against. Default: all that can express the
+    layout; the others are named, with the reason."""
+    preset: str = ""
+    """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
+    hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp, pp, pp_gpipe, pp_interleaved, pp_zero_bubble,
+    ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp."""
+    devices: int | None = None
+    """How many devices --preset spreads over. Default: 4."""
+
+    def laid_out(self, experiment: Experiment, default: Experiment) -> Experiment:
+        """The experiment under --preset, if one was given.
+
+        Args:
+            experiment: with the user's overrides.
+            default: without them.
+
+        Raises:
+            ExperimentError: a preset that does not fit, or devices without one.
+        """
+        if self.devices is not None and not self.preset:
+            raise ExperimentError(
+                f"--devices {self.devices} without --preset has no effect: say how they are used, with "
+                f"--preset or with the layout's degrees, such as --layout.dp_replicate {self.devices}"
+            )
+        if not self.preset:
+            return experiment
+        devices = DEVICES if self.devices is None else self.devices
+        layout = apply_preset(experiment.layout, preset=self.preset, devices=devices, default=default.layout)
+        return revalidate(msgspec.structs.replace(experiment, layout=layout))
+
+    def fitting(self, experiment: Experiment) -> tuple[list[str], dict[str, str]]:
+        """The engines to run, and why others were left out: never one that was asked for.
+
+        Raises:
+            ExperimentError: an engine is named twice, or none can express the layout.
+        """
+        engines = chosen_engines(self.engines)
+        if self.engines:
+            return engines, {}
+        able, left_out = fitting(engines, experiment.layout, platform=self.platform)
+        if not (self.quiet or self.dry_run or self.continue_):
+            for name, why in left_out.items():
+                errors_console().print(f"{name} is left out: {why}", style="yellow")
+        return able, left_out

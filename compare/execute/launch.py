@@ -1,0 +1,260 @@
+"""Start one engine as `python -m SIDE RUN_DIR`, watch it, end it if it hangs, and read its record.
+
+The harness never imports a framework: each engine is a fresh process of its own, which may belong to
+another environment. What an engine has to say it writes to its folder; nothing is read from its output
+except, when it died without a word, the last lines of its log.
+
+SIGINT that was ignored at the start (`shardpair run &` in a script, `nohup`) stays ignored, here and in the
+engines: Ctrl-C is for what runs in the foreground. SIGTERM ends a run as Ctrl-C does.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract import record as files
+from compare.contract.data import open_corpus, standard_library_text
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
+from compare.contract.host.disk import remove_leftovers
+from compare.contract.host.exits import describe_exit, oom_kills
+from compare.contract.record import Failure, Record, Request, Step
+from compare.execute.safe_path import with_safe_path
+from compare.execute.watch import watch
+
+POLITE_S = 3.0
+LOG = "log.txt"
+ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
+
+# torchrun's and SLURM's variables: an engine that we start must not take itself for one of their ranks.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class EngineError(RuntimeError):
+    """An engine did not finish. The message is one line: the engine and its first failure."""
+
+    def __init__(self, message: str, *, exit_code: int, log: Path | None = None):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.log = log
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: the same as Ctrl-C, from another hand."""
+
+
+class EnvironmentMissing(RuntimeError):
+    """This machine lacks something that the experiment needs. The message is one line."""
+
+
+class Pythons(Struct, frozen=True, kw_only=True):
+    """The interpreter for each side: they may live in two environments."""
+
+    jaxpar: str = sys.executable
+    torchpar: str = sys.executable
+
+
+class Prepared(Struct, frozen=True, kw_only=True):
+    """An experiment whose data is validated and frozen, in a folder that we may write to."""
+
+    experiment: Experiment
+    folder: Path
+    corpus_sha256: str
+
+
+def prepare(experiment: Experiment, folder: Path) -> Prepared:
+    """Freeze and validate the data in the folder of a run: the last thing that can fail early.
+
+    The standard library's text is copied into the folder, because the two sides may run on two versions
+    of Python; a relative path becomes an absolute one. A folder with nothing of worth in it is removed.
+
+    Raises:
+        ExperimentError: bad data.
+    """
+    try:
+        frozen = freeze_data(experiment, folder)
+        corpus = open_corpus(frozen)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Prepared(experiment=frozen, folder=folder, corpus_sha256=corpus.sha256)
+
+
+def freeze_data(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with `data.source` such that any process in any place reads the same tokens."""
+    source = experiment.data.source
+    if source == "stdlib":
+        text = folder / "stdlib.txt"
+        files.write_atomically(text, standard_library_text())
+        source = str(text.absolute())
+    elif source != "synthetic":
+        source = str(Path(source).absolute())
+    return msgspec.structs.replace(experiment, data=msgspec.structs.replace(experiment.data, source=source))
+
+
+def require_devices(experiment: Experiment, platform: str) -> None:
+    """Refuse a layout for more devices than there are.
+
+    Raises:
+        ExperimentError: more CPU devices than make sense, or more GPUs than this machine shows.
+        EnvironmentMissing: platform gpu without an NVIDIA driver.
+    """
+    wanted = experiment.layout.devices
+    if platform == "cpu":
+        if wanted > MAX_CPU_DEVICES:
+            raise ExperimentError(
+                f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
+                f"sense: lower the degrees of the layout"
+            )
+        return
+    gpus = visible_gpus()
+    if not gpus:
+        raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
+    if wanted > gpus:
+        raise ExperimentError(
+            f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower the degrees of the "
+            f"layout, or use --platform cpu"
+        )
+
+
+def visible_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, asked without loading a framework."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([item for item in chosen.split(",") if item.strip() not in ("", "-1")])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def launch(
+    request: Request,
+    folder: Path,
+    *,
+    pythons: Pythons | None = None,
+    on_step: Callable[[Step], None] | None = None,
+) -> Record:
+    """Run one engine to its end and return its record.
+
+    Args:
+        request: what to run.
+        folder: the engine's own, new folder.
+        pythons: the interpreter of each side.
+        on_step: called with every step as it is recorded.
+
+    Raises:
+        EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
+            error.json with the same words.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
+    """
+    folder.mkdir()
+    files.write_json(folder / files.REQUEST, request)
+    side = ENGINES[request.engine].side
+    command = [getattr(pythons or Pythons(), side), "-m", side, str(folder), "--exit-with-stdin"]
+    kills = oom_kills()
+    with (folder / LOG).open("wb") as log, _sigterm_raises():
+        # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
+        # closes when we die, however we die, and the engine ends itself then.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=child_environment(side, request.platform),
+        )
+        try:
+            hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step or (lambda step: None))
+        finally:
+            _end(process)
+            remove_leftovers(folder)
+    if hung:
+        hung += f": see {folder / LOG}, or raise --timeout_s"
+        raise _failed(request.engine, hung, folder, exit_code=1)
+    if process.returncode:
+        why = _why(process.returncode, folder, oom_kills_before=kills)
+        code = process.returncode if process.returncode in (2, 3) else 1
+        raise _failed(request.engine, why, folder, exit_code=code)
+    return files.read_record(folder)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Generator[None]:
+    """SIGTERM raises Terminated in the main thread; elsewhere it stays as it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the engine and whatever it started: politely, then for certain, also if Ctrl-C comes again."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLITE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin:
+            process.stdin.close()
+
+
+def _failed(engine: str, why: str, folder: Path, *, exit_code: int) -> EngineError:
+    """The error, which is put on the record too, for an engine that could not say it itself."""
+    failure = files.read_failure(folder)
+    if not failure or failure.message != why:
+        with contextlib.suppress(OSError):  # the disk may be full
+            files.write_failure(folder, Failure(message=why))
+    message = why if why.startswith(f"{engine} ") else f"{engine}: {why}"
+    return EngineError(message, exit_code=exit_code, log=folder / LOG)
+
+
+def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
+    """Why an engine failed, in one line: its own words, or the signal, or the last line of its log."""
+    failure = files.read_failure(folder)
+    if failure:
+        return failure.message
+    died = describe_exit(returncode, oom_kills_before=oom_kills_before)
+    if returncode < 0 or returncode > 128:
+        return died
+    lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
+    fatal = [line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))]
+    if fatal or lines:
+        return fatal[0] if fatal else lines[-1]
+    if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
+        return f"{folder}: no space left on the device: make room, and run again"
+    return f"{died} and no message"
+
+
+def child_environment(side: str, platform: str) -> dict[str, str]:
+    """The environment of a side's Python."""
+    inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+    environment = with_safe_path(inherited)
+    if side == "jaxpar":
+        # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
+        # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        if platform == "cpu":
+            environment["JAX_PLATFORMS"] = "cpu"
+    return environment

@@ -1,0 +1,76 @@
+"""Watching an engine from outside: its steps as they come, and whether it is alive."""
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from compare.contract import record as files
+from compare.contract.host.activity import look_s
+from compare.contract.record import Step
+from compare.execute.process_tree import ProcessTree
+
+POLL_S = 0.05
+GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves
+
+
+def watch(
+    process: subprocess.Popen, folder: Path, *, timeout_s: float, on_step: Callable[[Step], None]
+) -> str:
+    """Wait for the process, passing on its steps. Returns what is wrong if it hangs, else ''.
+
+    An engine knows best whether it hangs: it tells a compilation from a step. This is for one that cannot
+    even say so: its process is stopped, or it neither finishes a step nor computes.
+    """
+    patience_s = timeout_s + GRACE_S
+    tree = ProcessTree(process.pid)
+    seen, moved = 0, False
+    last_sign = last_look = time.monotonic()
+    with _StepTail(folder) as tail:
+        while True:
+            ended = process.poll() is not None  # asked before reading, so that the last steps are read
+            for step in tail.read():
+                on_step(step)
+                seen, moved = seen + 1, True
+            if ended:
+                return ""
+            if time.monotonic() - last_look > look_s(timeout_s):
+                last_look = time.monotonic()
+                if (tree.is_busy() or moved) and not tree.is_stopped():
+                    last_sign = last_look
+                moved = False
+            if time.monotonic() - last_sign > patience_s:
+                does = "is stopped (SIGSTOP, or a debugger)" if tree.is_stopped() else "computes nothing"
+                return (
+                    f"no progress for {patience_s:.0f} s after {seen} steps: process {process.pid} {does}, "
+                    "so it was ended"
+                )
+            time.sleep(POLL_S)
+
+
+class _StepTail:
+    """Follows a steps file as it grows; the open file outlives its renaming."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._file = None
+        self._partial = b""
+
+    def __enter__(self) -> "_StepTail":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file:
+            self._file.close()
+
+    def read(self) -> list[Step]:
+        """The steps completed since the last call."""
+        for name in (files.STEPS_PART, files.STEPS):
+            if self._file is None and (self._folder / name).is_file():
+                with contextlib.suppress(FileNotFoundError):  # renamed just now: the next name has it
+                    self._file = (self._folder / name).open("rb")
+        if self._file is None:
+            return []
+        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
+        return [files.decode_json(line, Step) for line in lines]

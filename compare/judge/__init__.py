@@ -1,0 +1,1 @@
+"""What is true: the ladder, its tolerances, what a run cost, closed forms."""

@@ -1,0 +1,200 @@
+"""A comparison: what was asked of each case, what came of it, and the verdicts; saved as comparison.json.
+
+The file is written before the first case starts and after each one, so that whatever ends a run leaves what
+was finished, and what is still to do.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.experiment import Experiment
+from compare.contract.record import Record, RecordError, Request, read_own_json, read_record, write_json
+from compare.judge.costs import Cost, cost_of
+from compare.judge.ladder import Verdict, climb
+
+COMPARISON = "comparison.json"
+LISTED = 4  # names in a one-line verdict; more are counted
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """The outcome so far: every case's request, verdict and cost."""
+
+    command: str
+    """Of `shardpair`, that made it: run, check, faults, matrix."""
+    name: str
+    experiment: Experiment
+    """As the user gave it, every field spelled out."""
+    platform: str
+    created_utc: str
+    machine: str
+    git_commit: str
+    git_dirty: bool
+    requests: dict[str, Request]
+    """What was asked of every case, by name, in the order in which they run."""
+    cases: list[str] = []
+    """Cases that finished, in that order; their names are folders. The first is the reference."""
+    verdicts: list[Verdict] = []
+    """Of every finished case but the first."""
+    costs: list[Cost] = []
+    """Of every finished case."""
+    versions: list[dict[str, str]] = []
+    """Of Python and the packages that ran every finished case."""
+    failures: dict[str, str] = {}
+    """Cases that did not finish: why, by name."""
+    left_out: dict[str, str] = {}
+    """Engines that nobody named and that cannot express the layout: why, by name."""
+    device_kind: str = ""
+    """The reference's device, as its framework names it."""
+
+    @property
+    def not_run(self) -> list[str]:
+        """Cases whose turn did not come."""
+        return [name for name in self.requests if name not in self.cases and name not in self.failures]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every case finished."""
+        return not self.failures and not self.not_run
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case finished, and agrees with the reference on every rung."""
+        return self.is_complete and all(verdict.passed for verdict in self.verdicts)
+
+    def sentence(self) -> str:
+        """The verdict over all cases, in one line; what was not run or not compared is said."""
+        bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
+        if bad:
+            return f"{bad.candidate} against {bad.reference}: {bad.sentence()}{self._what_is_missing()}"
+        if not self.is_complete:
+            return f"INCOMPLETE: {self._what_agrees()}{self._what_is_missing()}"
+        if not self.verdicts:
+            return f"{self.cases[0]} ran alone: there was nothing to compare it with{self._left_out()}"
+        return f"PASS: {self._what_agrees()}{self._left_out()}"
+
+    def _what_agrees(self) -> str:
+        if not self.cases:
+            return "nothing has finished"
+        if not self.verdicts:
+            return f"only {self.cases[0]} has finished"
+        names = [verdict.candidate for verdict in self.verdicts]
+        others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
+        agree = "agrees" if len(self.verdicts) == 1 else "agree"
+        if not all(verdict.compared_tensors for verdict in self.verdicts):
+            return (
+                f"the losses of {others} {agree} with those of {self.cases[0]}; gradients and weights were "
+                f"not compared"
+            )
+        rungs = min(len(verdict.rungs) for verdict in self.verdicts)
+        return f"{others} {agree} with {self.cases[0]} on {rungs} rungs"
+
+    def _what_is_missing(self) -> str:
+        failed = [
+            why if why.startswith(f"{name} ") else f"{name} did not finish ({why})"
+            for name, why in self.failures.items()
+        ]
+        waiting = [f"{', '.join(self.not_run)} did not run"] if self.not_run else []
+        return "".join(f"; {part}" for part in [*failed, *waiting]) + self._left_out()
+
+    def _left_out(self) -> str:
+        return "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
+
+
+def how_to_go_on(comparison: Comparison, folder: Path) -> str:
+    """The command that runs what a comparison still lacks."""
+    whole = folder.parent if comparison.command == "matrix" else folder  # one folder for all its studies
+    return f"shardpair {comparison.command} --continue {shlex.quote(str(whole))}"
+
+
+def judged(
+    comparison: Comparison, records: Mapping[str, Record], *, known: Sequence[Verdict] = ()
+) -> Comparison:
+    """The comparison with the verdicts and costs that these records give.
+
+    Args:
+        comparison: its requests give the order.
+        records: those of the finished cases, by name.
+        known: verdicts over these records that need not be found again.
+
+    Raises:
+        RecordError: a file of tensors is garbled.
+    """
+    cases = [name for name in comparison.requests if name in records]
+    found = {verdict.candidate: verdict for verdict in known if verdict.reference == cases[0]}
+    return msgspec.structs.replace(
+        comparison,
+        device_kind=records[cases[0]].manifest.device_kind if cases else "",
+        cases=cases,
+        verdicts=[
+            found.get(name) or climb(records[cases[0]], records[name], reference_name=cases[0], name=name)
+            for name in cases[1:]
+        ],
+        costs=[cost_of(records[name]) for name in cases],
+        versions=[records[name].manifest.versions for name in cases],
+        failures={name: why for name, why in comparison.failures.items() if name not in records},
+    )
+
+
+def save(comparison: Comparison, folder: Path) -> None:
+    """Write comparison.json."""
+    write_json(folder / COMPARISON, comparison)
+
+
+def read_saved(folder: Path) -> Comparison:
+    """The comparison as it was saved.
+
+    Raises:
+        RecordError: there is none, or it is garbled.
+    """
+    if not (folder / COMPARISON).is_file():
+        raise RecordError(f"{folder} has no {COMPARISON}: it is not the folder of a `shardpair run`")
+    return read_own_json(folder / COMPARISON, Comparison)
+
+
+def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
+    """A comparison judged anew from its records, and these.
+
+    Raises:
+        RecordError: there is none, a file is garbled, or nothing had finished.
+    """
+    saved = read_saved(folder)
+    records = {name: read_record(folder / name) for name in saved.cases}
+    for name, record in records.items():
+        if record.request != saved.requests.get(name):
+            raise RecordError(f"{folder / name} holds another run than {folder / COMPARISON} asked for")
+    if not records:
+        raise RecordError(f"nothing has finished in {folder}: `{how_to_go_on(saved, folder)}` goes on")
+    return judged(saved, records), list(records.values())
+
+
+def differences(saved: Comparison, anew: Comparison) -> list[str]:
+    """Where the records no longer give the verdict that was saved with them, a line each.
+
+    An error may move in its last digits between two versions of NumPy; more is told.
+    """
+    lines = []
+    for before, now in zip(saved.verdicts, anew.verdicts, strict=False):
+        errors = {result.rung: result.error for result in before.rungs}
+        moved = [
+            result.rung
+            for result in now.rungs
+            if result.rung not in errors or not _is_the_same(errors[result.rung], result.error)
+        ]
+        if before.sentence() != now.sentence() or moved or before.skipped != now.skipped:
+            where = f" (moved: {', '.join(moved)})" if moved else ""
+            lines.append(
+                f"{now.candidate}: the records no longer give the saved verdict: {before.sentence()} was "
+                f"saved, they give {now.sentence()}{where}"
+            )
+    return lines
+
+
+def _is_the_same(before: float, now: float) -> bool:
+    if not math.isfinite(before) or not math.isfinite(now):  # JSON has no infinity: it comes back as NaN
+        return math.isfinite(before) == math.isfinite(now)
+    return math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-18)

@@ -1,0 +1,92 @@
+"""What a case's devices hold between two steps, beside its closed form."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from compare.contract.record import Record
+from compare.judge.closed_forms.memory import KINDS, closed_form
+from compare.present.report.tables import Row, Table, Text, upright
+from compare.terminal.units import human_bytes
+
+
+class AtRest(Struct, frozen=True, kw_only=True):
+    """Bytes at rest of one case by kind, measured and expected, for each device in the order of the mesh."""
+
+    measured: dict[str, list[int]]
+    closed_form: dict[str, list[float]]
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.measured[KINDS[0]])
+
+    @property
+    def device(self) -> int:
+        """The fullest device."""
+        return max(range(self.devices), key=lambda device: sum(self.measured[kind][device] for kind in KINDS))
+
+    @property
+    def fullest(self) -> dict[str, int]:
+        """What the fullest device holds, by kind."""
+        return {kind: self.measured[kind][self.device] for kind in KINDS}
+
+    @property
+    def expected(self) -> dict[str, float]:
+        """What the fullest device should hold, by kind."""
+        return {kind: self.closed_form[kind][self.device] for kind in KINDS}
+
+
+def at_rest(record: Record) -> AtRest | None:
+    """What a record says of it; None if it says nothing."""
+    manifest = record.manifest
+    if not manifest.resident_bytes:
+        return None
+    expected = closed_form(manifest.engine, manifest.experiment)
+    return AtRest(measured=manifest.resident_bytes, closed_form=expected)
+
+
+def memory_table(names: list[str], held: Sequence[AtRest | None]) -> Table:
+    """Bytes at rest of the fullest device, by kind, each beside its closed form."""
+    rows = [Row(Text(kind), [_kind_cell(one, [kind]) for one in held]) for kind in KINDS]
+    rows.append(Row(Text("all"), [_kind_cell(one, KINDS) for one in held], is_total=True))
+    return upright(Table(name="Memory at rest, by kind", corner="fullest device", columns=names, rows=rows))
+
+
+def _kind_cell(held: AtRest | None, kinds: Sequence[str]) -> Text:
+    if held is None:
+        return Text("not recorded")
+    return _beside(sum(held.fullest[kind] for kind in kinds), sum(held.expected[kind] for kind in kinds))
+
+
+def _beside(measured: float, expected: float) -> Text:
+    off = f", {measured / expected - 1:+.1%}" if expected and round(measured / expected - 1, 3) else ""
+    return Text(human_bytes(measured), f"of {human_bytes(expected)}{off}")
+
+
+def device_table(name: str, held: AtRest, axes: dict[str, int]) -> Table:
+    """Every device's bytes at rest, by kind, each beside its closed form.
+
+    Args:
+        name: of the case.
+        held: its bytes.
+        axes: the mesh: degree by axis name, outermost first.
+    """
+    rows = []
+    for device in range(held.devices):
+        cells = [_beside(held.measured[kind][device], held.closed_form[kind][device]) for kind in KINDS]
+        whole = (
+            sum(by_kind[kind][device] for kind in KINDS) for by_kind in (held.measured, held.closed_form)
+        )
+        rows.append(Row(Text(str(device), _coordinates(device, axes)), [*cells, _beside(*whole)]))
+    return Table(name=f"{name}: every device", corner="device", columns=[*KINDS, "all"], rows=rows)
+
+
+def _coordinates(device: int, axes: dict[str, int]) -> str:
+    """Where a device is in the mesh: `pp 1, tp 0`."""
+    words = []
+    for axis, degree in reversed(axes.items()):
+        device, place = divmod(device, degree)
+        if degree > 1:
+            words.append(f"{axis} {place}")
+    return ", ".join(reversed(words))

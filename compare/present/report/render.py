@@ -1,0 +1,114 @@
+"""Fill the report's template from a comparison, whether all of it finished or not."""
+
+import re
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import to_toml
+from compare.contract.parameters import parameter_count
+from compare.contract.record import Record, write_atomically
+from compare.judge.comparison import Comparison, differences, how_to_go_on, read_comparison, read_saved
+from compare.present.report import tables
+from compare.present.report.memory import at_rest, device_table, memory_table
+from compare.present.report.repeat import EXPERIMENT, repeat_command
+from compare.present.report.traffic import ledger_table
+from compare.terminal.layout_words import layout_in_words
+
+PAGE = "report.html"
+
+
+def write_report(folder: Path) -> Path:
+    """Write `folder/report.html`: one file, nothing fetched, light and dark; and experiment.toml beside it.
+
+    Args:
+        folder: of a comparison of which a case has finished.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        RecordError: it is none, or a file of it is garbled.
+    """
+    comparison, records = read_comparison(folder)
+    spec = to_toml(comparison.experiment)
+    environment = Environment(
+        loader=PackageLoader("compare.present.report", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    page = environment.get_template("report.html").render(
+        comparison=comparison,
+        moved=differences(read_saved(folder), comparison),
+        missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
+        continuation="" if comparison.is_complete else how_to_go_on(comparison, folder.absolute()),
+        command=repeat_command(comparison),
+        parameters=parameter_count(comparison.experiment.model),
+        spec=spec,
+        **_summary(comparison),
+        **_findings(comparison, records),
+    )
+    write_atomically(folder / EXPERIMENT, spec.encode())
+    write_atomically(folder / PAGE, page.encode())
+    return folder / PAGE
+
+
+def _summary(comparison: Comparison) -> dict[str, object]:
+    """What stands on top: what was compared, and under which layout."""
+    experiments = [request.experiment for request in comparison.requests.values()]
+    layouts = {experiment.layout for experiment in experiments}
+    if len(layouts) > 1:
+        sizes = sorted({layout.devices for layout in layouts})
+        counts = " and ".join(", ".join(map(str, sizes)).rsplit(", ", 1))
+        layout = f"{len(layouts)} layouts on {counts} {comparison.platform.upper()} devices, named below"
+    else:
+        layout = layout_in_words(experiments[0], comparison.platform)
+    number = len(experiments)
+    what = "engine" if comparison.requests.keys() <= ENGINES.keys() else "case"
+    return {
+        "subject": f"{number} {what}{'s' if number != 1 else ''}",
+        "layout": layout,
+        "has_many_layouts": len(layouts) > 1,
+        "state": "" if comparison.passed and not comparison.verdicts else _news(comparison.passed),
+    }
+
+
+def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object]:
+    """Pictures and tables of what finished."""
+    from compare.present.report.pictures import pictures, timelines
+
+    names = comparison.cases
+    held = [at_rest(record) for record in records]
+    return {
+        "pictures": pictures(comparison, records, held),
+        "timelines": timelines(records),
+        "layouts": tables.layout_table(comparison, records),
+        "costs": tables.cost_table(comparison),
+        "ladder": tables.ladder_table(comparison.verdicts),
+        "reasons": tables.tolerance_reasons(comparison.verdicts),
+        "memory": memory_table(names, held),
+        "devices": [
+            device_table(name, one, record.manifest.experiment.layout.axes)
+            for name, one, record in zip(names, held, records, strict=True)
+            if one
+        ],
+        "ledger": ledger_table(names, [record.ledger for record in records], comparison.costs),
+        "manifests": [
+            (name, ENGINES[record.manifest.engine].decides, tables.manifest_table(name, record))
+            for name, record in zip(names, records, strict=True)
+        ],
+    }
+
+
+def _breakable(text: str) -> Markup:
+    """Text whose dotted names may be broken after a dot: `blocks.0.` `attention.` `qkv.` `bias`."""
+    return Markup(re.sub(r"\.(?=[a-z])", ".<wbr>", str(escape(text))))
+
+
+def _news(good: bool) -> str:
+    return "pass" if good else "fail"

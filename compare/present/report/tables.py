@@ -1,0 +1,160 @@
+"""The tables of a report as data: the template only lays them out."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from compare.contract.record import Record
+from compare.judge.comparison import Comparison
+from compare.judge.ladder import RUNGS, Verdict
+from compare.present.tables import cost_rows
+from compare.terminal.layout_words import layout_in_words
+from compare.terminal.units import error_text, human_bytes
+
+NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+MANY = 6
+"""Columns that a page has room for."""
+RATIOS = {
+    "step time, median (ms)": "step_time_ms_median",
+    "step time, p95 (ms)": "step_time_ms_p95",
+    "tokens/s": "tokens_per_s",
+    "CPU time, all in all (s)": "cpu_time_s",
+    "peak memory per device": "peak_mem_bytes",
+    "collectives per step": "comm_calls",
+    "communicated per step": "comm_bytes",
+}
+"""Rows of the cost table that say how many times the reference's they are, and the figure they show."""
+
+
+class Text(Struct, frozen=True):
+    """A cell: its text, a small note beside it, and whether it is good or bad news."""
+
+    text: str
+    note: str = ""
+    news: str = ""
+    """pass, fail or ''."""
+
+
+class Row(Struct, frozen=True):
+    """A row: its header, and its cells."""
+
+    head: Text
+    cells: list[Text]
+    is_total: bool = False
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """A table whose rows and columns have headers."""
+
+    name: str
+    """For those who cannot see it."""
+    corner: str
+    """What its rows are."""
+    columns: list[str]
+    rows: list[Row]
+    groups: list[str] = []
+    """Headers over as many columns each, where columns come in groups."""
+    look: str = ""
+    """`words` for text that is set to the left, `upright` for one that was turned; '' for numbers."""
+
+
+def upright(table: Table) -> Table:
+    """The table with rows for columns if it has many of these: a page is longer than it is broad."""
+    if len(table.columns) <= MANY:
+        return table
+    rows = [
+        Row(Text(column), [row.cells[place] for row in table.rows])
+        for place, column in enumerate(table.columns)
+    ]
+    heads = [row.head.text for row in table.rows]
+    return Table(name=table.name, corner="case", columns=heads, rows=rows, look="upright")
+
+
+def cost_table(comparison: Comparison) -> Table:
+    """Every case's figures, with the ratios of those that can be compared to the first case's."""
+    rows = []
+    for label, cells in cost_rows(comparison):
+        notes = (
+            _ratios([getattr(cost, RATIOS[label]) for cost in comparison.costs]) if label in RATIOS else []
+        )
+        texts = [Text(cell, note) for cell, note in zip(cells, notes or [""] * len(cells), strict=True)]
+        rows.append(Row(Text(label), texts))
+    return upright(Table(name="Costs", corner="figure", columns=comparison.cases, rows=rows))
+
+
+def _ratios(values: Sequence[float]) -> list[str]:
+    first, *others = values
+    return ["", *(f"{TIMES}{value / first:.2f}" if first else "" for value in others)]
+
+
+def ladder_table(verdicts: list[Verdict]) -> Table:
+    """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
+    rows = []
+    for rung in RUNGS:
+        found = [next((one for one in verdict.rungs if one.rung == rung), None) for verdict in verdicts]
+        tolerance = next((_tolerance(one.tolerance) for one in found if one), NONE)
+        cells = []
+        for verdict, result in zip(verdicts, found, strict=True):
+            if result is None:
+                cells.append(Text("not compared", verdict.skipped.get(rung, "")))
+                continue
+            where = result.worst if result.error else ""
+            cells.append(Text(error_text(result.error), where, "pass" if result.passed else "fail"))
+        rows.append(Row(Text(rung.replace("_", " ")), [Text(tolerance), *cells]))
+    columns = ["tolerance", *(verdict.candidate for verdict in verdicts)]
+    return upright(Table(name="The ladder", corner="rung", columns=columns, rows=rows))
+
+
+def tolerance_reasons(verdicts: list[Verdict]) -> list[tuple[str, str, str]]:
+    """Rung, tolerance and its reason, for every rung that was compared."""
+    reasons = {
+        one.rung: (one.rung.replace("_", " "), _tolerance(one.tolerance), one.reason)
+        for verdict in verdicts
+        for one in verdict.rungs
+    }
+    return [reasons[rung] for rung in RUNGS if rung in reasons]
+
+
+def _tolerance(limit: float) -> str:
+    return "exact" if limit == 0 else f"{limit:.0e}"
+
+
+def layout_table(comparison: Comparison, records: list[Record]) -> Table:
+    """Each case's engine and layout in words, for cases that differ in them."""
+    rows = [
+        Row(
+            Text(name),
+            [
+                Text(record.manifest.engine),
+                Text(layout_in_words(record.manifest.experiment, comparison.platform)),
+                Text(record.manifest.gradient_sync),
+            ],
+        )
+        for name, record in zip(comparison.cases, records, strict=True)
+    ]
+    columns = ["engine", "layout", "gradient synchronisation"]
+    return Table(name="Layouts", corner="case", columns=columns, rows=rows, look="words")
+
+
+def manifest_table(name: str, record: Record) -> Table:
+    """How one case was run. Its experiment and its bytes at rest have places of their own."""
+    manifest = record.manifest
+    facts = {
+        "engine": manifest.engine,
+        "devices": f"{manifest.devices} x {manifest.device_kind} ({manifest.platform})",
+        "threads": manifest.threads,
+        "versions": ", ".join(f"{package} {version}" for package, version in manifest.versions.items()),
+        "gradient synchronisation": manifest.gradient_sync,
+        "recomputed in backward": manifest.remat,
+        "parameters": f"{manifest.parameters:,}",
+        "started (UTC)": manifest.started_utc,
+        "compilation (s)": f"{manifest.compile_s:.2f}",
+        "first step (s)": f"{manifest.first_step_s:.2f}",
+        "CPU time (s)": f"{manifest.cpu_time_s:.1f}",
+        "peak memory, by device": ", ".join(human_bytes(peak) for peak in manifest.peak_memory_bytes),
+        "peak memory is": manifest.peak_memory_method,
+        "initial weights, SHA-256": manifest.initial_weights_sha256,
+        "data, SHA-256": manifest.corpus_sha256,
+    }
+    rows = [Row(Text(fact), [Text(value or NONE)]) for fact, value in facts.items()]
+    return Table(name=f"How {name} was run", corner="fact", columns=["value"], rows=rows, look="words")

@@ -1,0 +1,175 @@
+"""What a command would do, without starting anything: `--dry_run`."""
+
+from msgspec import Struct
+from rich.table import Table
+
+from compare.contract.data import open_corpus
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, to_toml
+from compare.execute.launch import EnvironmentMissing, require_devices
+from compare.judge.closed_forms.memory import KINDS
+from compare.studies.memory_estimate import estimate_memory, require_memory
+from compare.studies.own_weights import objection_to
+from compare.studies.paired_run import Case
+from compare.terminal.console import print_json, results_console
+from compare.terminal.layout_words import layout_in_words
+from compare.terminal.units import human_bytes
+
+UNREAD = "-"  # in place of a digest: the data is opened, and not read to its end
+
+
+class PlannedCase(Struct, frozen=True, kw_only=True):
+    """One case, before anything is allocated."""
+
+    name: str
+    engine: str
+    layout: str
+    """In words, with its devices."""
+    devices: int
+    steps: int
+    gradient_sync: str
+    """What would run; empty if the case is refused."""
+    memory: dict[str, float]
+    """Bytes of the fullest device by kind: parameters, gradients and optimizer at rest, in closed form;
+    activations and logits as an upper estimate."""
+    refusal: str
+    """Why it cannot run here; empty if it can."""
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What a command would run."""
+
+    experiment: Experiment
+    """As the user gave it, every field spelled out."""
+    platform: str
+    training_tokens: int
+    """0 if the data is refused."""
+    init_from: str
+    """Initial weights that are not the seed's."""
+    input_refusals: list[str]
+    """What is wrong with data and initial weights, as far as it shows without reading all of the data."""
+    cases: list[PlannedCase]
+    """The first is the reference."""
+    left_out: dict[str, str]
+    """What an engine cannot express, by name, and why."""
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing would run: one case that is refused is enough. Empty if all can."""
+        reasons = [*(case.refusal for case in self.cases), *self.input_refusals]
+        return next((reason for reason in reasons if reason), "")
+
+
+def plan(
+    experiment: Experiment, cases: list[Case], *, platform: str, left_out: dict[str, str], init_from: str = ""
+) -> Plan:
+    """Look at every case: what it is, what its devices would hold, what is refused.
+
+    Args:
+        experiment: as the user gave it.
+        cases: what would be run; the first is the reference.
+        platform: cpu or gpu.
+        left_out: what is not among the cases, and why.
+        init_from: a user's own initial weights.
+    """
+    tokens, data_refusal = _look_at_data(experiment)
+    weights_refusal = objection_to(init_from, experiment) if init_from else ""
+    return Plan(
+        experiment=experiment,
+        platform=platform,
+        training_tokens=tokens,
+        init_from=init_from,
+        input_refusals=[reason for reason in (data_refusal, weights_refusal) if reason],
+        cases=[_planned(case, platform) for case in cases],
+        left_out=left_out,
+    )
+
+
+def show(planned: Plan, *, as_json: bool) -> int:
+    """Print a plan. Returns the exit code: 0, or 2 if the command would be refused."""
+    code = 2 if planned.refusal else 0
+    if as_json:
+        print_json(planned)
+        return code
+    console = results_console()
+    console.print(to_toml(planned.experiment))
+    console.print(_table(planned.cases))
+    for name, why in planned.left_out.items():
+        console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True)
+    for case in planned.cases:
+        if case.refusal:
+            console.print(f"refused: {case.name}: {case.refusal}", style="red", soft_wrap=True)
+    for layout in dict.fromkeys(case.layout for case in planned.cases):
+        console.print(f"layout: {layout}", soft_wrap=True)
+    source, tokens = planned.experiment.data.source, planned.training_tokens
+    if tokens:
+        console.print(f"data: {source}: {tokens:,} tokens to train on, which are read when it runs")
+    if planned.init_from:
+        console.print(f"initial weights: {planned.init_from}", soft_wrap=True)
+    for reason in planned.input_refusals:
+        console.print(f"refused: {reason}", style="red", soft_wrap=True)
+    verdict = f"this would be refused: {planned.refusal}" if planned.refusal else "all of it can run"
+    count, steps = len(planned.cases), planned.cases[-1].steps
+    console.print(
+        f"dry run: {count} case{'s' if count > 1 else ''} of {steps} steps; nothing was started; {verdict}",
+        style="bold red" if planned.refusal else "bold green",
+        soft_wrap=True,
+    )
+    return code
+
+
+def _look_at_data(experiment: Experiment) -> tuple[int, str]:
+    """How many tokens there are to train on; and what is wrong with them."""
+    try:
+        return len(open_corpus(experiment, validated_sha256=UNREAD).train), ""
+    except ExperimentError as error:
+        return 0, str(error)
+
+
+def _planned(case: Case, platform: str) -> PlannedCase:
+    engine, experiment = ENGINES[case.engine], case.experiment
+    refusal = _refusal(case, platform)
+    estimate = estimate_memory(case.engine, experiment)
+    sizes = estimate.per_device
+    fullest = sizes.index(max(sizes))
+    return PlannedCase(
+        name=case.name,
+        engine=case.engine,
+        layout=layout_in_words(experiment, platform),
+        devices=experiment.layout.devices,
+        steps=experiment.train.max_iters,
+        gradient_sync="" if refusal else engine.gradient_sync_for(experiment.layout),
+        memory={kind: by_device[fullest] for kind, by_device in estimate.by_kind.items()},
+        refusal=refusal,
+    )
+
+
+def _refusal(case: Case, platform: str) -> str:
+    """What `compare_cases` would say of it."""
+    try:
+        require_devices(case.experiment, platform)
+        ENGINES[case.engine].require(case.experiment.layout, platform=platform)
+        require_memory(case.engine, case.experiment, platform=platform)
+    except (ExperimentError, EnvironmentMissing) as error:
+        return str(error)
+    return ""
+
+
+def _table(cases: list[PlannedCase]) -> Table:
+    estimated = [kind for kind in cases[0].memory if kind not in KINDS]
+    title = f"The fullest device: {', '.join(KINDS)} in closed form, {', '.join(estimated)} at most"
+    table = Table(title=title)
+    for column in ("case", "devices", "synchronisation", *KINDS, "at rest", *estimated, "all"):
+        table.add_column(column, justify="left" if column in ("case", "synchronisation") else "right")
+    for case in cases:
+        rest = sum(case.memory[kind] for kind in KINDS)
+        table.add_row(
+            case.name,
+            str(case.devices),
+            case.gradient_sync or "refused",
+            *(human_bytes(case.memory[kind]) for kind in KINDS),
+            human_bytes(rest),
+            *(human_bytes(case.memory[kind]) for kind in estimated),
+            human_bytes(sum(case.memory.values())),
+        )
+    return table

@@ -1,0 +1,197 @@
+"""The mistakes that people make, and the rung of the ladder that must catch each.
+
+Most are a wrong value somewhere in the spec, given to one engine only. The others live in a side's own
+`faults.py`, because no spec can express them: a collective that is missing, a sum that should be a mean.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.judge.comparison import Comparison
+from compare.studies.paired_run import Case
+from compare.studies.presets import PRESETS, check_names, spread
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """One mistake."""
+
+    name: str
+    rung: str
+    """The first rung that it must turn red."""
+    story: str
+    """What went wrong, in a few words."""
+    edit: Mapping[str, Mapping[str, object]] | None = None
+    """Sections and fields with the wrong value; None if the side plants it in its code."""
+    impossible_in: tuple[str, ...] = ()
+    """Engines that cannot make this mistake, or have no layout in which it shows."""
+    preset: str = ""
+    """The layout in which it shows; empty for data parallelism over the devices asked for."""
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="different_seed",
+            rung="batch",
+            story="one engine draws other rows",
+            edit={"train": {"seed": 1338}},
+        ),
+        Fault(name="moved_weight", rung="initial_weights", story="one weight starts 1e-3 away"),
+        Fault(
+            name="gelu_tanh",
+            rung="loss",
+            story="the tanh approximation, JAX's default GELU",
+            edit={"model": {"activation": "gelu_tanh"}},
+        ),
+        Fault(
+            name="norm_eps_1e-6",
+            rung="loss",
+            story="flax's default LayerNorm epsilon",
+            edit={"model": {"norm_eps": 1e-6}},
+        ),
+        Fault(
+            name="dropped_all_reduce",
+            rung="gradients",
+            story="each replica keeps its own gradients",
+            impossible_in=("jax-compiler",),
+        ),
+        Fault(
+            name="sum_for_mean",
+            rung="gradients",
+            story="gradients are summed over replicas, not averaged",
+            impossible_in=("jax-compiler",),
+        ),
+        Fault(
+            name="no_clip",
+            rung="first_weights",
+            story="gradients are not clipped",
+            edit={"optimizer": {"grad_clip": 0.0}},
+        ),
+        Fault(
+            name="decay_on_vectors",
+            rung="first_weights",
+            story="LayerNorm scales and biases decay too",
+            edit={"optimizer": {"decay": "all"}},
+        ),
+        Fault(
+            name="warmup_off_by_one",
+            rung="first_weights",
+            story="one warm-up step too few",
+            edit={"optimizer": {"warmup_iters": -1}},
+        ),
+        Fault(
+            name="wrong_beta2",
+            rung="first_moments",
+            story="PyTorch's default beta2 = 0.999",
+            edit={"optimizer": {"beta2": 0.999}},
+        ),
+        Fault(
+            name="kept_gradients",
+            rung="later_weights",
+            story="gradients are not cleared between steps",
+            impossible_in=("jax-compiler", "jax-manual"),
+        ),
+        Fault(
+            name="dropped_tp_all_reduce",
+            rung="loss",
+            story="a row-parallel product stays one rank's part",
+            impossible_in=("jax-compiler",),
+            preset="tp",
+        ),
+        Fault(
+            name="doubled_row_bias",
+            rung="gradients",
+            story="a row-parallel bias is added before the sum, once a rank",
+            impossible_in=("jax-compiler", "torch-library"),
+            preset="tp_sp",
+        ),
+        Fault(
+            name="missing_norm_psum",
+            rung="gradients",
+            story="LayerNorm gradients are not summed under sequence parallelism",
+            impossible_in=("jax-compiler",),
+            preset="tp_sp",
+        ),
+        Fault(
+            name="norm_counts_replicas_twice",
+            rung="grad_norm",
+            story="the global norm counts what every rank has once a rank",
+            impossible_in=("jax-compiler",),
+            preset="tp",
+        ),
+        Fault(
+            name="wrong_optimizer_shard",
+            rung="first_weights",
+            story="a shard is updated with another rank's gradients",
+            impossible_in=("jax-compiler",),
+            preset="fsdp",
+        ),
+        Fault(
+            name="overwritten_microbatch",
+            rung="gradients",
+            story="a microbatch's gradient replaces those before it",
+            impossible_in=("jax-compiler",),
+            preset="pp",
+        ),
+        Fault(
+            name="stale_tied_copy",
+            rung="gradients",
+            story="the two ends of a pipeline do not add their gradients of the tied embedding",
+            impossible_in=("jax-compiler",),
+            preset="pp",
+        ),
+    )
+}
+
+
+def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str], devices: int) -> list[Case]:
+    """The unsharded reference, then one case for each fault in each engine that can make it.
+
+    Two optimizer steps are enough: every rung up to the moments is climbed in the first.
+
+    Raises:
+        ExperimentError: an unknown fault, or a batch that the devices do not divide.
+    """
+    check_names("--names", "fault", names, FAULTS)
+    if devices < 2:
+        raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
+    short = edited(experiment, {"train": {"max_iters": 2}})
+    cases = [Case(name="reference", engine="torch-manual", experiment=spread(short, "single"))]
+    for fault in (FAULTS[name] for name in names or FAULTS):
+        preset, of_preset = (
+            (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
+        )
+        sharded = spread(short, preset, of_preset)
+        for engine in engines:
+            if engine not in fault.impossible_in:
+                ENGINES[engine].require(sharded.layout)
+                cases.append(_plant(fault, engine, sharded))
+    return cases
+
+
+def _plant(fault: Fault, engine: str, experiment: Experiment) -> Case:
+    name = f"{fault.name}.{engine}"
+    if fault.edit is None:
+        return Case(name=name, engine=engine, experiment=experiment, fault=fault.name)
+    edit = fault.edit
+    if fault.name == "warmup_off_by_one":  # relative to the experiment's own
+        edit = {"optimizer": {"warmup_iters": experiment.optimizer.warmup_iters - 1}}
+    return Case(name=name, engine=engine, experiment=revalidate(edited(experiment, edit)))
+
+
+def planted(case_name: str) -> tuple[Fault, str]:
+    """The fault and the engine of a case made by `fault_cases`."""
+    fault, _, engine = case_name.rpartition(".")
+    return FAULTS[fault], engine
+
+
+def caught_as_expected(comparison: Comparison) -> bool:
+    """Whether every planted fault was run, and failed first at the rung that it belongs to."""
+    return comparison.is_complete and all(
+        verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
+        for verdict in comparison.verdicts
+    )

@@ -1,0 +1,153 @@
+"""The parity matrix: every engine under every layout against one unsharded device, as one grid.
+
+A layout is a preset. Three studies are made of each cell: float64 and float32 with AdamW and clipping, and
+float64 with SGD and no clipping, which hides nothing of a gradient's scale.
+"""
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES, Engine
+from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
+from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
+from compare.judge.comparison import Comparison
+from compare.judge.ladder import Verdict
+from compare.studies.paired_run import Case
+from compare.studies.presets import PRESETS, check_names, spread
+
+STUDIES: dict[str, dict[str, dict[str, object]]] = {
+    "float64": {"precision": {"dtype": "float64"}, "optimizer": {"name": "adamw"}},
+    "float32": {"precision": {"dtype": "float32"}, "optimizer": {"name": "adamw"}},
+    "float64, SGD": {
+        "precision": {"dtype": "float64"},
+        "optimizer": {"name": "sgd", "momentum": 0.9, "grad_clip": 0.0, "learning_rate": 0.1, "min_lr": 0.01},
+    },
+}
+SHOWN = ("gradients", "later_weights")
+"""The rungs whose errors a cell shows."""
+LAYOUTS = [name for name in PRESETS if name != "single"]
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One engine under one layout."""
+
+    engine: str
+    layout: str
+    refusal: str = ""
+    """Why the engine cannot express the layout; empty if it can."""
+    note: str = ""
+    """What is not as the layout says."""
+    verdicts: dict[str, Verdict] = msgspec.field(default_factory=dict)
+    """By study."""
+    failures: dict[str, str] = msgspec.field(default_factory=dict)
+    """By study: why the engine did not finish."""
+    resident: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    """Bytes at rest per device, of the first study that finished: `Manifest.resident_bytes`."""
+    closed_form: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    """What they should be."""
+
+    @property
+    def excess(self) -> float:
+        """How far `resident` is off, as a fraction: see `closed_forms.memory.excess`. 0 without any."""
+        return excess(self.resident, self.closed_form) if self.resident else 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every study of an expressible cell passed, and its devices hold what they should.
+
+        What was not measured has not passed.
+        """
+        measured = bool(self.resident) and all(
+            verdict.error(rung) is not None for verdict in self.verdicts.values() for rung in SHOWN
+        )
+        agrees = not self.failures and all(verdict.passed for verdict in self.verdicts.values())
+        return measured and agrees and abs(self.excess) <= TOLERANCE
+
+
+def study(experiment: Experiment, name: str) -> Experiment:
+    """The experiment as a study changes it."""
+    return revalidate(edited(experiment, STUDIES[name]))
+
+
+def matrix_cases(
+    experiment: Experiment, engines: list[str], layouts: list[str]
+) -> tuple[list[Case], dict[tuple[str, str], Cell]]:
+    """The unsharded reference and a case for each cell that can be; and all cells, still without verdicts.
+
+    Args:
+        experiment: one study's.
+        engines: names in ENGINES.
+        layouts: names in PRESETS.
+
+    Returns:
+        The cases, named ENGINE.LAYOUT, and the cells by (layout, engine), row by row.
+
+    Raises:
+        ExperimentError: no such layout, one that the experiment's sizes do not fit, or none that an engine
+            can express.
+    """
+    check_names("--layouts", "layout", layouts, PRESETS)
+    cases = [Case(name="reference", engine="torch-manual", experiment=spread(experiment, "single"))]
+    cells = {}
+    for name in layouts:
+        preset = spread(experiment, name, PRESETS[name].devices)
+        for engine in engines:
+            layout, note = _with_a_schedule_of(ENGINES[engine], preset.layout)
+            cells[name, engine] = Cell(
+                engine=engine, layout=name, note=note, refusal=_refusal(ENGINES[engine], name, layout)
+            )
+            if not cells[name, engine].refusal:
+                sharded = revalidate(msgspec.structs.replace(experiment, layout=layout))
+                cases.append(Case(name=f"{engine}.{name}", engine=engine, experiment=sharded))
+    if len(cases) == 1:
+        raise ExperimentError(f"no cell is left: {next(iter(cells.values())).refusal}")
+    return cases, cells
+
+
+def _with_a_schedule_of(engine: Engine, layout: Layout) -> tuple[Layout, str]:
+    """A composition with a pipeline, under GPipe if the engine lacks the preset's schedule; and a note."""
+    is_composed = layout.pp > 1 and layout.devices > layout.pp
+    if not is_composed or layout.schedule in engine.schedules or "gpipe" not in engine.schedules:
+        return layout, ""
+    return msgspec.structs.replace(layout, schedule="gpipe"), "gpipe"
+
+
+def _refusal(engine: Engine, preset: str, layout: Layout) -> str:
+    """Why a cell is left out; empty if it is not."""
+    try:
+        engine.require(layout)
+    except ExperimentError as reason:
+        return str(reason)
+    only_data_parallel = layout.dp_replicate == layout.devices
+    if only_data_parallel and preset != "ddp" and not engine.offers_choice:
+        return f"the same as ddp: {engine.name} chooses for itself"
+    return ""
+
+
+def fill(cells: dict[tuple[str, str], Cell], studies: dict[str, tuple[list[Case], Comparison]]) -> list[Cell]:
+    """The cells with what the studies found, and with the bytes of the first study that has them.
+
+    Args:
+        cells: of `matrix_cases`.
+        studies: what ran and what came of it, by the study's name.
+    """
+    return [_filled(cell, studies) for cell in cells.values()]
+
+
+def _filled(cell: Cell, studies: dict[str, tuple[list[Case], Comparison]]) -> Cell:
+    name = f"{cell.engine}.{cell.layout}"
+    verdicts, failures, resident, expected = {}, {}, {}, {}
+    for study_name, (cases, comparison) in studies.items():
+        if name in comparison.failures:
+            failures[study_name] = comparison.failures[name]
+        if name not in comparison.cases:
+            continue
+        place = comparison.cases.index(name)  # the reference comes first, and has no verdict
+        verdicts[study_name] = comparison.verdicts[place - 1]
+        if not resident:
+            resident = comparison.costs[place].resident_bytes
+            (experiment,) = (case.experiment for case in cases if case.name == name)
+            expected = closed_form(cell.engine, experiment)
+    return msgspec.structs.replace(
+        cell, verdicts=verdicts, failures=failures, resident=resident, closed_form=expected
+    )

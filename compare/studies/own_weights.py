@@ -1,0 +1,101 @@
+"""`--init_from`: a user's weights, put into a run's folder as what every engine of it begins with."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.host.files import why_not_readable
+from compare.contract.initial_weights import INIT, read_weights, write_weights
+from compare.contract.parameters import fingerprint
+from compare.contract.tensors import RecordError, Tensors
+from compare.execute.launch import EnvironmentMissing, child_environment
+
+PICKLES = (".pt", ".pth", ".ckpt")
+NANOGPT = ("transformer.", "lm_head.", "_orig_mod.")
+BAD_REQUEST = 2
+
+
+class Init(Struct, frozen=True, kw_only=True):
+    """Where a run's own initial weights are, and what they are; both '' where the seed gives them."""
+
+    path: str = ""
+    sha256: str = ""
+
+
+def freeze_weights(source: str, experiment: Experiment, folder: Path, *, python: str) -> Init:
+    """Check a user's weights, and write them to `folder`/init.safetensors in the dtype of training.
+
+    Args:
+        source: safetensors with canonical or nanoGPT's names, or nanoGPT's ckpt.pt; '' for none.
+        experiment: the model that they must fit.
+        folder: of the run; removed if they do not.
+        python: the interpreter of torchpar, which alone can read what is not canonical.
+
+    Raises:
+        ExperimentError: the file cannot be read, or does not fit: one line with the numbers.
+        EnvironmentMissing: torchpar cannot be run here.
+    """
+    if not source:
+        return Init()
+    try:
+        path = Path(source)
+        if why := why_not_readable(path):
+            raise ExperimentError(f"--init_from: {path} {why}")
+        if _is_canonical(path):
+            weights = read_weights(path, experiment)
+        else:
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                converted = Path(scratch) / INIT
+                _convert(path.absolute(), converted, experiment, python=python)
+                weights = read_weights(converted, experiment)
+        write_weights(folder / INIT, weights)
+        return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def objection_to(source: str, experiment: Experiment) -> str:
+    """What is wrong with a user's weights, as far as it shows without starting torchpar; '' if nothing is."""
+    path = Path(source)
+    if why := why_not_readable(path):
+        return f"--init_from: {path} {why}"
+    try:
+        if _is_canonical(path):
+            read_weights(path, experiment)
+    except ExperimentError as error:
+        return str(error)
+    return ""
+
+
+def _is_canonical(path: Path) -> bool:
+    """Whether a file is for us to read: any safetensors but nanoGPT's."""
+    if path.suffix in PICKLES:
+        return False
+    try:
+        names = list(Tensors(path))
+    except RecordError as error:
+        raise ExperimentError(
+            f"--init_from: {error}: give a safetensors file, or nanoGPT's ckpt.pt by a name that ends in .pt"
+        ) from None
+    return not any(name.startswith(NANOGPT) for name in names)
+
+
+def _convert(source: Path, target: Path, experiment: Experiment, *, python: str) -> None:
+    model = msgspec.json.encode(experiment.model).decode()
+    command = [python, "-m", "torchpar", "--convert", str(source), str(target), "--model", model]
+    environment = child_environment("torchpar", "cpu")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    except OSError as error:
+        raise EnvironmentMissing(f"--torch_python {python}: {error.strerror}") from None
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode} and no message"]
+    if done.returncode == BAD_REQUEST:
+        raise ExperimentError(said[-1])
+    if done.returncode:
+        raise EnvironmentMissing(f"{source} could not be converted by {python} -m torchpar: {said[-1]}")

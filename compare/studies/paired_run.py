@@ -1,0 +1,306 @@
+"""Train several cases of one experiment, each in a fresh process, and hold them against the first.
+
+A case is an engine under a layout. `run` makes one case of each engine; `check` makes one unsharded
+reference and a case of every engine and gradient synchronisation.
+"""
+
+import datetime
+import platform as host
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.host.run_lock import lock_folder
+from compare.contract.parameters import parameter_count, storage_dtype
+from compare.contract.record import (
+    MANIFEST,
+    Platform,
+    Record,
+    RecordError,
+    Request,
+    read_record,
+    rungs_asked_for,
+)
+from compare.execute.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
+from compare.execute.paths import create_run_dir
+from compare.execute.progress import Reporter
+from compare.execute.source import git_state
+from compare.judge.acceptance import objections
+from compare.judge.comparison import Comparison, how_to_go_on, judged, read_saved, save
+from compare.studies.memory_estimate import require_memory
+from compare.studies.own_weights import Init, freeze_weights
+from compare.studies.presets import spread
+from compare.terminal.units import human_bytes
+
+LATER_STEP = 20
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """One engine under one layout, and perhaps a planted fault."""
+
+    name: str
+    """Unique in its comparison; also its folder."""
+    engine: str
+    experiment: Experiment
+    fault: str = ""
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """How cases are run, as opposed to what they compute."""
+
+    platform: Platform = "cpu"
+    timeout_s: float = 600.0
+    cache_dir: str = ""
+    ladder: bool = True
+    """Leave gradients, weights and moments for the ladder; without them losses and norms are compared."""
+    pythons: Pythons = Pythons()
+    init_from: str = ""
+    """A file of weights to begin with; see `freeze_weights`."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
+
+
+def engine_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
+    """One case for each engine under the experiment's own layout."""
+    return [Case(name=engine, engine=engine, experiment=experiment) for engine in engines]
+
+
+def ladder_cases(experiment: Experiment, engines: list[str], devices: int) -> list[Case]:
+    """The unsharded reference, then every engine on one device and on each rung of its own ladder.
+
+    The reference is torchpar's plain module on one device: PyTorch's autograd, no container around it,
+    no collective. It is the first case.
+    """
+    one = spread(experiment, "single")
+    cases = [Case(name="reference", engine="torch-manual", experiment=one)]
+    for name in engines:
+        engine = ENGINES[name]
+        cases.append(Case(name=f"{name}-1", engine=name, experiment=one))
+        for sync in engine.gradient_sync if devices > 1 else ():
+            chosen = sync if engine.offers_choice else experiment.layout.gradient_sync
+            sharded = with_layout(one, dp_replicate=devices, gradient_sync=chosen)
+            cases.append(Case(name=f"{name}-{devices}-{sync}", engine=name, experiment=sharded))
+    return cases
+
+
+def with_layout(experiment: Experiment, **fields: object) -> Experiment:
+    """The experiment under a layout with other fields. Raises ExperimentError if that cannot work."""
+    layout = msgspec.structs.replace(experiment.layout, **fields)
+    return revalidate(msgspec.structs.replace(experiment, layout=layout))
+
+
+def compare_cases(
+    name: str,
+    experiment: Experiment,
+    cases: list[Case],
+    *,
+    command: str,
+    run_dir: str,
+    settings: Settings,
+    reporter: Reporter,
+    needs_first: bool = True,
+    left_out: Mapping[str, str] | None = None,
+) -> tuple[Comparison, Path]:
+    """Run every case, hold each against the first, and save the outcome after each.
+
+    A case that does not finish is noted as a failure, and the others still run.
+
+    Args:
+        name: of the comparison, for people.
+        experiment: as the user gave it; each case has its own variation of it.
+        cases: in the order in which they run; the first is the reference.
+        command: of `shardpair`, that goes on with it if it is interrupted.
+        run_dir: folder of the results, which must not exist; '' names one after the comparison.
+        settings: how to run.
+        reporter: told of the progress.
+        needs_first: the first case is the only possible reference: nothing runs on without it.
+        left_out: engines that are no case because they cannot be one, and why; the outcome says so.
+
+    Returns:
+        The outcome, and the folder it is saved in.
+
+    Raises:
+        ExperimentError, EnvironmentMissing: before the first process starts.
+        EngineError: no case finished, or not the first one where that is needed.
+        Interrupted: Ctrl-C. What was finished is saved; `continue_cases` goes on.
+    """
+    for case in cases:
+        require_devices(case.experiment, settings.platform)
+        ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
+        require_memory(case.engine, case.experiment, platform=settings.platform)
+    folder = create_run_dir(name, run_dir)
+    with lock_folder(folder):
+        planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
+        planned = msgspec.structs.replace(planned, left_out=dict(left_out or {}))
+        done = _run(planned, {}, folder, settings=settings, reporter=reporter, needs_first=needs_first)
+    return done, folder
+
+
+def _planned(
+    name: str, experiment: Experiment, cases: list[Case], folder: Path, *, command: str, settings: Settings
+) -> Comparison:
+    """What is asked of every case, before any of them runs."""
+    prepared = prepare(experiment, folder)
+    init = freeze_weights(settings.init_from, experiment, folder, python=settings.pythons.torchpar)
+    requests = {case.name: _request(case, prepared, settings, init) for case in cases}
+    _require_room(requests, folder)
+    commit, dirty = git_state()
+    return Comparison(
+        command=command,
+        name=name,
+        experiment=experiment,
+        platform=settings.platform,
+        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=f"{host.system()} {host.machine()}",
+        git_commit=commit,
+        git_dirty=dirty,
+        requests=requests,
+    )
+
+
+def continue_cases(
+    folder: Path, *, settings: Settings, reporter: Reporter, needs_first: bool = True
+) -> Comparison:
+    """Run what a comparison still lacks: cases that did not finish, or whose turn did not come.
+
+    What an unfinished case left is kept beside it, as NAME.unfinished-1.
+
+    Args:
+        folder: of the comparison.
+        settings: time-out, cache and interpreters; everything else is as the comparison asked.
+        reporter, needs_first: as for `compare_cases`.
+
+    Raises:
+        RecordError: the folder holds no comparison, or a garbled one.
+        EngineError, Interrupted: as `compare_cases`.
+    """
+    read_saved(folder)  # says what is wrong with a folder that is none
+    with lock_folder(folder):
+        saved = read_saved(folder)
+        found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
+        records = {name: record for name, record in found.items() if record}
+        for name in found.keys() - records.keys():
+            _keep_aside(folder / name)
+        requests = {
+            name: request
+            if name in records
+            else msgspec.structs.replace(request, timeout_s=settings.timeout_s, cache_dir=settings.cache_dir)
+            for name, request in saved.requests.items()
+        }
+        again = msgspec.structs.replace(saved, requests=requests, failures={})
+        return _run(again, records, folder, settings=settings, reporter=reporter, needs_first=needs_first)
+
+
+def _run(
+    planned: Comparison,
+    records: dict[str, Record],
+    folder: Path,
+    *,
+    settings: Settings,
+    reporter: Reporter,
+    needs_first: bool,
+) -> Comparison:
+    """Run the cases that have no record yet. The comparison is saved whenever it has changed."""
+    comparison = judged(planned, records)
+    save(comparison, folder)
+    reporter.start(planned.requests, folder, finished=records)
+    failures: dict[str, EngineError] = {}
+    for name, request in planned.requests.items():
+        if name in records:
+            continue
+        try:
+            with reporter.engine(name) as on_step:
+                record = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+            comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
+            records[name] = record
+        except KeyboardInterrupt:
+            raise Interrupted(_interrupted(comparison, folder)) from None
+        except (EngineError, RecordError) as error:
+            failures[name] = error if isinstance(error, EngineError) else _unreadable(name, error)
+            reporter.failed(failures[name])
+            planned = msgspec.structs.replace(planned, failures={n: str(e) for n, e in failures.items()})
+            comparison = msgspec.structs.replace(comparison, failures=planned.failures)
+        save(comparison, folder)
+        if failures and needs_first and not records:
+            break
+    if not records:
+        raise _all_of(list(failures.values()))
+    return comparison
+
+
+def _unreadable(name: str, error: RecordError) -> EngineError:
+    return EngineError(f"{name}: it left a record that cannot be read: {error}", exit_code=1)
+
+
+def _all_of(errors: list[EngineError]) -> EngineError:
+    """Every failure in one line, with the first one's exit code."""
+    said = "; ".join(str(error) for error in errors)
+    return EngineError(said, exit_code=errors[0].exit_code, log=errors[0].log)
+
+
+def _interrupted(comparison: Comparison, folder: Path) -> str:
+    kept = ", ".join(comparison.cases) or "nothing yet"
+    return (
+        f"interrupted; every process was ended. Finished and kept: {kept}. "
+        f"`{how_to_go_on(comparison, folder)}` runs the rest"
+    )
+
+
+def _finished(folder: Path, request: Request) -> Record | None:
+    """A case's record, if it is whole and what was asked for."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        record = read_record(folder)
+        return record if record.request == request and not objections(record) else None
+    except RecordError:
+        return None
+
+
+def _keep_aside(folder: Path) -> None:
+    if folder.exists():
+        numbers = range(1, len(list(folder.parent.iterdir())) + 1)
+        names = (folder.with_name(f"{folder.name}.unfinished-{number}") for number in numbers)
+        with lock_folder(folder):  # a side that somebody started by itself may be at work in there
+            folder.rename(next(path for path in names if not path.exists()))
+
+
+def _request(case: Case, prepared: Prepared, settings: Settings, init: Init) -> Request:
+    return Request(
+        engine=case.engine,
+        experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
+        platform=settings.platform,
+        ladder=settings.ladder,
+        later_step=min(LATER_STEP, case.experiment.train.max_iters),
+        corpus_sha256=prepared.corpus_sha256,
+        timeout_s=settings.timeout_s,
+        cache_dir=settings.cache_dir,
+        init_from=init.path,
+        init_sha256=init.sha256,
+        fault=case.fault,
+    )
+
+
+def _require_room(requests: Mapping[str, Request], folder: Path) -> None:
+    """Refuse a ladder whose tensors the disk cannot hold. Raises ExperimentError with both numbers."""
+    needed = sum(
+        len(rungs_asked_for(request))
+        * parameter_count(request.experiment.model)
+        * storage_dtype(request.experiment).itemsize
+        for request in requests.values()
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ExperimentError(
+            f"{folder}: gradients, weights and moments of {len(requests)} runs need {human_bytes(needed)}, "
+            f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no-ladder to compare "
+            f"losses and norms alone"
+        )

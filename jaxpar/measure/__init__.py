@@ -1,0 +1,1 @@
+"""What a run communicates, holds and costs."""

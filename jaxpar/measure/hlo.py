@@ -1,0 +1,145 @@
+"""Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
+
+Static and exact: each with its calls in one run, the trip counts of the loops around it multiplied. What a
+loop runs only at some turns, in a branch, says so by a named scope `runs_N_of_M` (the innermost counts).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jaxpar.measure.replica_groups import replica_groups
+
+KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
+}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SHARE = re.compile(r"\bruns_(\d+)_of_(\d+)\b")
+_BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
+_PURPOSE = re.compile(r'op_name="[^"]*\bfor_(\w+?)\b')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+        kind: as in `KINDS`.
+        groups: device positions that speak with each other; for a permute, (source, target) pairs.
+        arrays: bytes of each array that it moves, full (gathered) size.
+        calls: how often it runs in one step.
+        share: (N, M) if the branch that it is in is taken at N of M turns of the loop around it.
+        purpose: from a named scope `for_PURPOSE` around what made it; or "".
+        backward: whether autodiff made it.
+    """
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    arrays: tuple[int, ...]
+    calls: int = 1
+    share: tuple[int, int] = (1, 1)
+    purpose: str = ""
+    backward: bool = False
+
+
+def collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
+    """Every collective instruction that a module runs, with the number of its calls."""
+    computations, entry = _computations(hlo)
+    return [
+        replace(found, calls=found.calls * found.share[0] // found.share[1])
+        for found in _walk(entry, computations, axis_sizes, times=1)
+    ]
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of each computation, by its name; and the name of the entry."""
+    computations: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            name = header[2]
+            computations[name] = []
+            entry = name if header[1] else entry
+        elif name and (instruction := _INSTRUCTION.match(line)):
+            computations[name].append(instruction[1])
+    return computations, entry
+
+
+def _walk(
+    name: str, computations: dict[str, list[str]], axis_sizes: Mapping[str, int], *, times: int
+) -> Iterator[Collective]:
+    for text in computations[name]:
+        opcode = _opcode(text)
+        if opcode.removesuffix("-start") in KINDS:
+            yield replace(_collective(text, opcode, axis_sizes), calls=times)
+        elif not opcode.endswith("-done"):  # its start was counted
+            inner = [
+                c for called in _called(text) for c in _walk(called, computations, axis_sizes, times=times)
+            ]
+            if opcode == "while" and inner:
+                trips = _trip_count(text)
+                inner = [replace(collective, calls=collective.calls * trips) for collective in inner]
+            yield from inner
+
+
+def _opcode(text: str) -> str:
+    match = _OPCODE.search(text)
+    return match[1] if match else ""
+
+
+def _called(text: str) -> list[str]:
+    """Names of the computations that an instruction runs."""
+    names = []
+    for match in _CALLED.finditer(text):
+        target = re.match(r"\{([^}]*)\}|(%?[\w.\-]+)", text[match.end() :])
+        if target:
+            names += [name.strip().lstrip("%") for name in (target[1] or target[2]).split(",")]
+    return names
+
+
+def _trip_count(text: str) -> int:
+    match = _TRIP_COUNT.search(text)
+    if not match:
+        raise ValueError(f"a loop with a collective in it has no known trip count: {text[:120]}")
+    return int(match[1])
+
+
+def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collective:
+    kind = KINDS[opcode.removesuffix("-start")]
+    groups = replica_groups(text, axis_sizes)
+    shapes = text[: text.index(f" {opcode}(")]
+    arrays = [_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shapes)]
+    if opcode == "collective-permute-start":
+        arrays = arrays[1:2]  # (operand, result, two context words)
+    elif opcode in ("all-gather-start", "reduce-scatter-start", "all-to-all-start"):
+        arrays = arrays[len(arrays) // 2 :]  # (operands, results)
+    if kind == "reduce_scatter":
+        arrays = [array * len(groups[0]) for array in arrays]
+    said = _PURPOSE.search(text)
+    turns, of_turns = (_SHARE.findall(text) or [(1, 1)])[-1]
+    return Collective(
+        kind=kind,
+        groups=groups,
+        arrays=tuple(arrays),
+        share=(int(turns), int(of_turns)),
+        purpose=said[1].replace("_", " ") if said else "",
+        backward=bool(_BACKWARD.search(text)),
+    )
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8

@@ -1,0 +1,77 @@
+"""What a compiled step communicates, read from the HLO that XLA made of it.
+
+The two ends of a pipeline are both counted, though no device is both: an upper bound. Logical bytes are those
+of the full (gathered) tensor.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+
+from compare.contract.record import Communication, ring_wire_bytes
+from jaxpar.measure.hlo import Collective, collectives
+from jaxpar.measure.replica_groups import groups_along
+
+
+def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communication]:
+    """The ledger of a compiled function.
+
+    Args:
+        hlo: `compiled.as_text()`.
+        axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
+
+    Returns:
+        One entry per kind, axis and purpose, per device and per call of the function. Purpose: what a
+        named scope `for_PURPOSE` says; else scalars are for the loss and its like, "metrics", what runs
+        along tp is for "activations", a permute along pp for these or, in backward, for "activation
+        gradients", a gather along dp for "parameters", and a reduction for "gradients". A collective over
+        one device is none.
+
+    Raises:
+        ValueError: a collective in a loop of unknown length, or replica groups in an unknown spelling.
+    """
+    calls: Counter[tuple[str, str, str]] = Counter()
+    size: Counter[tuple[str, str, str]] = Counter()
+    wire: Counter[tuple[str, str, str]] = Counter()
+    for collective in collectives(hlo, axis_sizes):
+        axis, group_size = _axis(collective, axis_sizes)
+        if group_size == 1:
+            continue
+        purpose = collective.purpose or _purpose(collective, axis)
+        key = (collective.kind, axis, purpose)
+        calls[key] += collective.calls
+        size[key] += collective.calls * sum(collective.arrays)
+        wire[key] += collective.calls * ring_wire_bytes(collective.kind, sum(collective.arrays), group_size)
+    return [
+        Communication(
+            kind=kind, axis=axis, purpose=purpose, calls=calls[key], bytes=size[key], wire_bytes=wire[key]
+        )
+        for key in sorted(calls)
+        for kind, axis, purpose in [key]
+    ]
+
+
+def _purpose(collective: Collective, axis: str) -> str:
+    if max(collective.arrays) <= 8:
+        return "metrics"
+    if axis == "tp":
+        return "activations"
+    if axis == "pp" and collective.kind == "permute":
+        return "activation gradients" if collective.backward else "activations"
+    return "parameters" if collective.kind == "all_gather" else "gradients"
+
+
+def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, int]:
+    """The mesh axis, or axes joined by +, that a collective runs along; and the size of its groups."""
+    groups = {frozenset(group) for group in collective.groups}
+    if max(map(len, groups)) == 1:
+        return "", 1
+    for count in range(1, len(axis_sizes) + 1):
+        for axes in itertools.combinations(axis_sizes, count):
+            candidates = [frozenset(group) for group in groups_along(axes, axis_sizes)]
+            if collective.kind == "permute":
+                if all(any(pair <= group for group in candidates) for pair in groups):
+                    return "+".join(axes), len(candidates[0])
+            elif groups == set(candidates) and len(candidates[0]) > 1:
+                return "+".join(axes), len(candidates[0])
+    return "?", max(map(len, groups))

@@ -1,0 +1,79 @@
+"""The Python API: what the notebook in docs does, and how bad requests end."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compare import api
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.record import RecordError
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.py"
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch, cache_dir, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_dir)
+    names = runpy.run_path(str(NOTEBOOK))
+    result = names["result"]
+    assert "PASS: torch-manual agrees with jax-manual" in capsys.readouterr().out
+    assert result.passed
+    assert result.report.is_file()
+    assert [training.name for training in result] == ["jax-manual", "torch-manual"]
+    torch = result["torch-manual"]
+    assert torch.loss.shape == torch.grad_norm.shape == torch.lr.shape == torch.step_time_ms.shape == (5,)
+    assert torch.loss.dtype == np.float64
+    assert torch.tensors("gradients")["embedding.token"].shape == (256, 16)
+    assert max(result.errors()["torch-manual"].values()) <= 1e-10
+    with pytest.raises(ValueError, match="no such rung"):
+        torch.tensors("gradient")
+    again = api.read(result.folder)
+    assert again.sentence() == result.sentence()
+    assert repr(again).startswith("<Result runs/")
+
+
+def test_check_from_python(tmp_path, cache_dir):
+    tiny = api.experiment("check", model={"n_layer": 1}, train={"max_iters": 2})
+    result = api.check(
+        tiny, engines=["torch-manual"], devices=1, run_dir=tmp_path / "run", cache_dir=cache_dir, quiet=True
+    )
+    assert result.passed
+    assert list(result.trainings) == ["reference", "torch-manual-1"]
+    assert result.report is None
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: api.experiment("nosuch"), "nosuch: no such file or named experiment"),
+        (lambda: api.experiment("check", train={"max_itres": 2}), "unknown field `max_itres`"),
+        (lambda: api.experiment("check", trian={"max_iters": 2}), "unknown field `trian`"),
+        (lambda: api.experiment("check", model={"n_head": 5}), "n_head = 5 does not divide"),
+        (lambda: api.run("check", preset="nosuch"), "no such preset"),
+        (lambda: api.run("check", devices=2), "without --preset has no effect"),
+        (lambda: api.run("check", engine=["jax-manual"]), "engine: no such option"),
+        (lambda: api.run("check", engines=["jax"]), "jax"),
+        (lambda: api.run("check", dry_run=True), "dry_run: no such option"),
+        (lambda: api.check("check", devices=0), "--devices 0 must be at least 1"),
+    ],
+)
+def test_bad_requests_are_one_line(call, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExperimentError, match=says) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_run_is_said(tmp_path):
+    with pytest.raises(RecordError, match=r"has no comparison\.json"):
+        api.read(tmp_path)
+
+
+def test_an_experiment_is_the_named_one_but_for_the_fields_given():
+    built = api.experiment("demo", train={"max_iters": 7})
+    assert isinstance(built, Experiment)
+    assert built.train.max_iters == 7
+    assert built.model == api.experiment("demo").model

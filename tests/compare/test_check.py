@@ -1,0 +1,69 @@
+"""Every engine and every rung of its ladder on four devices against one unsharded device."""
+
+import json
+
+import msgspec
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Layout, load
+from compare.judge.ladder import RUNGS
+from compare.studies.faults import fault_cases
+from compare.studies.paired_run import ladder_cases
+
+DEVICES = 4
+STEPS = 20
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_engine_equals_one_device(shardpair, engine):
+    done = shardpair("check", "--engines", engine, "--devices", str(DEVICES), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["experiment"]["train"]["max_iters"] == STEPS
+    expected = [f"{engine}-1", *(f"{engine}-{DEVICES}-{sync}" for sync in ENGINES[engine].gradient_sync)]
+    assert [verdict["candidate"] for verdict in outcome["verdicts"]] == expected
+    for verdict in outcome["verdicts"]:
+        errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
+        assert len(errors) == len(RUNGS), verdict
+        assert max(errors.values()) <= 1e-10
+    for name, cost in zip(outcome["cases"], outcome["costs"], strict=True):
+        sharded = f"-{DEVICES}-" in name
+        assert cost["devices"] == (DEVICES if sharded else 1)
+        assert (cost["comm_bytes"] > 0) == sharded
+
+
+def test_engines_equal_one_device_in_float32(shardpair):
+    done = shardpair("matrix", "--layouts", "ddp", "--studies", "float32", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads(done.stdout)
+    assert [cell["engine"] for cell in cells] == list(ENGINES)
+    for cell in cells:
+        rungs = cell["verdicts"]["float32"]["rungs"]
+        (gradients,) = (result["error"] for result in rungs if result["rung"] == "gradients")
+        assert 1e-10 < gradients <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("engines", "optimizer"),
+    [(("jax-compiler", "torch-library"), "adamw"), (("torch-manual", "jax-manual"), "sgd")],
+)
+def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimizer):
+    """The pair against each other: mixed precision, both optimizers, nothing that hides a scale."""
+    done = shardpair(
+        "run", "check", "--engines", *engines, "--layout.dp_replicate", "2", "--json",
+        "--precision.dtype", "bfloat16", "--optimizer.name", optimizer, "--optimizer.momentum", "0.9",
+        "--optimizer.grad_clip", "0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (shardpair.folder / "runs").is_dir()
+
+
+def test_the_reference_is_unsharded_whatever_the_layout():
+    layout = Layout(tp=2, pp=2, dp_shard=2, zero=3, microbatches=4)
+    sharded = msgspec.structs.replace(load("check"), layout=layout)
+    reference, *cases = ladder_cases(sharded, list(ENGINES), 4)
+    assert reference.experiment.layout.devices == 1
+    assert {case.experiment.layout.devices for case in cases} == {1, 4}
+    (reference, *_) = fault_cases(sharded, ["torch-manual"], names=["no_clip"], devices=4)
+    assert reference.experiment.layout.devices == 1

@@ -1,0 +1,85 @@
+"""The closed form of what a device holds, against sums by hand; and that it fails what is not sharded."""
+
+import msgspec
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import load
+from compare.contract.parameters import parameter_count
+from compare.judge.closed_forms.memory import KINDS, TOLERANCE, closed_form, excess
+
+CHECK = load("check")
+WHOLE = 8 * parameter_count(CHECK.model)  # bytes in float64
+C, V, T, L = (CHECK.model.n_embd, CHECK.model.vocab_size, CHECK.model.block_size, CHECK.model.n_layer)
+BLOCK = 12 * C * C + 13 * C  # 4 C^2 of attention and 8 C^2 of the MLP; 9 C of biases, 4 C of two norms
+REPEATED = 6 * C  # of a block under tp: two norms (4 C) and two row biases (2 C)
+
+
+def held(engine="torch-manual", experiment=CHECK, **fields):
+    layout = msgspec.structs.replace(experiment.layout, **fields)
+    return closed_form(engine, msgspec.structs.replace(experiment, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("zero", "parts"),
+    [(1, {"optimizer"}), (2, {"optimizer", "gradients"}), (3, {"optimizer", "gradients", "parameters"})],
+)
+def test_zero_stages(zero, parts):
+    form = held(dp_shard=4, zero=zero)
+    for kind, copies in zip(KINDS, (1, 1, 2), strict=True):
+        assert form[kind] == [copies * WHOLE / (4 if kind in parts else 1)] * 4
+
+
+def test_fsdp2_holds_shards_between_the_steps_of_zero_2():
+    assert held("torch-library", dp_shard=4, zero=2) == held(dp_shard=4, zero=3)
+
+
+def test_replicas_hold_the_same():
+    assert held(dp_replicate=2, dp_shard=2, zero=3) == {
+        kind: held(dp_shard=2, zero=3)[kind] * 2 for kind in KINDS
+    }
+
+
+def test_tensor_parallelism_repeats_norms_row_biases_and_positions():
+    (mine, *others) = held(tp=4)["parameters"]
+    assert set(others) == {mine}
+    repeated = L * REPEATED + T * C + 2 * C
+    assert mine == 8 * ((parameter_count(CHECK.model) - repeated) / 4 + repeated)
+
+
+def test_pipelines_keep_the_ends_at_the_ends():
+    first, *middle, last = held(pp=4)["parameters"]
+    assert first == 8 * (BLOCK + V * C + T * C)
+    assert middle == [8 * BLOCK] * 2
+    assert last == 8 * (BLOCK + V * C + 2 * C)
+
+
+def test_pipelines_of_one_program_keep_the_ends_everywhere():
+    assert held("jax-manual", pp=4)["parameters"] == [8 * (BLOCK + V * C + T * C + 2 * C)] * 4
+
+
+def test_chunks_go_round_the_ranks():
+    assert held(pp=2, chunks=2, schedule="interleaved") == held(pp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum", "copies"), [("adamw", 0.0, 2), ("sgd", 0.9, 1), ("sgd", 0.0, 0)]
+)
+def test_optimizer_state(name, momentum, copies):
+    optimizer = msgspec.structs.replace(CHECK.optimizer, name=name, momentum=momentum)
+    form = held(experiment=msgspec.structs.replace(CHECK, optimizer=optimizer))
+    assert form["optimizer"] == [copies * WHOLE]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_excess(engine):
+    form = held(engine, dp_shard=4, zero=3)
+    exact = {kind: [round(size) for size in sizes] for kind, sizes in form.items()}
+    assert abs(excess(exact, form)) < 1e-4
+    whole = exact | {"optimizer": [2 * WHOLE] * 4}
+    assert excess(whole, form) == pytest.approx(3.0)
+    one_has_more = exact | {"parameters": [*exact["parameters"][:3], round(1.1 * exact["parameters"][3])]}
+    assert excess(one_has_more, form) > TOLERANCE
+    assert excess(exact | {"gradients": [0] * 4}, form) == -1.0
+    without = form | {"optimizer": [0.0] * 4}
+    assert excess(exact, without) == 1.0

@@ -1,0 +1,111 @@
+"""Divergence ends a run at its step, in one line and with exit code 1, and never passes for anything else."""
+
+import math
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from compare.contract.divergence import DivergedError, end_if_diverged, first_not_finite
+from compare.contract.parameters import initial_parameters
+from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Recorder, Request, Step, read_json
+from compare.contract.record import read_steps as steps_of
+from compare.judge.comparison import read_saved
+from compare.terminal.units import error_text
+from torchpar.comm.mesh import make_mesh
+from torchpar.comm.rank import Heartbeat, Rank
+from torchpar.launcher.supervisor import make_report
+from torchpar.train import set_up, train_step
+
+# No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
+DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
+SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no-ladder")
+
+
+def a_step(**fields: float) -> Step:
+    values = {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "step_time_ms": 1.0, **fields}
+    return Step(step=3, **values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"loss": math.nan}, "its loss is nan"),
+        ({"grad_norm": math.inf}, "its gradient norm is inf"),
+        ({"loss": math.inf, "grad_norm": math.nan}, "its loss is inf and its gradient norm is nan"),
+    ],
+)
+def test_the_line_says_engine_step_and_what(fields, what):
+    with pytest.raises(DivergedError) as error:
+        end_if_diverged("jax-manual", a_step(**fields), where=lambda: "here")
+    assert str(error.value) == f"jax-manual diverged at step 3: {what}; here"
+
+
+def test_finite_steps_go_on_and_nobody_looks_for_a_tensor():
+    end_if_diverged("jax-manual", a_step(), where=lambda: pytest.fail("it looked"))
+
+
+def test_the_first_tensor_that_is_not_finite_is_named(tiny):
+    weights = initial_parameters(tiny)
+    assert first_not_finite(weights) == ""
+    weights["norm.bias"][0] = math.nan
+    weights["blocks.1.mlp.up.weight"][0, 0] = -math.inf
+    assert first_not_finite(weights) == "blocks.1.mlp.up.weight"
+
+
+def test_an_error_that_is_none_is_not_written_as_inf():
+    assert [error_text(error) for error in (0.0, 1e-7, math.inf, math.nan)] == [
+        "exact",
+        "1.0e-07",
+        "differs",
+        "differs",
+    ]
+
+
+def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path):
+    experiment = replace(tiny, data=replace(tiny.data, source="synthetic"))
+    request = Request(engine="torch-manual", experiment=experiment)
+    rank = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat([0] * Heartbeat.cells_for(1)))
+    mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
+    run = set_up(request, mesh, rank, "")
+    run.plan.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
+    before = {name: weight.clone() for name, weight in run.plan.weights().items()}
+    with pytest.raises(DivergedError) as error:
+        train_step(run, Recorder(tmp_path), 0)
+    assert str(error.value).endswith(
+        "the first gradient that is not finite is that of blocks.1.norm2.scale"
+    ), error.value
+    assert str(error.value).startswith("torch-manual diverged at step 0: its gradient norm is ")
+    for name, weight in run.plan.weights().items():
+        assert torch.equal(weight, before[name]), name
+    (step,) = steps_of(tmp_path / STEPS_PART)
+    assert math.isnan(step.grad_norm)
+    report = make_report(error.value, rank)
+    assert report.failure == Failure(message=str(error.value))
+
+
+def test_a_run_that_diverges_says_so_in_every_engine(shardpair):
+    done = shardpair(
+        "run", "check", "--engines", "torch-manual", "jax-manual", "--preset", "fsdp", "--devices", "2",
+        *DIVERGING, *SMALL, "--run_dir", "runs",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    for engine in ("torch-manual", "jax-manual"):
+        folder = shardpair.folder / "runs" / engine
+        message = read_json(folder / ERROR, Failure).message
+        assert message.startswith(f"{engine} diverged at step "), message
+        assert not (folder / MANIFEST).exists()
+        step = steps_of(folder / STEPS_PART)[-1]
+        assert f"{engine} diverged at step {step.step}: its " in message
+        assert not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
+        assert "inf" not in last.replace("is inf", "")
+        assert message in done.stderr
+    assert "the first gradient that is not finite is that of " in done.stderr
+    assert "the first weight that is not finite after the step is " in done.stderr
+    saved = read_saved(shardpair.folder / "runs")
+    assert set(saved.failures) == {"torch-manual", "jax-manual"}
+    assert "torch-manual diverged at step" in saved.sentence()
+    assert "jax-manual diverged at step" in saved.sentence()
+    assert not saved.passed

@@ -1,0 +1,166 @@
+"""A dry run says what would be done and starts nothing; engines that cannot are left out by name."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from compare.cli import main
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import ExperimentError, Layout, load
+from compare.execute import launch
+from compare.execute.launch import EngineError
+from compare.judge.closed_forms.memory import closed_form
+from compare.judge.comparison import Comparison
+from compare.studies import paired_run
+from compare.studies.fitting import fitting
+from compare.studies.paired_run import Case, engine_cases
+from compare.studies.presets import spread
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch, tmp_path):
+    """Starting an engine, or leaving a file, would be a failure of the test."""
+
+    def refuse(*arguments, **keywords):
+        pytest.fail(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cases"),
+    [
+        ("run check", 4),
+        ("check --devices 2", 1 + 4 + 1 + 3 + 4 + 1),
+        ("faults --names no_clip dropped_all_reduce", 1 + 4 + 3),
+        ("matrix --layouts fsdp tp --studies float64 float32", 2 * (1 + 2 * 4)),
+        ("golden --preset fsdp --devices 2", 4),
+    ],
+)
+def test_every_command_that_trains_has_a_dry_run(nothing_starts, capsys, arguments, cases):
+    assert main([*arguments.split(), "--dry_run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert len(planned["cases"]) == cases
+    assert not any(case["refusal"] for case in planned["cases"])
+    assert planned["training_tokens"] > 0
+
+
+def test_a_dry_run_is_printed_for_people(nothing_starts, capsys):
+    asked = "run check --preset fsdp_tp --devices 4 --dry-run"
+    assert main(asked.split()) == 0
+    printed = capsys.readouterr().out
+    assert "zero = 3" in printed  # the resolved experiment, the preset in it
+    assert "layout: fully sharded over 2, tensor parallel over 2: 4 CPU devices" in printed
+    assert "nothing was started; all of it can run" in printed
+    for engine in ENGINES:
+        assert engine in printed
+
+
+def test_memory_is_the_closed_form(nothing_starts, capsys):
+    asked = "run check --preset fsdp_pp --devices 4 --engines torch-manual --dry_run --json"
+    assert main(asked.split()) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    expected = closed_form("torch-manual", spread(load("check"), "fsdp_pp", 4))
+    for kind, by_device in expected.items():
+        assert case["memory"][kind] == max(by_device)
+    assert case["memory"]["activations"] > 0
+
+
+def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
+    asked = "run check --preset fsdp_pp --engines jax-compiler torch-manual"
+    assert main([*asked.split(), "--dry_run"]) == 2
+    printed = capsys.readouterr().out
+    assert "refused: jax-compiler: layout.schedule = 1f1b: jax-compiler has gpipe, interleaved" in printed
+    assert "this would be refused" in printed
+
+
+def test_missing_data_is_said_beside_the_plan(nothing_starts, capsys):
+    asked = "run check --data.source nowhere.txt --dry_run"
+    assert main(asked.split()) == 2
+    printed = capsys.readouterr().out
+    assert "nowhere.txt does not exist" in printed
+    assert "torch-library" in printed
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({}, "does not exist"),
+        ({"embedding.token": (3, 32)}, "init_from:"),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_initial_weights_that_do_not_fit_are_said_beside_the_plan(
+    nothing_starts, tmp_path_factory, capsys, weights, says
+):
+    path = tmp_path_factory.mktemp("weights") / "own.safetensors"
+    if weights:
+        save_file({name: np.zeros(shape) for name, shape in weights.items()}, path)
+    assert main(["run", "check", "--init_from", str(path), "--dry_run", "--json"]) == 2
+    (reason,) = json.loads(capsys.readouterr().out)["input_refusals"]
+    assert says in reason
+
+
+def test_a_dry_run_continues_nothing(nothing_starts, capsys):
+    asked = "run --continue runs/old --dry_run"
+    assert main(asked.split()) == 2
+    assert "--dry_run is for a new run" in capsys.readouterr().err
+
+
+def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp_path, monkeypatch, capsys):
+    def fail(request, folder, **keywords):
+        raise EngineError(f"{request.engine}: died", exit_code=1)
+
+    monkeypatch.setattr(paired_run, "launch", fail)
+    folder = tmp_path / "run"
+    asked = f"run check --preset pp_zero_bubble --devices 2 --run_dir {folder}"
+    assert main(asked.split()) == 1
+    said = capsys.readouterr().err
+    assert "jax-compiler is left out: layout.schedule = zero_bubble: jax-compiler has gpipe" in said
+    saved = json.loads((folder / "comparison.json").read_text())
+    assert list(saved["requests"]) == ["torch-manual", "torch-library"]
+    assert saved["left_out"].keys() == {"jax-compiler", "jax-manual"}
+
+
+def test_an_engine_that_was_asked_for_is_never_left_out(nothing_starts, capsys):
+    asked = "run check --preset pp_zero_bubble --devices 2 --engines jax-manual torch-manual"
+    assert main(asked.split()) == 2
+    assert "jax-manual has gpipe, 1f1b, interleaved" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_verdict_says_who_was_left_out():
+    experiment = load("check")
+    comparison = Comparison(
+        command="run",
+        name="check",
+        experiment=experiment,
+        platform="cpu",
+        created_utc="",
+        machine="",
+        git_commit="",
+        git_dirty=False,
+        requests={},
+        cases=["torch-manual"],
+        left_out={"jax-compiler": "it has no such schedule"},
+    )
+    assert comparison.sentence().endswith("; jax-compiler was left out (it has no such schedule)")
+
+
+def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
+    layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
+    able, left_out = fitting(list(ENGINES), layout, platform="cpu")
+    assert able == ["torch-manual"]
+    assert "DDP reduces wrongly" in left_out["torch-library"]
+    with pytest.raises(ExperimentError, match=r"no engine can do this: layout\.schedule = zero_bubble: jax"):
+        fitting(["jax-compiler", "jax-manual"], layout, platform="cpu")
+
+
+def test_cases_of_engines_are_one_each():
+    experiment = load("check")
+    expected = [Case(name=name, engine=name, experiment=experiment) for name in ENGINES]
+    assert engine_cases(experiment, list(ENGINES)) == expected

@@ -1,0 +1,44 @@
+"""A check that cannot fail is no check: every known mistake, in every engine that can make it."""
+
+import json
+
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.judge.ladder import RUNGS
+from compare.studies.faults import FAULTS
+
+
+def planted_in(engine: str) -> list[str]:
+    """The faults that this test plants in an engine: each fault in one of those that can make it, in turn.
+
+    `make faults` plants each of them in all.
+    """
+    chosen = []
+    for turn, (name, fault) in enumerate(FAULTS.items()):
+        able = [other for other in ENGINES if other not in fault.impossible_in]
+        if able[turn % len(able)] == engine:
+            chosen.append(name)
+    return chosen
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
+    names = planted_in(engine)
+    done = shardpair("faults", "--engines", engine, "--devices", "2", "--names", *names, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    caught = {}
+    for verdict in json.loads(done.stdout)["verdicts"]:
+        failed = [result["rung"] for result in verdict["rungs"] if not result["error"] <= result["tolerance"]]
+        caught[verdict["candidate"].rpartition(".")[0]] = min(failed, key=RUNGS.index)
+    assert caught == {name: FAULTS[name].rung for name in names}
+
+
+def test_no_fault_is_planted_nowhere():
+    assert {name for engine in ENGINES for name in planted_in(engine)} == set(FAULTS)
+
+
+def test_an_engine_without_a_fault_passes(shardpair):
+    """The other half of the proof: the same experiment, nothing planted, is green."""
+    done = shardpair("check", "--devices", "2", "--engines", "torch-library", "--train.max_iters", "2")
+    assert done.returncode == 0, done.stdout + done.stderr

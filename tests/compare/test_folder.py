@@ -1,0 +1,208 @@
+"""The folder of a run: one run at a time, nothing half written, a full disk said in words."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+from forks import SERVER, run_torchpar
+from msgspec.structs import replace
+
+from compare.contract.experiment import ExperimentError
+from compare.contract.host import exits
+from compare.contract.host.disk import DiskFull, full_disk_named, no_room, remove_leftovers, write_atomically
+from compare.contract.host.run_lock import FolderInUse, lock_folder
+from compare.contract.record import (
+    REQUEST,
+    STEPS_PART,
+    Recorder,
+    Request,
+    Step,
+    read_failure,
+    write_json,
+)
+from compare.execute.launch import EngineError, launch
+
+STEP = Step(step=0, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0)
+
+
+def hold(folder: Path, ready, answers) -> None:
+    """One of many that want the folder at the same time."""
+    ready.wait()
+    try:
+        with lock_folder(folder):
+            answers.put("held")
+            ready.wait()  # until all have had their answer
+    except FolderInUse as error:
+        answers.put(str(error))
+        ready.wait()
+
+
+def test_of_many_that_start_at_once_one_holds_the_folder(tmp_path):
+    many = 6
+    ready, answers = SERVER.Barrier(many), SERVER.Queue()
+    wanting = [SERVER.Process(target=hold, args=(tmp_path, ready, answers)) for _ in range(many)]
+    for process in wanting:
+        process.start()
+    found = sorted(answers.get(timeout=processes.PATIENCE_S) for _ in range(many))
+    for process in wanting:
+        process.join()
+    in_use = f"{tmp_path} is in use by another run: wait for its end, or take another folder"
+    assert found == sorted(["held", *[in_use] * (many - 1)])
+    with lock_folder(tmp_path):  # they are gone, and so is the lock
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
+    script = (
+        "import subprocess, sys, time; from pathlib import Path;"
+        "from compare.contract.host.run_lock import lock_folder\n"
+        "with lock_folder(Path(sys.argv[1])):\n"
+        "    quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
+        "    subprocess.Popen(['sleep', '1000'], **quiet)\n"
+        "    print('held', flush=True); time.sleep(1000)"
+    )
+    holder = processes.start([sys.executable, "-c", script, str(tmp_path)])
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(FolderInUse), lock_folder(tmp_path):
+        pass
+    holder.kill()
+    holder.communicate()
+    with lock_folder(tmp_path):
+        pass
+    processes.end_all(grace_s=0.0)
+
+
+def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "missing"):
+        with pytest.raises(ExperimentError, match=rf"{name}: (Not a directory|No such file or directory): "):
+            lock_folder(tmp_path / name).__enter__()
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # NFS
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with lock_folder(tmp_path):
+        pass
+    assert "has no locks (Bad file descriptor): do not start a second run in it" in capsys.readouterr().err
+
+
+def test_torchpar_touches_nothing_in_a_folder_that_is_in_use(tmp_path, tiny):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with lock_folder(folder):
+        done = run_torchpar(folder, Request(engine="torch-manual", experiment=tiny))
+    assert done.returncode == 2
+    assert done.stderr == f"{folder} is in use by another run: wait for its end, or take another folder\n"
+    assert [path.name for path in folder.iterdir()] == [REQUEST]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def half(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(
+        DiskFull, match=rf"^{tmp_path}: no space left on the device: make room, and run again$"
+    ):
+        write_atomically(tmp_path / "weights", b"all of them")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_named_while_steps_are_appended(tmp_path):
+    (tmp_path / STEPS_PART).symlink_to("/dev/full")
+    with pytest.raises(DiskFull, match=rf"^{tmp_path}: no space left on the device"):
+        Recorder(tmp_path).step(STEP)
+    with pytest.raises(FileNotFoundError), full_disk_named(tmp_path):
+        (tmp_path / "missing").read_bytes()  # what else may be wrong stays as it is
+    assert no_room(OSError(errno.EDQUOT, "Quota exceeded"), tmp_path).startswith(
+        f"{tmp_path}: the disk quota"
+    )
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    for name in ("a.json.1.2.tmp", ".rendezvous.77", STEPS_PART, REQUEST):
+        (tmp_path / name).write_text("")
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST, STEPS_PART]
+
+
+def test_a_side_that_may_write_no_more_says_so_in_a_line(tmp_path, tiny):
+    """A limit on the size of files, which needs no privilege: the same as a full disk otherwise."""
+    write_json(tmp_path / REQUEST, Request(engine="jax-manual", experiment=tiny, ladder=True))
+    limited = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # blocks of 512 bytes
+    done = processes.run([*limited, sys.executable, "-m", "jaxpar", str(tmp_path)])
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"jaxpar: {tmp_path}: a file would be larger than this process may write")
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert f"jaxpar: {failure.message}" == line
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 kB; skipped where it takes more rights than there are to mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_a_run_in_words(small_disk, tiny):
+    endless = replace(tiny, train=replace(tiny.train, max_iters=10**6))
+    folder = small_disk / "torch-manual"
+    with pytest.raises(EngineError, match="no space left on the device") as caught:
+        launch(Request(engine="torch-manual", experiment=endless), folder)
+    assert str(caught.value).startswith("torch-manual: ")
+    assert str(folder) in str(caught.value)
+    assert caught.value.exit_code == 1
+    assert not list(folder.glob("*.tmp"))
+
+
+DEATHS = {
+    (-9, 4): "killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
+    (-9, 5): "killed by SIGKILL at step 3: out of memory, says the kernel",
+    (137, 5): "killed by SIGKILL at step 3: out of memory, says the kernel",
+    (-11, 5): "killed by SIGSEGV at step 3",
+    (-15, 4): "ended by SIGTERM at step 3",
+    (143, 4): "ended by SIGTERM at step 3",
+    (7, 4): "left with exit code 7 at step 3",
+}
+
+
+@pytest.mark.parametrize(("code", "kills"), DEATHS)
+def test_how_a_process_ended(code, kills, monkeypatch):
+    monkeypatch.setattr(exits, "oom_kills", lambda: kills)
+    assert exits.describe_exit(code, when="at step 3", oom_kills_before=4) == DEATHS[code, kills]
+
+
+@pytest.mark.parametrize(
+    ("membership", "file", "content"),
+    [
+        ("0::/a/b", "a/b/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 9"),
+        ("0::/a/b", "memory.events", "oom_kill 2"),  # in a container
+        ("9:cpu:/\n4:memory:/a\n0::/", "memory/a/memory.oom_control", "oom_kill_disable 0\noom_kill 2"),
+    ],
+)
+def test_the_kernels_count_is_read(membership, file, content, tmp_path, monkeypatch):
+    monkeypatch.setattr(exits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(exits, "_MEMBERSHIP", tmp_path / "membership")
+    assert exits.oom_kills() is None
+    (tmp_path / "membership").write_text(membership)
+    assert exits.oom_kills() is None
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    assert exits.oom_kills() == 2

@@ -1,0 +1,193 @@
+"""nanoGPT's own numbers: they are what they were made, every engine has them, and a wrong default has not."""
+
+import json
+import math
+import shutil
+import tomllib
+
+import numpy as np
+import pytest
+
+from compare.cli import main
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import edited, load, named_experiments, revalidate
+from compare.contract.optimizer import reference_step
+from compare.contract.parameters import parameter_table
+from compare.contract.record import Rung, read_tensors
+from compare.execute.launch import EngineError, EnvironmentMissing
+from compare.execute.progress import Reporter
+from compare.judge.ladder import RUNGS, worst_tensor
+from compare.studies import golden
+from compare.studies.golden import EXPERIMENT, FOLDER, hold, read_golden
+from compare.studies.paired_run import Settings
+
+
+def layer_norm(x, scale, bias):
+    """nanoGPT's LayerNorm, 1e-5 and all."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def gelu(x):
+    """x times the normal distribution function: no approximation."""
+    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def attention(x_BTC, weight_C3HD, bias_3HD, out_HDC, out_bias_C):
+    """Causal self-attention in so many words."""
+    q, k, v = (np.einsum("btc,chd->bhtd", x_BTC, weight_C3HD[:, i]) + bias_3HD[i][:, None] for i in range(3))
+    logits_BHTT = np.einsum("bhtd,bhsd->bhts", q, k) / math.sqrt(q.shape[-1])
+    length = x_BTC.shape[1]
+    logits_BHTT[..., np.triu(np.ones((length, length), bool), 1)] = -np.inf
+    weights = np.exp(logits_BHTT - logits_BHTT.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhts,bhsd,hdc->btc", weights, v, out_HDC) + out_bias_C
+
+
+def loss_of(w, inputs_BT, targets_BT, layers):
+    """nanoGPT's forward pass in NumPy: mean cross-entropy."""
+    x = w["embedding.token"][inputs_BT] + w["embedding.position"][: inputs_BT.shape[1]]
+    for b in (f"blocks.{layer}." for layer in range(layers)):
+        normed = layer_norm(x, w[b + "norm1.scale"], w[b + "norm1.bias"])
+        names = ("qkv.weight", "qkv.bias", "out.weight", "out.bias")
+        x = x + attention(normed, *(w[f"{b}attention.{name}"] for name in names))
+        normed = layer_norm(x, w[b + "norm2.scale"], w[b + "norm2.bias"])
+        hidden = gelu(normed @ w[b + "mlp.up.weight"] + w[b + "mlp.up.bias"])
+        x = x + hidden @ w[b + "mlp.down.weight"] + w[b + "mlp.down.bias"]
+    logits = layer_norm(x, w["norm.scale"], w["norm.bias"]) @ w["embedding.token"].T
+    logits -= logits.max(-1, keepdims=True)
+    log_z = np.log(np.exp(logits).sum(-1))
+    return np.mean(log_z - np.take_along_axis(logits, targets_BT[..., None], -1)[..., 0])
+
+
+def test_the_committed_numbers_are_nanogpts():
+    """Recomputed here, in NumPy, without the contract: the first loss, the whole schedule, the norm."""
+    record, _ = read_golden()
+    batch, weights = read_tensors(FOLDER, Rung.BATCH), read_tensors(FOLDER, Rung.INITIAL_WEIGHTS)
+    rows = batch["inputs"].reshape(-1, 16), batch["targets"].reshape(-1, 16)
+    assert len(rows[0]) == 8
+    assert record.steps[0].loss == pytest.approx(loss_of(weights, *rows, layers=2), rel=1e-13)
+    for step in record.steps:
+        cosine = 1e-3 + 0.5 * (1 + math.cos(math.pi * min(step.step - 4, 20) / 20)) * 9e-3
+        expected = 1e-2 * (step.step + 1) / 5 if step.step < 4 else cosine
+        assert step.lr == pytest.approx(expected, rel=1e-14)
+    assert [step.step for step in record.steps] == list(range(30))
+    squares = sum((g**2).sum() for g in read_tensors(FOLDER, Rung.GRADIENTS).values())
+    assert record.steps[0].grad_norm == pytest.approx(math.sqrt(squares), rel=1e-13)
+    norms = [step.grad_norm for step in record.steps]
+    assert min(norms) < 0.8 < max(norms[:1] + norms[10:]), "clipping must bite in some steps, not in others"
+
+
+def test_the_first_step_follows_from_the_gradients():
+    """nanoGPT's clipping, AdamW and choice of what decays, as the contract's oracle has them."""
+    experiment = load(EXPERIMENT)
+    weights, gradients = (read_tensors(FOLDER, rung) for rung in (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS))
+    after, moments = reference_step(
+        experiment.optimizer, parameter_table(experiment.model), weights, gradients, {}, 0
+    )
+    for rung, found in (
+        (Rung.FIRST_WEIGHTS, after),
+        (Rung.FIRST_M, moments["m"]),
+        (Rung.FIRST_V, moments["v"]),
+    ):
+        error, worst = worst_tensor(found, read_tensors(FOLDER, rung))
+        assert error < 1e-14, (rung, worst)
+
+
+def test_what_nanogpt_decides_is_not_spelled_out():
+    """Else a wrong default would not be used, and would not show."""
+    spelled = tomllib.loads(named_experiments()[EXPERIMENT].read_text())
+    assert not spelled["model"].keys() & {"norm_eps", "activation"}
+    ours_too = {"name", "beta1", "beta2", "eps", "decay", "weight_decay", "decay_lr"}
+    assert not spelled["optimizer"].keys() & ours_too
+    assert not spelled["train"].keys() & {"seed"}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "garbled"])
+def test_a_damaged_golden_is_refused(tmp_path, damage):
+    folder = tmp_path / "nanogpt"
+    shutil.copytree(FOLDER, folder)
+    victim = folder / "gradients.safetensors"
+    if damage == "flipped":
+        content = bytearray(victim.read_bytes())
+        content[-1] ^= 1
+        victim.write_bytes(content)
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        (folder / "provenance.json").write_text("{")
+    with pytest.raises(EnvironmentMissing, match=r"is not what nanoGPT left|cannot be read") as caught:
+        read_golden(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("default_xla")
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
+    done = shardpair("golden", "--engines", engine, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    assert verdict["candidate"] == engine
+    assert [rung["rung"] for rung in verdict["rungs"]] == list(RUNGS)
+    assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
+
+
+@pytest.mark.usefixtures("default_xla")
+@pytest.mark.parametrize("engine", ["jax-manual", "torch-manual"])
+def test_sharded_engines_compute_what_nanogpt_does(shardpair, engine):
+    done = shardpair("golden", "--preset", "fsdp", "--devices", "2", "--engines", engine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"PASS: {engine}: equal to nanoGPT on {len(RUNGS)} rungs" in done.stdout
+
+
+@pytest.mark.parametrize("field", [{"norm_eps": 1e-6}, {"activation": "gelu_tanh"}], ids=str)
+def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir, field):
+    """All engines would have it, and agree: only nanoGPT's numbers can tell."""
+    wrong = revalidate(edited(load(EXPERIMENT), {"model": field}))
+    held, _ = hold(
+        wrong,
+        ["torch-manual"],
+        run_dir=str(tmp_path / "run"),
+        settings=Settings(cache_dir=cache_dir),
+        reporter=Reporter(quiet=True),
+    )
+    (verdict,) = held.verdicts
+    assert not held.passed
+    assert verdict.failure is not None
+    assert verdict.failure.rung == "loss"
+    assert "FAIL at loss" in held.sentence()
+
+
+@pytest.mark.parametrize("flag", ["--init_from", "--continue", "--model.norm_eps", "--train.max_iters"])
+def test_only_the_layout_of_the_golden_can_be_chosen(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["golden", flag, "1"])
+    assert ended.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_is_named_and_fails_it(tmp_path, monkeypatch, capsys):
+    def fail(request, folder, **keywords):
+        raise EngineError(f"{request.engine}: died", exit_code=1)
+
+    monkeypatch.setattr(golden, "launch", fail)
+    assert main(["golden", "--engines", "torch-manual", "--quiet", "--run_dir", str(tmp_path / "run")]) == 1
+    assert "torch-manual did not finish" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "golden.json").read_text())["failures"].keys() == {"torch-manual"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--preset nosuch", "no such preset"),
+        ("--preset pp_zero_bubble --devices 2 --engines jax-compiler", "jax-compiler has gpipe, interleaved"),
+        ("--preset tp --devices 8", "layout.tp = 8 does not divide model.n_head = 4"),
+        ("--engines torch-manual torch-manual", "give each engine once"),
+        ("--devices 2", "--devices 2 without --preset has no effect"),
+    ],
+)
+def test_a_golden_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["golden", *arguments.split()]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,157 @@
+"""The ladder itself: it must pass equal runs, and turn red at the right rung for every difference."""
+
+import math
+import weakref
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import pytest
+from records import make_record, make_steps, tensors_of
+
+from compare.contract.experiment import edited
+from compare.contract.record import Rung
+from compare.judge.ladder import REQUEST, RUNGS, climb
+from compare.judge.tensor_errors import relative_error, worst_tensor
+from compare.judge.tolerances import TOLERANCES
+
+WORST = "blocks.1.mlp.up.weight"
+
+
+@pytest.fixture
+def reference(tmp_path, tiny):
+    return make_record(tmp_path / "reference", tiny)
+
+
+def test_equal_runs_pass_every_rung(tmp_path, tiny, reference):
+    verdict = climb(reference, make_record(tmp_path / "same", tiny))
+    assert verdict.passed
+    assert verdict.sentence() == "PASS"
+    assert [result.rung for result in verdict.rungs] == list(RUNGS)
+    assert max(result.error for result in verdict.rungs) < 1e-15
+
+
+@pytest.mark.parametrize(
+    ("rung", "expected"),
+    [
+        (Rung.INITIAL_WEIGHTS, "initial_weights"),
+        (Rung.GRADIENTS, "gradients"),
+        (Rung.FIRST_WEIGHTS, "first_weights"),
+        (Rung.FIRST_M, "first_moments"),
+        (Rung.FIRST_V, "first_moments"),
+        (Rung.LATER_WEIGHTS, "later_weights"),
+    ],
+)
+@pytest.mark.parametrize("damage", ["moved", "nan", "missing", "reshaped"])
+def test_damage_to_one_tensor_is_named_at_its_rung(tmp_path, tiny, reference, rung, expected, damage):
+    tensors = tensors_of(tiny)
+    tensor = tensors[rung].pop(WORST).copy()
+    if damage == "moved":
+        tensor.flat[3] += 1e-3 * np.abs(tensor).max()
+    if damage == "nan":
+        tensor.flat[3] = np.nan
+    if damage == "reshaped":
+        tensor = tensor.T
+    if damage != "missing":
+        tensors[rung][WORST] = tensor
+    verdict = climb(reference, make_record(tmp_path / "damaged", tiny, tensors=tensors))
+    found_before = damage in ("missing", "reshaped")  # the request says which tensors there are
+    assert verdict.failure.rung == (REQUEST if found_before else expected)
+    assert expected in [result.rung for result in verdict.rungs if not result.passed]
+    assert WORST in verdict.failure.worst
+    if damage == "moved":
+        assert verdict.failure.error == pytest.approx(1e-3)
+    else:
+        assert math.isinf(verdict.failure.error)
+        assert "inf" not in verdict.sentence()
+    assert WORST in verdict.sentence()
+
+
+def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):
+    tensors = tensors_of(tiny)
+    tensors[Rung.BATCH]["targets"] = tensors[Rung.BATCH]["targets"].copy()
+    tensors[Rung.BATCH]["targets"][0, 1, 5] += 1
+    assert climb(reference, make_record(tmp_path / "other", tiny, tensors=tensors)).failure.rung == "batch"
+
+
+@pytest.mark.parametrize(
+    ("field", "step", "rung"),
+    [
+        ("loss", 0, "loss"),
+        ("grad_norm", 0, "grad_norm"),
+        ("loss", 2, "loss_curve"),
+        ("grad_norm", 2, "norm_curve"),
+    ],
+)
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_wrong_scalar_fails_at_its_rung(tmp_path, tiny, reference, field, step, rung, value):
+    steps = make_steps(tiny)
+    steps[step] = msgspec.structs.replace(steps[step], **{field: value})
+    verdict = climb(reference, make_record(tmp_path / "other", tiny, steps=steps))
+    assert verdict.failure.rung == (REQUEST if math.isnan(value) else rung)
+    assert f"step {step}" in verdict.failure.worst
+    assert ("diverged" in verdict.sentence()) == math.isnan(value)
+    assert rung in [result.rung for result in verdict.rungs if not result.passed]
+
+
+def test_a_norm_that_both_runs_get_wrong_is_not_that_of_their_gradients(tmp_path, tiny):
+    steps = [msgspec.structs.replace(step, grad_norm=2 * step.grad_norm) for step in make_steps(tiny)]
+    pair = (make_record(tmp_path / name, tiny, steps=steps) for name in ("one", "two"))
+    failure = climb(*pair).failure
+    assert failure.rung == "grad_norm"
+    assert "own gradients" in failure.worst
+
+
+def test_what_was_not_asked_for_is_skipped_and_said(tmp_path, tiny):
+    bare = [make_record(tmp_path / name, tiny, tensors={}, ladder=False) for name in ("one", "two")]
+    verdict = climb(*bare)
+    assert verdict.passed
+    assert not verdict.compared_tensors
+    assert set(verdict.skipped) == {"batch", "gradients", "first_weights", "first_moments", "later_weights"}
+
+
+def test_an_optimizer_without_moments_is_no_gap(tmp_path, tiny):
+    sgd = edited(tiny, {"optimizer": {"name": "sgd"}})
+    verdict = climb(*(make_record(tmp_path / name, sgd) for name in ("one", "two")))
+    assert verdict.passed
+    assert verdict.skipped == {"first_moments": "the optimizer keeps no moments"}
+
+
+def test_relative_error_is_relative_to_the_largest_entry():
+    assert relative_error(np.array([1e-20, 2.0]), np.array([0.0, 2.0])) == pytest.approx(5e-21)
+    assert relative_error(np.array([0.5]), np.array([0.0])) == 0.5
+    assert math.isinf(relative_error(np.array([np.inf]), np.array([1.0])))
+    assert worst_tensor({"a": np.array([1.0])}, {"a": np.array([2.0])}) == (0.5, "a")
+
+
+def test_one_tensor_of_each_run_is_in_memory_at_a_time():
+    """Size is no reason to leave gradients out."""
+    alive, most = weakref.WeakSet(), 0
+
+    class Tensor(np.ndarray):
+        __hash__ = object.__hash__
+
+    class OnDisk(Mapping):
+        def __getitem__(self, name):
+            nonlocal most
+            tensor = np.ones(3).view(Tensor)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            return tensor
+
+        def __iter__(self):
+            return iter("abcdef")
+
+        def __len__(self):
+            return 6
+
+    assert worst_tensor(OnDisk(), OnDisk())[0] == 0
+    assert most <= 4  # two that are compared, and two of before that are about to go
+
+
+def test_every_rung_has_a_tolerance_with_a_reason_in_every_precision():
+    for tolerances in TOLERANCES.values():
+        assert set(tolerances) == set(RUNGS)
+        assert all(tolerance.reason for tolerance in tolerances.values())
+    assert max(tolerance.limit for tolerance in TOLERANCES["float64"].values()) <= 1e-10
+    assert TOLERANCES["float32"]["gradients"].limit <= 1e-5

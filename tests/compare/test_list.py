@@ -1,0 +1,103 @@
+"""What a person asks of a command line before any training: names, version, JSON everywhere, completion."""
+
+import json
+import subprocess
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from compare.cli import main
+from compare.commands import doctor
+from compare.commands.doctor import SideReport
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import named_experiments
+from compare.studies.faults import FAULTS
+from compare.studies.harness_faults import HARNESS_FAULTS
+from compare.studies.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_list_names_everything_a_line_each(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first_words = [line.split()[0] for line in lines if line.strip()]
+    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *ENGINES):
+        assert first_words.count(name) == 1, name
+    assert all(len(line) <= 160 for line in lines)
+
+
+def test_list_as_json(capsys):
+    assert main(["list", "--json"]) == 0
+    everything = json.loads(capsys.readouterr().out)
+    known = {
+        "experiments": named_experiments(),
+        "presets": PRESETS,
+        "faults": FAULTS,
+        "harness_faults": HARNESS_FAULTS,
+        "engines": ENGINES,
+    }
+    assert {kind: [entry["name"] for entry in entries] for kind, entries in everything.items()} == {
+        kind: list(names) for kind, names in known.items()
+    }
+    assert all(entry["story"] for entries in everything.values() for entry in entries)
+    (golden,) = (entry for entry in everything["experiments"] if entry["name"] == "golden")
+    assert golden["story"] == "What nanoGPT itself was run on"
+    assert golden["facts"] == {"parameters": 7360, "steps": 30, "dtype": "float64", "devices": 1}
+
+
+def test_version_is_the_packages_own(capsys):
+    assert main(["--version"]) == 0
+    printed = capsys.readouterr().out
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert printed.startswith(f"shardpair {declared} (python ")
+    assert f"torch {metadata.version('torch')}" in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_mirror_and_schedule_as_json(capsys):
+    assert main(["mirror", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert 0 < counts["data_parallel"]["torchpar/library"]["code"] < 100
+    assert main(["schedule", "--json", "--names", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert costs == {
+        "1f1b": {"makespan": 33.0, "waiting": pytest.approx(3 / 11), "activations_held": [4, 3, 2, 1]}
+    }
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_doctor_as_json(capsys, monkeypatch, works):
+    found = SideReport(versions={"python": "3"}, cpu_devices="many", gpus=[])
+    sides = {"jaxpar": found, "torchpar": found if works else "torchpar: no such program"}
+    monkeypatch.setattr(doctor, "examine", lambda side, python: sides[side])
+    assert main(["doctor", "--json"]) == (0 if works else 3)
+    report = json.loads(capsys.readouterr().out)
+    assert report["sides"]["jaxpar"]["cpu_devices"] == "many"
+    assert report["sides"]["torchpar"].get("error", "") == ("" if works else "torchpar: no such program")
+    assert [engine["engine"] for engine in report["engines"]] == list(ENGINES)
+    assert (report["engines"][-1]["cpu_devices"] == "not installed") != works
+
+
+def test_completion_knows_the_commands_and_their_flags(capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["--tyro-print-completion", "bash"])
+    assert ended.value.code in (0, None)
+    script = tmp_path / "shardpair"
+    script.write_text(capsys.readouterr().out)
+    ask = (
+        f"source {script}; COMP_WORDS=(shardpair golden --pre); COMP_CWORD=2; "
+        f"$(complete -p shardpair | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo ${{COMPREPLY[@]}}"
+    )
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)
+    assert "--preset" in done.stdout, done.stderr
+
+
+def test_packages_say_that_they_are_typed():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("compare", "jaxpar", "torchpar"):
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in data[package]
+    assert "goldens/*/*" in data["compare"]

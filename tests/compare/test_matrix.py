@@ -1,0 +1,98 @@
+"""Every layout that an engine says it has, against one device in float64; and the grid itself."""
+
+import json
+
+import msgspec
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import ExperimentError, Layout, load
+from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
+from compare.judge.ladder import RUNGS, RungResult, Verdict
+from compare.present.parity_page import cell_text, markdown
+from compare.studies.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
+from compare.studies.presets import PRESETS, preset_layout
+
+# What each engine trains here, so that every strategy and every family of compositions is trained end to end
+# by some engine; each side's own tests go through the rest, and `make matrix` through everything.
+TRAINED = {
+    "jax-compiler": ["fsdp", "tp_sp", "ddp_tp_pp"],
+    "jax-manual": ["hsdp", "fsdp_tp_pp"],
+    "torch-manual": ["zero2", "fsdp_tp_sp", "pp_zero_bubble"],
+    "torch-library": ["zero1", "fsdp_tp", "pp_interleaved"],
+}
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_layouts_equal_one_device(shardpair, engine):
+    layouts = TRAINED[engine]
+    done = shardpair("matrix", "--engines", engine, "--layouts", *layouts, "--studies", "float64", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads(done.stdout)
+    assert [cell["layout"] for cell in cells] == layouts
+    for cell in cells:
+        (verdict,) = cell["verdicts"].values()
+        errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
+        assert len(errors) == len(RUNGS)
+        assert max(errors.values()) <= 1e-10, cell
+        assert cell["resident"].keys() == cell["closed_form"].keys() == set(KINDS)
+        assert abs(excess(cell["resident"], cell["closed_form"])) <= TOLERANCE, cell
+
+
+def test_presets_fill_the_devices():
+    for name, preset in PRESETS.items():
+        layout = preset_layout(Layout(), name, preset.devices)
+        assert layout.devices == (1 if name == "single" else preset.devices)
+
+
+def test_a_composition_takes_any_schedule():
+    chosen = Layout(schedule="interleaved", chunks=2)
+    assert preset_layout(chosen, "fsdp_pp", 4).schedule == "interleaved"
+    assert preset_layout(chosen, "fsdp_pp", 4).chunks == 2
+    assert preset_layout(chosen, "pp_gpipe", 4).schedule == "gpipe"
+    assert preset_layout(chosen, "single", 1) == Layout()
+
+
+@pytest.mark.parametrize(("name", "devices"), [("hsdp", 3), ("hsdp", 2), ("hsdp_tp", 4), ("nosuch", 4)])
+def test_presets_refuse_what_they_cannot_fill(name, devices):
+    with pytest.raises(ExperimentError, match=name if name == "nosuch" else f"--devices {devices}"):
+        preset_layout(Layout(), name, devices)
+
+
+def test_every_cell_is_a_case_or_has_a_reason():
+    cases, cells = matrix_cases(study(load("check"), "float64"), list(ENGINES), LAYOUTS)
+    names = {case.name for case in cases}
+    for engine in ENGINES:
+        for layout in LAYOUTS:
+            assert (f"{engine}.{layout}" in names) != bool(cells[layout, engine].refusal)
+
+
+def test_page_shows_errors_reasons_and_failures():
+    def verdict(error: float) -> Verdict:
+        rungs = [
+            RungResult(rung=rung, error=error, tolerance=1e-10, worst="norm.scale", reason="")
+            for rung in ("gradients", "later_weights")
+        ]
+        return Verdict(candidate="", reference="", rungs=rungs)
+
+    sharded = {"parameters": [1000], "gradients": [1000], "optimizer": [2000]}
+    held = {"layout": "ddp", "resident": sharded, "closed_form": sharded}
+    good = Cell(engine="jax-manual", verdicts={"float64": verdict(2e-15)}, **held)
+    bad = Cell(engine="torch-manual", verdicts={"float64": verdict(3e-3)}, **held)
+    broken = Cell(engine="torch-library", layout="ddp", failures={"float64": "rank 1 died"})
+    impossible = Cell(engine="jax-compiler", layout="ddp", refusal="it cannot be said")
+    page = markdown([good, bad, broken, impossible], steps=20, version="v")
+    assert "2e-15 / 2e-15 | **FAIL at gradients" in page
+    assert "did not finish: rank 1 died | - |" in page
+    assert "- it cannot be said" in page
+    assert "1 of 3 cells pass" in page
+    whole = msgspec.structs.replace(good, resident={**sharded, "optimizer": [8000]})
+    assert not whole.passed
+    assert "**1 / 1 / 8 (+300.0%)**" in markdown([whole], steps=20, version="v")
+    assert cell_text(good, "float32") == ""
+    assert not msgspec.structs.replace(good, resident={}).passed
+    unseen = Verdict(candidate="", reference="", rungs=verdict(2e-15).rungs[:1])
+    blind = msgspec.structs.replace(good, verdicts={"float64": unseen})
+    assert not blind.passed
+    assert cell_text(blind, "float64") == "2e-15 / ?"
+    assert set(STUDIES) == {"float64", "float32", "float64, SGD"}

@@ -1,0 +1,170 @@
+"""What a run needs of memory, against sums by hand; and that only what cannot fit is refused."""
+
+import msgspec
+import pytest
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import (
+    Experiment,
+    ExperimentError,
+    Layout,
+    Model,
+    Precision,
+    Train,
+    load,
+    revalidate,
+)
+from compare.contract.parameters import parameter_count, parameter_table
+from compare.contract.schedule_simulator import peak_in_flight
+from compare.contract.schedules import make_schedule
+from compare.execute import machine
+from compare.judge.closed_forms.memory import closed_form
+from compare.studies import memory_estimate
+from compare.studies.memory_estimate import KINDS, estimate_memory, require_memory
+
+GPT2 = load("gpt2-124m")
+S, H, A, L, V = 1024, 768, 12, 12, 50304
+B = 8
+
+
+def spread(experiment=GPT2, *, batch_size=B, dtype="float32", **fields):
+    """The experiment under a layout of these fields and no other."""
+    return revalidate(
+        msgspec.structs.replace(
+            experiment,
+            train=Train(batch_size=batch_size),
+            precision=Precision(dtype=dtype),
+            layout=Layout(**fields),
+        )
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("n_layer", [1, 2, 7])
+def test_parameters_are_counted_as_the_table_has_them(n_layer, bias):
+    model = Model(n_layer=n_layer, n_embd=24, n_head=3, vocab_size=11, bias=bias)
+    assert parameter_count(model) == sum(parameter.size for parameter in parameter_table(model))
+
+
+def test_a_million_layers_are_counted_at_once():
+    model = Model(n_layer=10**6, n_embd=4, n_head=1, vocab_size=5, block_size=3)
+    assert parameter_count(model) == 10**6 * (12 * 4 * 4 + 2 * 4) + 5 * 4 + 3 * 4 + 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_state_is_the_closed_form_of_what_is_at_rest(engine):
+    experiment = spread(dp_shard=4, zero=2)
+    estimate = estimate_memory(engine, experiment)
+    assert tuple(estimate.by_kind) == KINDS
+    assert {kind: estimate.by_kind[kind] for kind in KINDS[:3]} == closed_form(engine, experiment)
+    assert estimate.per_device == [
+        pytest.approx(sum(estimate.by_kind[kind][device] for kind in KINDS)) for device in range(4)
+    ]
+    assert estimate.initial_weights == 4 * parameter_count(GPT2.model)
+
+
+def test_activations_and_logits_of_one_device():
+    kinds = estimate_memory("torch-manual", spread()).by_kind
+    assert kinds["activations"] == [4 * L * (16 * S * B * H + A * S * S * B)]
+    assert kinds["logits"] == [2 * 4 * B * S * V]
+    assert estimate_memory("torch-manual", spread(remat="full")).by_kind["activations"] == [4 * L * S * B * H]
+    # Korthikanti et al. count sbh (34 + 5as/h) bytes in 16 bits; 2 sbh and 3 as^2 b of them are for dropout.
+    half = estimate_memory("torch-manual", spread(dtype="bfloat16")).by_kind
+    assert half["activations"] == [L * S * B * H * (34 - 2 + (5 - 3) * A * S / H)]
+
+
+def test_tensor_and_sequence_parallelism_split_activations():
+    whole, scores = S * B * H, A * S * S * B
+    tp = estimate_memory("torch-manual", spread(tp=4)).by_kind
+    assert tp["activations"] == [pytest.approx(4 * L * (4 * whole + (12 * whole + scores) / 4))] * 4
+    assert tp["logits"] == [2 * 4 * B * S * V / 4] * 4
+    both = estimate_memory("torch-manual", spread(tp=4, sequence_parallel=True)).by_kind
+    assert both["activations"] == [pytest.approx(4 * L * (16 * whole + scores) / 4)] * 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)]
+)
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_a_pipeline_keeps_what_its_schedule_has_in_flight(schedule, chunks, microbatches):
+    experiment = spread(pp=4, schedule=schedule, chunks=chunks, microbatches=microbatches)
+    in_flight = [
+        peak_in_flight(own)
+        for own in make_schedule(schedule, ranks=4, microbatches=microbatches, chunks=chunks)
+    ]
+    one = 4 * L / (4 * chunks) * (16 * S * B * H + A * S * S * B) / microbatches
+    kinds = estimate_memory("torch-manual", experiment).by_kind
+    if schedule == "zero_bubble":  # its last rank frees activations as 1F1B does; no rank holds more than p
+        assert all(got <= one * 4 * 1.0001 for got in kinds["activations"])
+        assert max(in_flight) <= 4
+    else:
+        assert kinds["activations"] == [pytest.approx(one * count) for count in in_flight]
+    assert kinds["logits"] == [0, 0, 0, 2 * 4 * B / microbatches * S * V]
+
+
+def refused(monkeypatch, experiment: Experiment, has: int, **options) -> str:
+    """The refusal on a machine with `has` bytes; '' if there is none."""
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: has)
+    try:
+        require_memory("torch-manual", experiment, **({"platform": "cpu"} | options))
+    except ExperimentError as error:
+        return str(error)
+    return ""
+
+
+def test_devices_of_a_cpu_share_its_memory(monkeypatch):
+    experiment = spread(dp_replicate=2)
+    weights = 4 * parameter_count(GPT2.model)
+    logits = 4 * B / 2 * S * V  # of one of two shares: this is more than the batch
+    bound = 2 * (weights + 2 * weights) + logits
+    assert not refused(monkeypatch, experiment, int(bound))
+    message = refused(monkeypatch, experiment, int(bound) - 1)
+    assert (
+        "would need 3.81 GB (995 MB of parameters + 1.99 GB of optimizer state + 824 MB of logits)" in message
+    )
+    assert "this machine has 3.81 GB" in message
+    assert not refused(monkeypatch, spread(dp_shard=2, zero=3), int(bound) - 1)
+
+
+def test_less_is_refused_than_is_estimated():
+    for name in ("demo", "check", "cpu", "baby-gpt"):
+        experiment = load(name)
+        for engine in ENGINES:
+            estimate = estimate_memory(engine, experiment)
+            require_memory(engine, experiment, platform="cpu")
+            assert sum(estimate.per_device) > sum(estimate.by_kind["parameters"])
+
+
+def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):
+    experiment = spread(dp_replicate=2)
+    state = 3 * 4 * parameter_count(GPT2.model)
+    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: state)
+    assert not refused(monkeypatch, experiment, state, platform="gpu")
+    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: state - 1)
+    assert "and a GPU here has" in refused(monkeypatch, experiment, state, platform="gpu")
+    assert "initial weights" in refused(monkeypatch, experiment, state // 3 - 1, platform="gpu")
+    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: 0)  # nvidia-smi does not say
+    assert not refused(monkeypatch, experiment, state, platform="gpu")
+
+
+def test_a_container_may_have_less_than_the_machine(monkeypatch, tmp_path):
+    most = machine.memory_bytes()
+    assert most > 2**28
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(machine, "_own_cgroups", lambda: [tmp_path, tmp_path / "a"])
+    assert machine.memory_bytes() >= most
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory_bytes() >= most
+    (tmp_path / "a" / "memory.max").write_text(f"{2**27}\n")
+    (tmp_path / "a" / "memory.swap.max").write_text("1024\n")
+    assert machine.memory_bytes() == 2**27 + 1024
+
+
+def test_gpus_are_asked_without_a_framework(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 81559\necho 40960\necho '[N/A]'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    ask = machine.gpu_memory_bytes.__wrapped__  # which remembers the answer
+    assert ask() == 81559 * 2**20
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert ask() == 0

@@ -1,0 +1,255 @@
+"""Own weights and own batches: what does not fit is refused, what fits is what both sides begin with."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import processes
+import pytest
+import torch
+from forks import run_forked
+from msgspec.structs import replace
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+
+from compare.cli import main
+from compare.contract.experiment import Data, Experiment, ExperimentError, Model, Train, load
+from compare.contract.initial_weights import checked_weights, read_weights, starting_parameters
+from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.record import Request, Rung, read_record, read_tensors
+from compare.contract.stream import OwnBatches
+from torchpar.convert import convert
+from torchpar.launcher.entry import start_ranks
+from torchpar.model import GPT
+from torchpar.weights import load_weights
+
+EXPERIMENT = Experiment(
+    model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=True),
+    data=Data(source="/nowhere"),
+    train=Train(max_iters=2, batch_size=2),
+)
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
+
+
+def own_weights(experiment: Experiment = EXPERIMENT) -> dict[str, np.ndarray]:
+    """Not the seed's."""
+    return {name: 1.5 * array for name, array in initial_parameters(experiment).items()}
+
+
+def without(name: str) -> Callable[[dict], None]:
+    return lambda weights: weights.pop(name)
+
+
+def set_to(name: str, array: np.ndarray) -> Callable[[dict], None]:
+    return lambda weights: weights.update({name: array})
+
+
+def nanogpt_state(experiment: Experiment = EXPERIMENT) -> dict[str, torch.Tensor]:
+    """A compiled nanoGPT's state dict, the tied head in it twice."""
+    model = GPT(experiment.model)
+    load_weights(model, own_weights(experiment))
+    return {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def checkpoint(path: Path, experiment: Experiment = EXPERIMENT, **sizes: object) -> Path:
+    """What nanoGPT saves."""
+    arguments = {key: getattr(experiment.model, key) for key in SIZES} | {"dropout": 0.0} | sizes
+    best = torch.tensor(3.0)
+    torch.save({"model": nanogpt_state(experiment), "model_args": arguments, "best_val_loss": best}, path)
+    return path
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """A pure function of the step."""
+    tokens = (np.arange(18, dtype=np.int32) * 7 + step) % 256
+    return tokens[:16].reshape(1, 2, 8), tokens[1:17].reshape(1, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (without("norm.bias"), "has 15 tensors and the model 16: it lacks norm.bias"),
+        (set_to("lm_head", np.zeros(3)), "has 17 tensors and the model 16: the model has no lm_head"),
+        (set_to("norm.bias", np.zeros(9)), r"norm.bias has shape \(9,\) and the model's \(8,\)"),
+        (set_to("norm.bias", np.full(8, np.nan)), "8 of 8 entries of norm.bias are not finite"),
+        (set_to("norm.bias", np.full(8, 1e300)), "8 of 8 entries of norm.bias are not finite as float32"),
+        (set_to("norm.bias", np.zeros(8, np.int32)), "norm.bias is int32"),
+    ],
+)
+def test_weights_that_do_not_fit_are_one_line(spoil, says):
+    weights = own_weights()
+    spoil(weights)
+    with pytest.raises(ExperimentError, match=says) as error:
+        checked_weights(weights, EXPERIMENT)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((np.zeros((2, 8), np.int32),) * 2, r"inputs are int32 \(2, 8\): give int32 \(1, 2, 8\)"),
+        ((np.zeros((1, 2, 8)),) * 2, "inputs are float64"),
+        (
+            (np.zeros((1, 2, 8), np.int32), np.full((1, 2, 8), 256, np.int32)),
+            "targets have tokens 256 to 256",
+        ),
+        ((np.full((1, 2, 8), -1, np.int32),) * 2, "inputs have tokens -1 to -1"),
+        (np.zeros((2, 1, 2, 8), np.int32), "must be a pair"),
+    ],
+)
+def test_batches_that_do_not_fit_are_one_line(given, says):
+    with pytest.raises(ExperimentError, match=says):
+        OwnBatches(lambda step: given).batch(EXPERIMENT, 5)
+
+
+def test_nanogpts_checkpoint_and_state_dict_become_the_canonical_weights(tmp_path):
+    out = tmp_path / "out.safetensors"
+    convert(checkpoint(tmp_path / "ckpt.pt"), out)  # it says its own sizes
+    assert fingerprint(read_weights(out, EXPERIMENT)) == fingerprint(own_weights())
+    untied = {n: t.contiguous() for n, t in nanogpt_state().items() if not n.endswith("lm_head.weight")}
+    save_torch(untied, tmp_path / "nanogpt.safetensors")
+    out.unlink()
+    convert(tmp_path / "nanogpt.safetensors", out, EXPERIMENT.model)
+    assert fingerprint(read_weights(out, EXPERIMENT)) == fingerprint(own_weights())
+
+
+def test_what_cannot_be_converted_is_one_line(tmp_path):
+    out, bad = tmp_path / "out.safetensors", tmp_path / "bad.pt"
+    with pytest.raises(ExperimentError, match="n_head = 4 and the model 2"):  # no shape would show it
+        convert(checkpoint(bad, n_head=4), out, EXPERIMENT.model)
+    torch.save({"model": {"x": torch.zeros(1)}, "config": Path}, bad)  # would import and name a class
+    with pytest.raises(ExperimentError, match="cannot be unpickled safely"):
+        convert(bad, out, EXPERIMENT.model)
+    torch.save({"transformer.wte.weight": torch.zeros(2, 2)}, bad)
+    with pytest.raises(ExperimentError, match="has 1 tensors and the model 16: it lacks "):
+        convert(bad, out, EXPERIMENT.model)
+    with pytest.raises(ExperimentError, match="does not say its sizes"):
+        convert(bad, out)
+    state = nanogpt_state()
+    state["_orig_mod.lm_head.weight"] = state["_orig_mod.lm_head.weight"] + 1
+    torch.save(state, bad)
+    with pytest.raises(ExperimentError, match=r"lm_head.weight is not tied"):
+        convert(bad, out, EXPERIMENT.model)
+    bad.write_bytes(b"nothing")
+    with pytest.raises(ExperimentError, match="cannot be"):
+        convert(bad, out, EXPERIMENT.model)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"norm.scale": np.ones(9)}, "has 1 tensors and the model"),
+        (b"garbage", "cannot be read"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_file_that_does_not_fit_starts_no_engine_and_leaves_no_folder(
+    content, says, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "w.safetensors"
+    if isinstance(content, dict):
+        save_file(content, path)
+    elif content:
+        path.write_bytes(content)
+    monkeypatch.setattr(
+        "compare.studies.paired_run.launch", lambda *_, **__: pytest.fail("an engine was started")
+    )
+    run_dir = tmp_path / "run"
+    assert main(["run", "check", "--init_from", str(path), "--run_dir", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert says in said.replace("\n", " ")
+    assert "Traceback" not in said
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("command", ["faults", "matrix"])
+def test_commands_that_have_no_use_for_own_weights_say_so(command, capsys):
+    assert main([command, "--init_from", "w.safetensors"]) == 2
+    assert "leave it out" in capsys.readouterr().err
+
+
+def test_a_request_holds_its_weights_to_their_fingerprint(tmp_path):
+    path, weights = tmp_path / "w.safetensors", own_weights()
+    save_file(weights, path)
+    request = Request(engine="torch-manual", experiment=EXPERIMENT, init_from=str(path))
+    assert fingerprint(starting_parameters(request)) == fingerprint(weights)
+    with pytest.raises(ExperimentError, match="no longer holds the weights"):
+        starting_parameters(replace(request, init_sha256="00"))
+    assert fingerprint(starting_parameters(request, initial_parameters(EXPERIMENT))) != fingerprint(weights)
+
+
+def torchs_own(folder: Path) -> int:
+    folder.mkdir()
+    request = Request(engine="torch-manual", experiment=EXPERIMENT, ladder=True, later_step=2)
+    start_ranks(request, folder, weights=own_weights(), batches=batch)
+    return 0
+
+
+def test_torchpar_trains_on_own_weights_and_batches_from_python(tmp_path):
+    done = run_forked(torchs_own, tmp_path / "torch", output=tmp_path / "output")
+    assert done.returncode == 0, done.stderr
+    began_as_told(tmp_path / "torch")
+
+
+JAXS_OWN = """
+import sys
+from pathlib import Path
+import msgspec, numpy as np
+from compare.contract.experiment import Experiment
+from compare.contract.parameters import initial_parameters
+from compare.contract.record import Recorder, Request
+from jaxpar.__main__ import configure_jax
+
+EXPERIMENT = msgspec.json.decode(sys.argv[2], type=Experiment)
+{own_weights}
+{batch}
+request = Request(engine="jax-compiler", experiment=EXPERIMENT, ladder=True, later_step=2)
+configure_jax(request)
+from jaxpar.train import train
+folder = Path(sys.argv[1])
+folder.mkdir()
+train(request, Recorder(folder), weights=own_weights(), batches=batch)
+"""
+
+
+def test_jaxpar_trains_on_own_weights_and_batches_from_python(tmp_path):
+    """In a process of its own, as a script that never sees PyTorch."""
+    script = JAXS_OWN.format(own_weights=inspect.getsource(own_weights), batch=inspect.getsource(batch))
+    arguments = [str(tmp_path / "jax"), msgspec.json.encode(EXPERIMENT).decode()]
+    done = processes.run([sys.executable, "-c", script, *arguments], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    began_as_told(tmp_path / "jax")
+
+
+def began_as_told(folder: Path) -> None:
+    record = read_record(folder, requested=False)
+    assert record.manifest.initial_weights_sha256 == fingerprint(own_weights())
+    assert record.manifest.corpus_sha256 == ""
+    found = read_tensors(folder, Rung.BATCH)
+    for what, expected in zip(("inputs", "targets"), batch(0), strict=True):
+        np.testing.assert_array_equal(found[what], expected)
+
+
+def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
+    experiment = load("check")
+    path = checkpoint(shardpair.folder / "ckpt.pt", experiment)
+    done = shardpair(
+        "run", "check", "--engines", "torch-manual", "jax-compiler", "--init_from", str(path),
+        "--train.max_iters", "2", "--run_dir", "runs",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "PASS" in done.stdout
+    given = read_weights(shardpair.folder / "runs" / "init.safetensors", experiment)
+    for engine in ("torch-manual", "jax-compiler"):
+        record = read_record(shardpair.folder / "runs" / engine)
+        assert record.manifest.initial_weights_sha256 == fingerprint(given)
+        assert record.request is not None
+        assert record.request.init_sha256 == fingerprint(given)
+    assert fingerprint(given) != fingerprint(initial_parameters(experiment))
+    seed = initial_parameters(experiment)["embedding.token"]
+    np.testing.assert_allclose(given["embedding.token"], 1.5 * seed, rtol=1e-6)  # nanoGPT's are float32
+    assert "--init_from init.safetensors" in (shardpair.folder / "runs" / "report.html").read_text()

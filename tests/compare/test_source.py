@@ -1,0 +1,72 @@
+"""The commit that a comparison names is that of this project's own source tree, or none."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compare.execute import source
+
+AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", *AUTHOR, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with a file in it, and nothing else."""
+    if not shutil.which("git"):
+        pytest.skip("there is no git")
+    for name in source._ELSEWHERE:
+        monkeypatch.delenv(name, raising=False)
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "README").write_text("another project\n")
+    git(tmp_path, "add", "README")
+    git(tmp_path, "commit", "--quiet", "--message", "first")
+    return tmp_path
+
+
+def install(folder: Path) -> Path:
+    """Copy the module to where it would be installed."""
+    (folder / "compare" / "execute").mkdir(parents=True)
+    return Path(shutil.copy(source.__file__, folder / "compare" / "execute" / "source.py"))
+
+
+def state(module: Path, monkeypatch) -> tuple[str, bool]:
+    monkeypatch.setattr(source, "__file__", str(module))
+    return source.git_state()
+
+
+def test_a_wheel_inside_another_projects_repository_has_no_commit(repository, monkeypatch):
+    module = install(repository / ".venv" / "lib" / "site-packages")
+    assert state(module, monkeypatch) == ("", False)
+    git(repository, "add", "--force", ".venv")
+    git(repository, "commit", "--quiet", "--message", "an environment, committed")
+    assert state(module, monkeypatch) == ("", False)
+
+
+def test_beside_another_projects_files_it_has_no_commit_unless_it_is_tracked(repository, monkeypatch):
+    module = install(repository)
+    assert state(module, monkeypatch) == ("", False)
+    git(repository, "add", "compare")
+    git(repository, "commit", "--quiet", "--message", "this project")
+    assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), False)
+    module.write_text(module.read_text() + "\n")
+    assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), True)
+
+
+def test_a_hook_of_another_repository_does_not_lend_its_commit(repository, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(repository))
+    assert state(install(tmp_path_factory.mktemp("elsewhere")), monkeypatch) == ("", False)
+
+
+def test_without_git_there_is_no_commit(repository, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
+    assert state(install(repository), monkeypatch) == ("", False)

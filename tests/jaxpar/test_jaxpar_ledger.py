@@ -1,0 +1,193 @@
+"""The ledger: HLO text that XLA writes, by hand and for real, and the closed form of data parallelism."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from compare.contract.experiment import Experiment, Layout, Model, Train
+from compare.contract.parameters import parameter_count
+from compare.contract.record import Communication
+from jaxpar.comm.mesh import make_mesh
+from jaxpar.measure.hlo import collectives
+from jaxpar.measure.ledger import communications
+from jaxpar.train import compile_step, prepare
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_enable_x64", True)
+
+GRID = {"dp": 2, "tp": 2}
+CASES = {
+    "listed groups along the last axis": (
+        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add",
+        ("all_reduce", "tp", 1, 128, 128, "activations"),
+    ),
+    "iota groups, transposed, along the first axis": (
+        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add",
+        ("all_reduce", "dp", 1, 128, 128, "gradients"),
+    ),
+    "named mesh axes": (
+        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups=mesh['dp'=2,'tp'=2] {'dp'}, to_apply=%add",
+        ("all_reduce", "dp", 1, 128, 128, "gradients"),
+    ),
+    "named mesh axes over devices in another order": (
+        "%x = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=1,'b'=2,'c'=2], "
+        "device_ids=([2,2]T(1,0)) {'b'}, dimensions={0}",
+        ("all_gather", "tp", 1, 32, 16, "activations"),
+    ),
+    "named mesh axes over listed devices": (
+        "%x = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}",
+        ("all_gather", "dp", 1, 32, 16, "parameters"),
+    ),
+    "a named scope says what it is for": (
+        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, "
+        'metadata={op_name="jit(step)/for_gradients/psum"}',
+        ("all_reduce", "tp", 1, 128, 128, "gradients"),
+    ),
+    "empty groups are everyone": (
+        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add",
+        ("all_reduce", "dp+tp", 1, 128, 192, "gradients"),
+    ),
+    "a tuple counts every operand": (
+        "%x = (f32[4]{0}, bf16[8]{0}, pred[]) all-reduce(%p, %p, %p), replica_groups=[1,4]<=[4]",
+        ("all_reduce", "dp+tp", 1, 33, 49, "gradients"),
+    ),
+    "a gather counts its result": (
+        "%x = f32[8]{0} all-gather(%p), replica_groups=[2,2]<=[4], dimensions={0}",
+        ("all_gather", "tp", 1, 32, 16, "activations"),
+    ),
+    "a scatter counts its operand": (
+        "%x = f32[8]{0} reduce-scatter(%p), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add",
+        ("reduce_scatter", "tp", 1, 64, 32, "activations"),
+    ),
+    "pairs of a permute stay along an axis": (
+        "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}",
+        ("permute", "tp", 1, 32, 32, "activations"),
+    ),
+    "start and done are one gather": (
+        "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4], dimensions={0}\n"
+        "  %x = f32[8]{0} all-gather-done(%s)",
+        ("all_gather", "tp", 1, 32, 16, "activations"),
+    ),
+    "start and done are one permute": (
+        "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), "
+        "source_target_pairs={{0,2},{1,3}}\n"
+        "  %x = f32[8]{0} collective-permute-done(%s)",
+        ("permute", "dp", 1, 32, 32, "gradients"),
+    ),
+}
+
+
+PIPELINE = {
+    'op_name="jit(step)/jvp()/while/body/vmap()/add"': "activations",
+    'op_name="jit(step)/transpose(jvp())/while/body/add_any"': "activation gradients",
+    'op_name="jit(step)/vmap(transpose(vmap(jvp(jit(_roll_static)))))/concatenate"': "activation gradients",
+    'op_name="jit(step)/jvp()/transpose"': "activations",
+}
+
+
+def module(entry: str, others: str = "") -> str:
+    return (
+        f"HloModule m, num_partitions=4\n\n{others}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  {entry}\n}}\n"
+    )
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
+def test_spellings(text, expected):
+    (entry,) = communications(module(text), GRID)
+    kind, axis, calls, size, wire, purpose = expected
+    assert entry == Communication(
+        kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
+    )
+
+
+@pytest.mark.parametrize(("made_by", "purpose"), PIPELINE.items())
+def test_permutes_along_a_pipeline_are_for_activations_or_their_gradients(made_by, purpose):
+    permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
+    text = f"{permute}, metadata={{{made_by}}}"
+    (entry,) = communications(module(text), {"pp": 2, "tp": 2})
+    assert (entry.axis, entry.purpose, entry.bytes) == ("pp", purpose, 32)
+
+
+def test_groups_of_one_are_no_communication():
+    text = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
+    assert len(collectives(module(text), GRID)) == 1
+    assert communications(module(text), GRID) == []
+
+
+def test_scalars_are_metrics():
+    text = "%x = f64[] all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add"
+    assert [entry.purpose for entry in communications(module(text), GRID)] == ["metrics"]
+
+
+LOOP = """%body (q: f32[8]) -> f32[8] {
+  %y = f32[8]{0} all-reduce(%q), replica_groups=[2,2]<=[4], to_apply=%add
+}
+
+%wrapped (q: f32[8]) -> f32[8] {
+  %r = f32[4]{0} reduce-scatter(%q), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add
+}"""
+
+
+def test_loops_multiply_and_wrapped_calls_count_once():
+    text = (
+        "%w = f32[8]{0} while(%p), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"6"},"known_init_step":{"init":"0","step":"1"}}\n'
+        "  %s = ((f32[8]), f32[4], u32[]) async-start(%w), calls=%wrapped\n"
+        "  %x = f32[4]{0} async-done(%s), calls=%wrapped"
+    )
+    counted = {entry.kind: entry.calls for entry in communications(module(text, LOOP), GRID)}
+    assert counted == {"all_reduce": 6, "reduce_scatter": 1}
+
+
+def test_a_loop_of_unknown_length_is_an_error():
+    text = "%w = f32[8]{0} while(%p), condition=%cond, body=%body"
+    with pytest.raises(ValueError, match="trip count"):
+        communications(module(text, LOOP), GRID)
+
+
+def test_unreadable_groups_are_an_error():
+    with pytest.raises(ValueError, match="replica groups"):
+        communications(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
+
+
+def test_a_real_scan():
+    """Five psums in a scan inside a scan of three, and one outside."""
+    mesh = make_mesh(Layout(dp_replicate=4), platform="cpu")
+
+    def inner(x, _):
+        return lax.pcast(lax.psum(jnp.sin(x), "dp_replicate"), "dp_replicate", to="varying"), None
+
+    def outer(x, _):
+        return lax.scan(inner, x, length=5)[0], None
+
+    def f(x):
+        return lax.psum(lax.scan(outer, x, length=3)[0].sum(), "dp_replicate")
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("dp_replicate"), out_specs=P())
+    compiled = jax.jit(mapped).lower(jnp.ones((16, 8), jnp.float32)).compile()
+    found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
+    assert (found["gradients"].calls, found["gradients"].bytes) == (15, 15 * 4 * 8 * 4)
+    assert (found["metrics"].calls, found["metrics"].bytes) == (1, 4)
+
+
+@pytest.mark.parametrize("gradient_sync", ["naive", "flat", "bucketed"])
+def test_data_parallel_closed_form(gradient_sync):
+    """Every gradient once, in float32, whatever the accumulation: 4 N bytes, and 4 for the loss."""
+    experiment = Experiment(
+        model=Model(n_layer=2, n_head=2, n_embd=16, block_size=8),
+        train=Train(batch_size=4, gradient_accumulation_steps=2),
+        layout=Layout(dp_replicate=4, gradient_sync=gradient_sync, bucket_mb=0.01),
+    )
+    mesh = make_mesh(experiment.layout, platform="cpu")
+    plan, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
+    compiled = compile_step(plan, state, experiment)
+    found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
+    size = 4 * parameter_count(experiment.model)
+    expected_calls = {"naive": 9, "flat": 1, "bucketed": -(-size // 10_000)}  # 9 leaves, layers stacked
+    assert found["gradients"].calls == expected_calls[gradient_sync]
+    assert found["gradients"].bytes == size
+    assert found["gradients"].wire_bytes == pytest.approx(2 * 3 / 4 * size, abs=found["gradients"].calls)
+    assert (found["metrics"].calls, found["metrics"].bytes) == (1, 4)

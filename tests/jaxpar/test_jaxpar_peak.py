@@ -1,0 +1,48 @@
+"""Fully sharded training holds shards, and two gathered layers at a time: read from XLA's own account.
+
+The model is wide and reads next to nothing, so that activations are small beside parameters. Two depths give
+a straight line: what grows with a layer, and what is there once.
+"""
+
+import jax
+import pytest
+
+from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
+from compare.contract.parameters import parameter_table
+from jaxpar.comm.mesh import make_mesh
+from jaxpar.train import compile_step, prepare
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+
+SHARDS, DEPTHS = 4, (4, 12)
+ACTIVATIONS = 0.1
+"""Of a layer's bytes; they, the embeddings and the batch are below this."""
+
+
+def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -> tuple[int, int]:
+    """What one device allocates within a step, and a whole layer's parameters, in bytes."""
+    experiment = Experiment(
+        model=Model(n_layer=n_layer, n_head=2, n_embd=64, block_size=2, vocab_size=16, bias=True),
+        train=Train(batch_size=SHARDS, gradient_accumulation_steps=1),
+        optimizer=Optimizer(name="sgd", momentum=0.0),
+        precision=Precision(dtype="float32"),
+        layout=Layout(dp_shard=SHARDS, zero=3, reshard_after_forward=reshard_after_forward, remat="full"),
+    )
+    plan, state = prepare(engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"), remat="full")
+    analysis = compile_step(plan, state, experiment).memory_analysis()
+    table = parameter_table(experiment.model)
+    layer = sum(p.size for p in table if p.name.startswith("blocks.0.")) * 4
+    return analysis.temp_size_in_bytes, layer
+
+
+@pytest.mark.parametrize("engine", ["jax-compiler", "jax-manual"])
+def test_fully_sharded_holds_two_gathered_layers(engine):
+    shallow, deep = DEPTHS
+    (few, layer), (many, _) = (temporary_bytes(engine, depth, reshard_after_forward=True) for depth in DEPTHS)
+    per_layer = (many - few) / (deep - shallow)
+    # Gradient shards, as the scan stacks them and as the update reads them: never a gathered layer.
+    assert per_layer <= (2 / SHARDS + ACTIVATIONS) * layer
+    assert few - per_layer * shallow <= (2 + ACTIVATIONS) * layer
+    kept, _ = temporary_bytes(engine, deep, reshard_after_forward=False)
+    assert kept >= deep * layer  # SHARD_GRAD_OP keeps every gathered layer until backward

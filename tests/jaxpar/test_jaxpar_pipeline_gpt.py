@@ -1,0 +1,119 @@
+"""The GPT in a pipeline by hand, with every other axis: numbers, bytes at rest, and what is communicated."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax_steps import ACCUMULATION as A
+from jax_steps import size_of, two_steps, worst_errors
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import ExperimentError, Layout, Model
+from compare.contract.parameters import parameter_count
+from compare.contract.schedules import make_schedule
+from jaxpar.manual.pipeline.ticks import lock_step
+from jaxpar.remat import resolve_remat
+
+L, EMBED = 4, 16
+MODEL = Model(n_layer=L, n_head=2, n_embd=EMBED, block_size=10, vocab_size=257, bias=True)
+REST = EMBED * (257 + 10 + 2)
+"""Numbers in what pp does not split: tokens, positions, the last norm."""
+BLOCKS = parameter_count(MODEL) - REST
+LAYOUTS = {
+    "zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
+    "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2),
+    "shard_grad_op": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2),
+    "fsdp_interleaved": Layout(pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2),
+}
+
+
+run = partial(two_steps, "jax-manual", model=MODEL, batch_size=8)
+
+
+def assert_copies_are_equal(tree) -> None:
+    """Bit for bit, wherever a leaf has several devices for one part: the embedding's copies among them."""
+    for leaf in jax.tree.leaves(tree):
+        first = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            np.testing.assert_array_equal(data, first.setdefault(str(shard.index), data))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_equals_one_device_and_is_really_split(layout):
+    outcome = run(layout)
+    errors, resident = worst_errors(outcome.numbers, run(Layout()).numbers), outcome.resident
+    assert_copies_are_equal(outcome.params)
+    assert max(errors.values()) <= 1e-10, errors  # measured: 1e-15, and 2e-13 of weights, which Adam divides
+
+    # Closed form: layers are divided by pp, and all by the degrees that split it besides. Above it: what is
+    # repeated along tp, and padding, of which these odd sizes have much.
+    shards = {"parameters": layout.zero == 3, "gradients": layout.zero >= 2, "optimizer": layout.zero >= 1}
+    for name, sharded in shards.items():
+        copies = 2 if name == "optimizer" else 1
+        least = 8 * copies * (BLOCKS / layout.pp + REST) / layout.tp / (layout.dp_shard if sharded else 1)
+        assert len(set(resident[name])) == 1
+        assert least <= resident[name][0] <= 1.15 * least, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_messages_and_tied_gradients_are_what_the_schedule_says(layout):
+    ledger = run(layout).ledger
+    ticks = lock_step(
+        make_schedule(
+            layout.schedule, ranks=layout.pp, microbatches=A * layout.microbatches, chunks=layout.chunks
+        )
+    )
+    sequences = 8 // layout.data_parallel // layout.microbatches
+    stream = 8 * sequences * 10 * EMBED // (layout.tp if layout.sequence_parallel else 1)
+    permutes = {e.purpose: (e.calls, e.bytes) for e in ledger if e.kind == "permute"}
+    activations, gradients = (int(x.sum()) for x in (ticks.sends_activations, ticks.sends_gradients))
+    assert permutes == {
+        "activations": (activations, activations * stream),
+        "activation gradients": (gradients, gradients * stream),
+    }
+    tied = size_of(ledger, axis="pp", purpose="tied gradients")
+    whole = 8 * REST / layout.dp_shard  # they are scattered before they are summed
+    assert whole / layout.tp <= tied <= 1.15 * whole
+    # Nothing else goes along pp: no parameter, and no gradient of a layer.
+    assert size_of(ledger, axis="pp") - size_of(ledger, axis="pp", purpose="metrics") == tied + sum(
+        size for _, size in permutes.values()
+    )
+
+
+def test_what_shards_is_reduced_once_a_microbatch():
+    """Layers and ends for each microbatch; under zero 3 what is in no layer is gathered once a step."""
+    m, layers = A * 2, 8 * BLOCKS / 2
+    # Tokens from both ends, positions from the first, the norm from the last.
+    ends = 8 * EMBED * (2 * 257 + 10 + 2)
+    names = ("zero2_gpipe", "fsdp_interleaved", "shard_grad_op")
+    zero2, zero3, kept = (run(LAYOUTS[name]).ledger for name in names)
+    for ledger in (zero2, zero3, kept):
+        scattered = size_of(ledger, kind="reduce_scatter", axis="dp_shard")
+        assert scattered == pytest.approx(m * (layers + ends), rel=0.05)
+    assert size_of(zero2, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # after the update
+    assert size_of(kept, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # once, before the ticks
+    # Once for the forward, once for the backward: a stage is one layer here, and XLA sees that gathering it
+    # for the forward anew is gathering it for the gradients. Of more layers it would keep but one.
+    gathered = size_of(zero3, kind="all_gather", axis="dp_shard")
+    assert gathered == pytest.approx(8 * REST + 2 * m * layers, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(pp=2, remat="dots"), r"layout.remat = dots .* choose layout.remat = full or auto"),
+        (Layout(pp=2, remat="none"), r"layout.remat = none .* choose layout.remat = full or auto"),
+        (Layout(pp=2, schedule="zero_bubble"), "jax-manual has gpipe, 1f1b, interleaved"),
+    ],
+)
+def test_refused_by_name(layout, message):
+    with pytest.raises(ExperimentError, match=message):
+        ENGINES["jax-manual"].require(layout)
+
+
+def test_what_is_recorded_as_recomputed_is_what_a_pipeline_does():
+    assert resolve_remat(Layout(pp=2), engine="jax-manual") == "full"
+    assert resolve_remat(Layout(), engine="jax-manual") == "dots"
+    assert resolve_remat(Layout(pp=2, remat="full"), engine="jax-manual") == "full"

@@ -1,0 +1,154 @@
+"""Schedules in lock-step, carried out without a device: order, arrivals, slots and time."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+
+from compare.contract.schedule_simulator import ScheduleError
+from compare.contract.schedules import Kind, Schedule, Task, make_schedule
+from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, IDLE, Ticks, lock_step
+
+CASES = [
+    *itertools.product(("gpipe", "1f1b"), range(1, 9), (1,)),
+    *itertools.product(("interleaved",), range(1, 9), (2, 3)),
+]
+KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
+
+
+@cache
+def tables(name: str, p: int, v: int) -> dict[int, tuple[Schedule, Ticks]]:
+    """By number of microbatches, up to 16: the schedule, and it in lock-step."""
+    of_m = {}
+    for m in range(1, 17):
+        if name != "interleaved" or m % p == 0:
+            schedule = make_schedule(name, ranks=p, microbatches=m, chunks=v)
+            of_m[m] = schedule, lock_step(schedule)
+    return of_m
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request):
+    return *request.param, tables(*request.param)
+
+
+def tasks_of(ticks: Ticks) -> Schedule:
+    """What each rank does, in order, read back from the table."""
+    work = ticks.work
+    return [
+        [
+            Task(KINDS[kind], int(work.stage[tick, rank]), int(work.microbatch[tick, rank]))
+            for tick, kind in enumerate(work.kind[:, rank])
+            if kind != IDLE
+        ]
+        for rank in range(ticks.ranks)
+    ]
+
+
+def test_every_rank_keeps_the_schedules_order(case):
+    _, p, v, of_m = case
+    for m, (schedule, ticks) in of_m.items():
+        assert tasks_of(ticks) == schedule
+        assert (ticks.ranks, ticks.stages, ticks.microbatches) == (p, p * v, m)
+
+
+def test_number_of_ticks(case):
+    """v m forwards and v m backwards, and p - 1 ticks to fill the pipeline each way: none is wasted."""
+    _, p, v, of_m = case
+    for m, (_, ticks) in of_m.items():
+        assert {len(array) for array in ticks.work} == {2 * (v * m + p - 1)}
+
+
+def test_slots(case):
+    """The first stage keeps no input; what else is in flight is kept, and for v = 1 never a message more."""
+    name, p, v, of_m = case
+    for m, (_, ticks) in of_m.items():
+        inputs = {
+            "gpipe": m,
+            "1f1b": min(m, p),  # in lock-step 2p - 1 would do
+            "interleaved": min(v * m, 2 * (p - 1) + (v - 1) * p),
+        }[name]
+        if p > 1:
+            assert ticks.input_slots == inputs
+        else:
+            assert ticks.input_slots <= (v - 1) * m
+        if v == 1:
+            assert ticks.gradient_slots == min(1, p - 1)  # it is used as soon as it comes
+        else:
+            assert ticks.gradient_slots <= p // 2 + 1
+
+
+@dataclass
+class Rank:
+    """A rank's slots: what lies where, the bin last."""
+
+    inputs: list
+    gradients: list
+
+
+def carry_out(ticks: Ticks) -> None:
+    """A step with labels for numbers: what a task reads must be what the stage beside it sent."""
+    p, work, last = ticks.ranks, ticks.work, ticks.stages - 1
+    ranks = [Rank([None] * (ticks.input_slots + 1), [None] * (ticks.gradient_slots + 1)) for _ in range(p)]
+    for tick in range(len(work.kind)):
+        sent = [(None, None)] * p
+        for rank, own in enumerate(ranks):
+            stage, microbatch = work.stage[tick, rank], work.microbatch[tick, rank]
+            x, g = own.inputs[work.input_slot[tick, rank]], own.gradients[work.gradient_slot[tick, rank]]
+            if work.kind[tick, rank] == IDLE:
+                continue
+            if stage > 0:
+                assert x == (stage, microbatch)
+            if work.kind[tick, rank] == FORWARD:
+                sent[rank] = ((stage + 1, microbatch), None)
+            else:
+                if stage < last:
+                    assert g == (stage, microbatch)
+                sent[rank] = (None, (stage - 1, microbatch))
+        for rank, own in enumerate(ranks):
+            activation, gradient = sent[(rank - 1) % p][0], sent[(rank + 1) % p][1]
+            own.inputs[work.arriving_input[tick, rank]] = activation
+            own.gradients[work.arriving_gradient[tick, rank]] = gradient
+            own.inputs[-1] = own.gradients[-1] = None  # the bin
+
+
+def test_every_stage_finds_what_was_meant_for_it(case):
+    *_, of_m = case
+    for _, ticks in of_m.values():
+        carry_out(ticks)
+
+
+def test_a_slot_given_twice_is_noticed():
+    """The check above can fail: with three slots where 1F1B needs four, an input is lost while alive."""
+    ticks = tables("1f1b", 4, 1)[8][1]
+    work = ticks.work
+    squeezed = {}
+    for name in ("input_slot", "arriving_input"):
+        slots = getattr(work, name)
+        assert set(slots.flat) == {0, 1, 2, 3, 4}  # the last is the bin
+        squeezed[name] = np.where(slots == 3, 2, slots)
+    with pytest.raises(AssertionError):
+        carry_out(ticks._replace(work=work._replace(**squeezed)))
+
+
+def test_whether_anybody_sends(case):
+    """GPipe sends activations at its first ticks and gradients at its last; nobody sends from the ends."""
+    name, p, _, of_m = case
+    for m, (_, ticks) in of_m.items():
+        work, last = ticks.work, ticks.stages - 1
+        activations = (work.kind == FORWARD) & (work.stage < last)
+        gradients = (work.kind == BACKWARD) & (work.stage > 0)
+        np.testing.assert_array_equal(ticks.sends_activations, activations.any(axis=1))
+        np.testing.assert_array_equal(ticks.sends_gradients, gradients.any(axis=1))
+        if name == "gpipe" and p > 1:
+            assert ticks.sends_activations.sum() == ticks.sends_gradients.sum() == m + p - 2
+
+
+def test_what_cannot_be_put_on_ticks():
+    with pytest.raises(ScheduleError, match="backward is one task"):
+        lock_step(make_schedule("zero_bubble", ranks=2, microbatches=4))
+    forwards, backwards = ([Task(kind, 0, 0), Task(kind, 0, 1)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        lock_step([backwards + forwards])

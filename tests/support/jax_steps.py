@@ -1,0 +1,89 @@
+"""Two steps of a layout on JAX's virtual devices, compiled once a process, and what tests ask of them."""
+
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from compare.contract.data import open_corpus
+from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
+from compare.contract.record import Communication
+from jaxpar import weights
+from jaxpar.comm.mesh import make_mesh
+from jaxpar.faults import plant
+from jaxpar.measure.ledger import communications
+from jaxpar.measure.usage import resident_bytes
+from jaxpar.remat import resolve_remat
+from jaxpar.train import compile_step, device_scalars, gradients_at_rest, prepare
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_enable_x64", True)
+
+ACCUMULATION = 2
+
+
+class Outcome(NamedTuple):
+    """What two steps came to."""
+
+    numbers: dict[str, np.ndarray]
+    """Loss, norm, gradients and weights: "0 loss", "1 gradient norm.scale"."""
+    resident: dict[str, list[int]]
+    """Bytes at rest per device, as in the manifest."""
+    hlo: str
+    ledger: list[Communication]
+    params: dict
+    """As they are placed."""
+
+
+@cache
+def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fault: str = "") -> Outcome:
+    """Train in float64, with clipping that bites and every step at the full rate."""
+    spec = Experiment(
+        model=model,
+        data=Data(source="synthetic"),
+        optimizer=Optimizer(warmup_iters=0, grad_clip=0.1),
+        train=Train(batch_size=batch_size, gradient_accumulation_steps=ACCUMULATION),
+        precision=Precision(dtype="float64"),
+        layout=layout,
+    )
+    mesh = make_mesh(layout, platform="cpu")
+    with plant(fault, engine=engine, layout=layout):
+        plan, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout, engine=engine))
+        step = compile_step(plan, state, spec, with_gradients=True)
+    numbers = {}
+    for index in range(2):
+        inputs, targets = open_corpus(spec).batch(spec, index)
+        batch = jax.device_put({"inputs": inputs, "targets": targets}, plan.batch)
+        state.params, state.opt_state, metrics, gradients = step(
+            state.params, state.opt_state, batch, device_scalars(spec, index)
+        )
+        numbers |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
+        for kind, tree in {"gradient": gradients, "weight": state.params}.items():
+            named = weights.to_canonical(plan.strip(tree), model)
+            numbers |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
+    trees = {
+        "parameters": state.params,
+        "gradients": gradients_at_rest(plan, state),
+        "optimizer": state.opt_state,
+    }
+    resident = {name: resident_bytes(tree, list(mesh.devices.flat)) for name, tree in trees.items()}
+    hlo = step.as_text()
+    assert hlo
+    return Outcome(numbers, resident, hlo, communications(hlo, mesh.shape), state.params)
+
+
+def worst_errors(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """Largest relative error of each kind of number: "0 loss", "1 gradient" and so on."""
+    errors: dict[str, float] = {}
+    for name, x in expected.items():
+        kind = " ".join(name.split()[:2])
+        error = float(np.abs(found[name] - x).max() / np.abs(x).max())
+        errors[kind] = max(errors.get(kind, 0.0), error)
+    return errors
+
+
+def size_of(ledger: list[Communication], **fields: str) -> int:
+    """Logical bytes of the entries that have these values."""
+    return sum(e.bytes for e in ledger if all(getattr(e, name) == value for name, value in fields.items()))

@@ -1,0 +1,164 @@
+"""Tests on four gloo ranks: `@on_ranks` above a test makes it one.
+
+The ranks of a file start once, run one test after the other, and are replaced if one of them fails.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from forks import SERVER, TIMEOUT_S, leave_with_parent
+
+from torchpar.comm import process_groups
+from torchpar.comm.collectives import Axis
+from torchpar.launcher.local import bind_to_loopback
+
+RANKS = 4
+CPU = torch.device("cpu")
+GRACE_S = 1.0  # for the other ranks to say what they know, once one has failed
+
+
+def axis() -> Axis:
+    """All ranks, seen from one of them."""
+    return Axis.of(None)
+
+
+def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """Make `body(rank)` a test that all four ranks run; it passes if it passes on each.
+
+    Further parameters of `body` are those of pytest.mark.parametrize, not fixtures: they must be picklable.
+    """
+
+    @functools.wraps(body)
+    def test(ranks: Ranks, **parameters: object) -> None:
+        ranks.run(test, **parameters)
+
+    _, *others = inspect.signature(body).parameters.values()
+    fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = inspect.Signature([fixture, *others])  # what pytest sees
+    return test
+
+
+@dataclass
+class Member:
+    """One rank, as its parent sees it."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    failure: str = ""
+    is_consequence: bool = False  # it only tells of the loss of another rank
+
+
+@dataclass
+class Ranks:
+    """Four processes in one group, which start with the first test and live until one fails.
+
+    Attributes:
+        folder: where they meet.
+        timeout_s: how long a test may take.
+    """
+
+    folder: Path
+    timeout_s: float = TIMEOUT_S
+    members: list[Member] = field(default_factory=list)
+    starts: int = 0
+
+    def run(self, test: Callable[..., None], **parameters: object) -> None:
+        """Run a test made by `on_ranks` on every rank; if any rank fails, this fails as that rank did."""
+        try:
+            if not self.members:
+                self._start()
+            for member in self.members:
+                member.pipe.send((test.__module__, test.__qualname__, parameters))
+            self._judge(self._collect())
+        except BaseException:  # Ctrl-C and pytest-timeout too: ranks that are still busy are of no more use
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End every rank, whatever it does; the next test finds new ones."""
+        for member in self.members:
+            member.process.kill()
+        for member in self.members:
+            member.process.join()
+            member.pipe.close()
+        self.members.clear()
+
+    def _start(self) -> None:
+        self.starts += 1
+        rendezvous = self.folder / f"rendezvous.{self.starts}"
+        for rank in range(RANKS):
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(target=_serve, args=(rank, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.members.append(Member(rank, process, ours))
+
+    def _collect(self) -> list[Member]:
+        """Wait for every rank's answer, but not long once one has failed. Returns those without any."""
+        silent = {member.pipe: member for member in self.members}
+        deadline = time.monotonic() + self.timeout_s
+        while silent:
+            ready = wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                member = silent.pop(pipe)
+                _read_answer(member)
+                if member.failure:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return list(silent.values())
+
+    def _judge(self, silent: list[Member]) -> None:
+        failed = [member for member in self.members if member.failure]
+        if failed:
+            # False sorts first: the cause before what it did to others
+            pytest.fail(min(failed, key=lambda member: member.is_consequence).failure, pytrace=False)
+        if silent:
+            names = [member.rank for member in silent]
+            pytest.fail(f"no answer within {self.timeout_s:g} s from ranks {names}", pytrace=False)
+
+
+def _read_answer(member: Member) -> None:
+    try:
+        member.failure, member.is_consequence = member.pipe.recv()
+    except (EOFError, OSError):
+        member.process.join()
+        code = member.process.exitcode or 0
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        member.failure = f"rank {member.rank} {end}"
+        member.is_consequence = code == -signal.SIGABRT  # how C++ reacts to a lost peer
+
+
+def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:
+    """A rank's life: join, run what is sent, and answer with the error, if any, until the parent hangs up."""
+    leave_with_parent()
+    torch.set_num_threads(1)
+    bind_to_loopback()
+    try:
+        process_groups.join_group(
+            rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=TIMEOUT_S
+        )
+        while True:
+            module, name, parameters = pipe.recv()
+            getattr(importlib.import_module(module), name).__wrapped__(rank, **parameters)
+            pipe.send(("", False))
+    except EOFError:
+        pass
+    except BaseException as error:  # this rank has no future: the parent ends all
+        text = f"rank {rank} failed:\n" + "".join(traceback.format_exception(error))
+        pipe.send((text, process_groups.is_consequence(error)))
+        pipe.poll(None)  # until then a peer must not see this one hang up
+    os._exit(0)  # a group is not destroyed: see process_groups.leave_group

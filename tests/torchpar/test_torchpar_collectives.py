@@ -1,0 +1,62 @@
+"""The door to the network: what each of its collectives does, on four gloo ranks."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import RANKS, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchpar.comm import process_groups
+from torchpar.comm.chunks import pieces
+from torchpar.comm.collectives import Axis
+
+double = torch.float64
+close = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # whole numbers
+
+
+@on_ranks
+def test_native_collectives_agree_with_sends(rank: int) -> None:
+    """What NCCL would run, on gloo: equal pieces as they are, uneven ones through a padded copy."""
+    axis = Axis.of(None)
+    for count in (1, 3, 8, 10, 1000):
+        cut = pieces(count, RANKS)[rank]
+        mine = torch.arange(count, dtype=double) * (rank + 1)
+        for sends in (True, False):
+            with patch.object(Axis, "_sends_to_each", sends):
+                summed = torch.empty(cut.stop - cut.start, dtype=double)
+                axis.reduce_scatter(summed, mine.clone())
+                close(summed, (torch.arange(count, dtype=double) * 10)[cut])
+                full = torch.empty(count, dtype=double)
+                axis.all_gather(full, summed)
+                close(full, torch.arange(count, dtype=double) * 10)
+                received = torch.empty(RANKS, 2, dtype=double)
+                axis.all_to_all(received, torch.full((RANKS, 2), float(rank), dtype=double))
+                close(received[:, 1], torch.arange(RANKS, dtype=double))
+
+
+@on_ranks
+def test_strided_tensors_are_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="non-contiguous"):
+        Axis.of(None).all_reduce(torch.zeros(3, 2).t())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 10, 4097])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_pieces_cover_everything_once_and_are_equal_but_for_the_last(count, ranks):
+    cuts = pieces(count, ranks)
+    assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(count))
+    sizes = [cut.stop - cut.start for cut in cuts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == ranks
+    assert sizes[0] == -(-count // ranks)
+
+
+@on_ranks
+def test_an_axis_over_a_group_is_called_what_it_is(rank: int) -> None:
+    pairs = process_groups.make_group([[0, 1], [2, 3]])
+    assert Axis.of(None).name == Axis.of(process_groups.world_group()).name == "world"
+    assert (Axis.of(pairs).name, Axis.of(pairs).size, Axis.of(pairs).rank) == ("subgroup", 2, rank % 2)
+    columns = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))["columns"].get_group()
+    assert Axis.of(columns).name == "columns"

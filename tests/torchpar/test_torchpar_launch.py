@@ -1,0 +1,221 @@
+"""The parent of torchpar's ranks: whom it blames, how it ends, and that nothing outlives it.
+
+Each case has a process of its own, which launches four ranks that misbehave.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import processes
+import psutil
+import pytest
+import torch
+from forks import run_forked
+from processes import PATIENCE_S, assert_gone, wait_for
+
+from compare.contract import record
+from compare.contract.experiment import Experiment, Layout, Model, Train
+from compare.contract.record import Request, read_failure, read_record, write_json
+from torchpar.comm import process_groups
+from torchpar.comm.collectives import Axis
+from torchpar.comm.rank import Rank
+from torchpar.launcher.local import bind_to_loopback, launch
+from torchpar.launcher.supervisor import RanksFailed
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+TIMEOUT_S = 5.0  # of those that hang
+SHORT_S = 1.0
+LONG = Experiment(
+    model=Model(n_layer=2, n_head=4, n_embd=32, block_size=16),
+    train=Train(max_iters=100_000, batch_size=8),
+    layout=Layout(dp_replicate=4),
+)
+
+
+# What rank 2 does at step 3, in its forward pass.
+
+
+def fail() -> None:
+    raise ValueError("a bad\nbatch")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+MISDEEDS = {deed.__name__: deed for deed in (fail, die, leave, stop, sleep)}
+
+
+def misbehave(rank: Rank, *, deed: str) -> None:
+    """Steps with an all-reduce each; rank 2 misbehaves at step 3."""
+    torch.set_num_threads(1)
+    process_groups.join_group(
+        rank=rank.rank,
+        world_size=rank.world_size,
+        device=torch.device("cpu"),
+        rendezvous=rank.rendezvous,
+        timeout_s=60,
+    )
+    rank.at(0, "setting up")
+    for step in range(6):
+        rank.at(step, "forward")
+        if rank.rank == 2 and step == 3:
+            MISDEEDS[deed]()
+        rank.at(step, "backward")
+        Axis.of(None).all_reduce(torch.ones(3))
+    process_groups.leave_group()
+
+
+def parent(main: Callable[[Rank], None], timeout_s: float, folder: Path) -> int:
+    """Launch, and print what the parent found out, as JSON."""
+    bind_to_loopback()
+    try:
+        launch(main, world_size=4, folder=folder, timeout_s=timeout_s)
+    except RanksFailed as error:
+        children = psutil.Process().children(recursive=True)
+        found = {"message": error.failure.message, "traceback": error.failure.traceback}
+        print(json.dumps(found | {"rank": error.failure.rank, "left": len(children)}))
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        ("fail", "rank 2 failed at step 3: ValueError: a bad batch"),
+        ("die", "rank 2 was killed by SIGKILL at step 3 (out of memory, if nobody sent it)"),
+        ("leave", "rank 2 left with exit code 7 at step 3"),
+        *(
+            (
+                deed,
+                f"rank 2 made no progress for 5 s: it is {state}in step 3, forward, "
+                "while ranks 0, 1, 3 wait in step 3, backward",
+            )
+            for deed, state in (("stop", "stopped "), ("sleep", ""))
+        ),
+    ],
+)
+def test_the_culprit_is_named_and_no_rank_is_left(deed, message, tmp_path):
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    timeout_s = TIMEOUT_S if deed in ("stop", "sleep") else PATIENCE_S
+    done = run_forked(parent, partial(misbehave, deed=deed), timeout_s, meeting, output=tmp_path / "output")
+    found = json.loads(done.stdout)
+    assert found["message"] == message
+    assert found["rank"] == 2
+    assert found["left"] == 0
+    assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
+    assert not list(meeting.iterdir())
+
+
+def start_slowly(rank: Rank, *, rank_1: str) -> None:
+    """Before their first step, rank 1 computes for long, or sleeps; the others wait."""
+    if rank.rank == 1 and rank_1 == "computes":
+        begun = time.process_time()
+        while time.process_time() - begun < 3 * SHORT_S:
+            pass
+        rank.at(0, "forward")
+    else:
+        while rank_1 == "sleeps" or not rank.heartbeat.position(1).beats:
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
+def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs, tmp_path):
+    main = partial(start_slowly, rank_1=rank_1)
+    done = run_forked(parent, main, SHORT_S, tmp_path, output=tmp_path / "output")
+    message = "no rank made progress for 1 s: all are in its start"
+    assert (json.loads(done.stdout)["message"] == message) if hangs else (done.stdout == "")
+
+
+class Running:
+    """`python -m torchpar` on a long run, past its first steps."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self.folder = folder
+        write_json(folder / record.REQUEST, Request(engine="torch-manual", experiment=LONG))
+        self.process = processes.start(
+            [sys.executable, "-m", "torchpar", str(folder), *arguments],
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
+            env=ENVIRONMENT,
+        )
+        part = folder / record.STEPS_PART
+        wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 3, self.process)
+        self.ranks = psutil.Process(self.process.pid).children(recursive=True)
+        assert len(self.ranks) == 4
+
+    def end(self) -> str:
+        """Wait for the end, and that no rank is left. Returns stderr."""
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
+        assert_gone(self.ranks)
+        assert not [*self.folder.glob(".rendezvous*"), *self.folder.glob("*.tmp")]
+        return errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_all_ranks_in_a_line(number, tmp_path):
+    running = Running(tmp_path)
+    os.killpg(running.process.pid, number)  # as a terminal does: the ranks get it too
+    assert running.end() == f"ended by {number.name}\n"
+    assert running.process.returncode == 128 + number
+
+
+def test_killed_parent_takes_its_ranks_with_it(tmp_path):
+    running = Running(tmp_path)
+    if sys.platform == "linux":
+        running.ranks[2].suspend()
+    running.process.kill()
+    running.end()
+
+
+def test_end_of_stdin_ends_everything(tmp_path):
+    running = Running(tmp_path, "--exit-with-stdin")
+    running.ranks[1].suspend()  # a stopped rank notices nothing by itself
+    running.end()  # communicate() closes stdin
+    assert running.process.returncode == 128 + signal.SIGTERM
+
+
+def test_killed_rank_of_a_real_run(tmp_path):
+    running = Running(tmp_path)
+    running.ranks[1].kill()
+    errors = running.end()
+    assert running.process.returncode == 1
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert failure.message.startswith("rank 1 was killed by SIGKILL at step ")
+    assert errors.strip() == failure.message
+    assert not (tmp_path / record.MANIFEST).exists()
+
+
+def test_one_rank_under_torchruns_environment(tmp_path):
+    short = Experiment(model=LONG.model, train=Train(max_iters=3, batch_size=8))
+    write_json(tmp_path / record.REQUEST, Request(engine="torch-library", experiment=short))
+    command = [sys.executable, "-m", "torchpar", str(tmp_path)]
+    variables = {**ENVIRONMENT, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    done = processes.run(command, cwd=ROOT, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert len(read_record(tmp_path).steps) == 3
+    done = processes.run(command, cwd=ROOT, env={**variables, "WORLD_SIZE": "2"})
+    assert done.returncode == 3
+    assert "WORLD_SIZE = 2" in done.stderr
+    assert "1 device" in done.stderr

@@ -1,0 +1,227 @@
+"""torchpar.library's layouts on four gloo ranks, in float64: PyTorch's wrappers composed, against one device.
+
+The oracle is the plain GPT over the whole batch, PyTorch's own clipping and optimizer.
+"""
+
+import copy
+from functools import partial
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+from ranks import CPU, on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
+from torchpar import library
+from torchpar.comm import process_groups
+from torchpar.comm.counter import Call, Traffic
+from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.faults.library_faults import take_parts_for_sums, unsummed
+from torchpar.library.tensor_parallel import restore_order, tensor_parallel
+from torchpar.measure.ledger import CommunicationMode
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.parallel_model import Plan, local
+
+CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
+ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
+SGD = msgspec.structs.replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
+LAYOUTS = {
+    "zero1": Layout(dp_shard=4, zero=1),
+    "zero2": Layout(dp_shard=4, zero=2),
+    "zero3": Layout(dp_shard=4, zero=3, remat="full"),
+    "shard_grad_op": Layout(dp_shard=4, zero=3, reshard_after_forward=False),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
+    "hybrid_zero1": Layout(dp_replicate=2, dp_shard=2, zero=1),
+    "tp": Layout(tp=4, remat="dots"),
+    "tp_sp": Layout(tp=4, sequence_parallel=True),
+    "ddp_tp": Layout(dp_replicate=2, tp=2),
+    "fsdp_tp": Layout(dp_shard=2, tp=2, zero=3),
+    "fsdp_tp_sp": Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True),
+}
+# Averages of partial means in another order; Adam divides a gradient by its own size, which shows a little.
+close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+
+def make_gpt() -> GPT:
+    model = GPT(CONFIG).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():  # biases too, so that a doubled one would show
+            p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=generator) / 4)
+    return model
+
+
+def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (A, B, T): 2 passes of 4 sequences."""
+    tokens = torch.randint(50, (2, 4, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :, :-1], tokens[:, :, 1:]
+
+
+def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients before clipping of the last step, weights and moments after it."""
+    model, config = make_gpt(), experiment.optimizer
+    named = dict(model.named_parameters())
+    optimizer = make_optimizer(named, experiment)
+    for step in range(steps):
+        inputs, targets = batches(step)
+        model(inputs.flatten(0, 1), targets.flatten(0, 1))[1].backward()
+        gradients = {name: p.grad.clone() for name, p in named.items()}
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {"gradients": gradients, "weights": {name: p.detach() for name, p in named.items()}}
+    for key in moment_keys(experiment):
+        result[key] = {name: optimizer.state[p][key] for name, p in named.items()}
+    return result
+
+
+def moment_keys(experiment: Experiment) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
+
+
+def make_plan(layout: Layout, rank: int, experiment: Experiment) -> tuple[Plan, Mesh]:
+    mesh = make_mesh(layout, rank=rank, device=CPU)
+    maker = partial(make_optimizer, experiment=experiment)
+    return library.parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker), mesh
+
+
+def backward(plan: Plan, mesh: Mesh, step: int) -> torch.Tensor:
+    rows = slice(mesh.data.rank * 4 // mesh.data.size, (mesh.data.rank + 1) * 4 // mesh.data.size)
+    (first, last), (first_targets, last_targets) = (tensor[:, rows] for tensor in batches(step))
+    with plan.no_sync():
+        (plan.module(first, first_targets)[1] / 2).backward()
+    loss = plan.module(last, last_targets)[1]
+    (loss / 2).backward()
+    plan.finish_gradient_synchronization()
+    return loss.detach()
+
+
+def train(layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, Plan]:
+    plan, mesh = make_plan(layout, rank, experiment)
+    config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
+    for step in range(2):
+        backward(plan, mesh, step)
+        gradients = copy.deepcopy(plan.full(plan.gradients()))
+        optimizer_step(plan, config, step)
+    result = {"gradients": gradients, "weights": plan.full(plan.weights())}
+    for key in moment_keys(experiment):
+        result[key] = plan.full(plan.moments(key))
+    return result, plan
+
+
+def assert_same(got: dict, expected: dict, layout: str) -> None:
+    for kind, tensors in expected.items():
+        assert set(got[kind]) == set(tensors), f"{layout} {kind}"
+        for name, tensor in tensors.items():
+            close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")
+
+
+def test_ledger(ranks):
+    ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
+    ranks.run(ledger)
+
+
+@on_ranks
+def ledger(rank: int) -> None:
+    """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too."""
+    layout, parameter_bytes = LAYOUTS["zero3"], 8 * sum(p.numel() for p in make_gpt().parameters())
+    plan, mesh = make_plan(msgspec.structs.replace(layout, remat="none"), rank, ADAM)
+    seen = count(plan, mesh)
+    blocks = CONFIG.n_layer
+    assert seen.calls[Call("reduce_scatter", "dp_shard", "gradients")] == blocks + 1
+    assert seen.calls[Call("all_gather", "dp_shard", "parameters")] == 2 * (2 * blocks + 1)  # two passes
+    padded = seen.bytes[Call("reduce_scatter", "dp_shard", "gradients")]
+    assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(plan.parameters)
+    plan, mesh = make_plan(Layout(tp=4), rank, ADAM)
+    seen = count(plan, mesh)
+    # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
+    assert seen.calls[Call("all_reduce", "tp", "activations")] == 2 * (4 * blocks + 2 + 3)
+
+
+def count(plan: Plan, mesh: Mesh) -> Traffic:
+    mode = CommunicationMode(mesh.axes, door=mesh.traffic, default_purpose="gradients")
+    with mode:
+        backward(plan, mesh, 0)
+    return mode.seen
+
+
+@pytest.mark.parametrize(
+    ("experiment", "names"),
+    [(ADAM, list(LAYOUTS)), (SGD, ["zero1", "tp", "fsdp_tp_sp"])],
+    ids=["adamw", "sgd"],
+)
+@on_ranks
+def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names: list[str]) -> None:
+    expected = reference(experiment)
+    for name in names:
+        got, plan = train(LAYOUTS[name], rank, experiment)
+        assert_same(got, expected, name)
+        assert_sharding_is_real(plan, LAYOUTS[name], name, key=moment_keys(experiment)[0])
+
+
+def assert_sharding_is_real(plan: Plan, layout: Layout, name: str, *, key: str) -> None:
+    whole = sum(p.numel() for p in make_gpt().parameters())
+    vectors = sum(p.numel() for p in make_gpt().parameters() if p.ndim == 1)
+    mine = sum(local(p.detach()).numel() for p in plan.parameters.values())
+    kept = [entry[key] for entry in plan.optimizer.state.values() if key in entry]
+    state = sum(local(moment).numel() for moment in kept)
+    padding = 2 * CONFIG.n_embd * len(plan.parameters)  # at most a row of each, twice
+    split = layout.tp * (layout.dp_shard if layout.zero > 1 else 1)
+    whole_on_each = vectors + CONFIG.block_size * CONFIG.n_embd if layout.tp > 1 else 0
+    assert mine <= whole / split + whole_on_each + padding, name
+    if layout.zero != 1:
+        assert state == mine, name  # the state is cut as the parameters are
+    else:
+        # Whole parameters are dealt out, greedily: no share is off by more than the largest of them.
+        largest = CONFIG.vocab_size * CONFIG.n_embd
+        assert state <= whole / layout.dp_shard + largest + padding, name
+        assert state < whole, name
+
+
+@on_ranks
+def test_mistakes_show(rank: int) -> None:
+    expected = reference(ADAM, steps=1)["gradients"]
+    with patch.object(library, "complete_gradients", take_parts_for_sums):
+        plan, mesh = make_plan(LAYOUTS["tp_sp"], rank, ADAM)
+        backward(plan, mesh, 0)
+    got = plan.full(plan.gradients())
+    name = "transformer.ln_f.weight"
+    assert (got[name] - expected[name]).abs().max() > 1e-3
+    right, mesh = make_plan(LAYOUTS["tp"], rank, ADAM)
+    with patch("torchpar.library.tensor_parallel.RowwiseParallel", unsummed):
+        wrong, _ = make_plan(LAYOUTS["tp"], rank, ADAM)
+    assert abs(backward(right, mesh, 0) - backward(wrong, mesh, 0)).item() > 1e-3
+
+
+@on_ranks
+def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
+    mesh = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=("tp",))
+    tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
+    with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
+        tensor_parallel(tiny, mesh)
+
+
+def test_reordered_heads_are_put_back():
+    rows = torch.arange(24)
+    name = "transformer.h.0.attn.c_attn.bias"
+    by_rank = rows.view(3, 4, 2).transpose(0, 1).flatten()  # rank 0: rows 0, 1 of each of q, k, v
+    assert by_rank[:6].tolist() == [0, 1, 8, 9, 16, 17]
+    restored = restore_order({name: by_rank, "lm_head.weight": rows}, ranks=4)
+    assert torch.equal(restored[name], rows)
+    assert torch.equal(restored["lm_head.weight"], rows)
+
+
+def test_what_ddp_cannot_do_is_refused_by_name():
+    engine = ENGINES["torch-library"]
+    with pytest.raises(ExperimentError, match=r"layout.zero = 1 with layout.tp = 2: .*DTensor"):
+        engine.require(Layout(dp_shard=2, tp=2, zero=1))
+    engine.require(Layout(dp_shard=2, tp=2, zero=2))
+    assert engine.gradient_sync_for(Layout(dp_replicate=2, tp=2)) == "fsdp2"
+    assert engine.gradient_sync_for(Layout(dp_replicate=2)) == "ddp"

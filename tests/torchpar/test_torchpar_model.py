@@ -1,0 +1,199 @@
+"""torchpar's model, weights, optimizer and recomputation, in one process."""
+
+import numpy as np
+import pytest
+import torch
+
+from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Train
+from compare.contract.optimizer import moment_names, reference_step
+from compare.contract.parameters import initial_parameters, parameter_table
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.parallel_model import Plan
+from torchpar.remat import apply_remat, resolve_remat
+from torchpar.weights import (
+    canonical_parameters,
+    load_nanogpt,
+    load_weights,
+    moment_keys,
+    nanogpt_shapes,
+    read_weights,
+    to_arrays,
+)
+
+SIZES = Model(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=61, bias=True)
+EXPERIMENT = Experiment(model=SIZES, train=Train(seed=7))
+TABLE = parameter_table(SIZES)
+
+
+def gpt(sizes: Model = SIZES) -> GPT:
+    model = GPT(sizes).double()
+    load_weights(model, initial_parameters(Experiment(model=sizes)))
+    return model
+
+
+def tokens(sizes: Model = SIZES, batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    both = torch.randint(sizes.vocab_size, (2, batch, sizes.block_size), generator=draw)
+    return both[0], both[1]
+
+
+def test_names_and_shapes_are_nanogpts():
+    block = {
+        "ln_1.weight": (32,),
+        "ln_1.bias": (32,),
+        "attn.c_attn.weight": (96, 32),
+        "attn.c_attn.bias": (96,),
+        "attn.c_proj.weight": (32, 32),
+        "attn.c_proj.bias": (32,),
+        "ln_2.weight": (32,),
+        "ln_2.bias": (32,),
+        "mlp.c_fc.weight": (128, 32),
+        "mlp.c_fc.bias": (128,),
+        "mlp.c_proj.weight": (32, 128),
+        "mlp.c_proj.bias": (32,),
+    }
+    expected = {
+        "transformer.wte.weight": (61, 32),
+        "transformer.wpe.weight": (16, 32),
+        **{f"transformer.h.{i}.{name}": shape for i in range(2) for name, shape in block.items()},
+        "transformer.ln_f.weight": (32,),
+        "transformer.ln_f.bias": (32,),
+    }
+    model = GPT(SIZES)
+    state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert state == {**expected, "lm_head.weight": (61, 32)}
+    assert nanogpt_shapes(SIZES) == expected
+    assert model.lm_head.weight is model.get_parameter("transformer.wte.weight")
+
+
+def test_without_bias_only_matrices_and_scales_are_left():
+    names = dict(GPT(Model(n_layer=1, n_embd=32, bias=False)).named_parameters())
+    assert not [name for name in names if name.endswith("bias")]
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpt_checkpoint_loads(prefix):
+    source, target = gpt(), GPT(SIZES).double()
+    state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
+    for layer in range(2):  # the causal masks of a checkpoint from before flash attention
+        state[f"{prefix}transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 16, 16)
+    load_nanogpt(target, state)
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+def test_checkpoint_with_an_unknown_name_is_refused():
+    state = {**gpt().state_dict(), "transformer.h.0.attn.scale": torch.ones(1)}
+    with pytest.raises(RuntimeError, match=r"attn\.scale"):
+        load_nanogpt(GPT(SIZES), state)
+
+
+def test_weights_make_a_round_trip():
+    initial = initial_parameters(EXPERIMENT)
+    model = GPT(SIZES).float()
+    load_weights(model, initial)
+    back = read_weights(model)
+    assert list(back) == [row.name for row in TABLE]
+    for row in TABLE:
+        assert back[row.name].shape == row.shape
+        np.testing.assert_array_equal(back[row.name], initial[row.name])
+
+
+def test_canonical_axes_mean_what_they_say():
+    """Query, key and value from the canonical qkv, by its axes, give what the model's attention gives."""
+    model = gpt()
+    x_BTC = torch.randn(2, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    w = {name: torch.from_numpy(array) for name, array in read_weights(model).items()}
+    prefix = "blocks.1.attention"
+    qkv_BTKHD = torch.einsum("btc,ckhd->btkhd", x_BTC, w[f"{prefix}.qkv.weight"]) + w[f"{prefix}.qkv.bias"]
+    q_BTHD, k_BTHD, v_BTHD = qkv_BTKHD.unbind(2)
+    scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / np.sqrt(8)
+    future_TS = torch.ones(16, 16).triu(1).bool()
+    weights_BHTS = scores_BHTS.masked_fill(future_TS, -torch.inf).softmax(-1)
+    y_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, v_BTHD)
+    y_BTC = torch.einsum("bthd,hdc->btc", y_BTHD, w[f"{prefix}.out.weight"]) + w[f"{prefix}.out.bias"]
+    torch.testing.assert_close(model.blocks[1].attn(x_BTC), y_BTC, rtol=1e-12, atol=1e-14)
+
+
+def test_attention_is_causal_by_its_gradients():
+    model = gpt()
+    inputs_BT, targets_BT = tokens(batch=1)
+    embedded = []
+    model.transformer["wte"].register_forward_hook(
+        lambda module, args, out: embedded.append(out) or out.retain_grad()
+    )
+    for position in (0, 5, 15):
+        logits_BTV, _ = model(inputs_BT, targets_BT)
+        logits_BTV[0, position].square().sum().backward()
+        reached_T = embedded.pop().grad[0].abs().sum(-1) > 0
+        assert reached_T.tolist() == [t <= position for t in range(16)]
+
+
+def test_without_targets_the_last_logits_come_as_in_nanogpt():
+    model = gpt()
+    inputs_BT, targets_BT = tokens()
+    last_B1V, loss = model(inputs_BT)
+    assert loss is None
+    torch.testing.assert_close(last_B1V, model(inputs_BT, targets_BT)[0][:, [-1]])
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputation_changes_neither_gradients_nor_names(remat):
+    plain, again = gpt(), gpt()
+    runs = {"plain": 0, "again": 0}
+    for key, model in (("plain", plain), ("again", again)):
+        model.blocks[0].mlp.register_forward_pre_hook(
+            lambda *_, key=key: runs.__setitem__(key, runs[key] + 1)
+        )
+    apply_remat(again.blocks, remat)
+    assert list(plain.state_dict()) == list(again.state_dict())
+    for model in (plain, again):
+        model(*tokens())[1].backward()
+    assert runs == {"plain": 1, "again": 2}  # the block really ran again
+    for (name, parameter), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad), name
+
+
+def test_remat_auto_is_none():
+    assert resolve_remat(Layout()) == "none"
+    assert resolve_remat(Layout(remat="full")) == "full"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Optimizer(),
+        Optimizer(grad_clip=0.05, decay="all", beta2=0.999),
+        Optimizer(name="sgd", learning_rate=0.1),
+        Optimizer(name="sgd", learning_rate=0.1, momentum=0.9, grad_clip=0.0),
+    ],
+    ids=["adamw", "adamw-clip-decay-all", "sgd", "sgd-momentum"],
+)
+def test_optimizer_is_the_contracts(config):
+    """Five steps in float64 against the NumPy reference. Worst seen 2e-15: rounding in another order."""
+    model = gpt()
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(parameters, Experiment(model=SIZES, optimizer=config))
+    plan = Plan(module=model, optimizer=optimizer, parameters=parameters)
+    weights, moments = read_weights(model), {}
+    for step in range(5):
+        draw = np.random.default_rng(step)
+        gradients = {row.name: draw.normal(size=row.shape) * 0.1 for row in TABLE}
+        holder = GPT(SIZES).double()
+        load_weights(holder, gradients)  # as a courier: the mapping of a gradient is that of its weight
+        for (_, parameter), (_, gradient) in zip(
+            canonical_parameters(model), canonical_parameters(holder), strict=True
+        ):
+            parameter.grad = gradient.detach()
+        norm = optimizer_step(plan, config, step)
+        expected_norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        assert norm.item() == pytest.approx(expected_norm, rel=1e-13)
+        weights, moments = reference_step(config, TABLE, weights, gradients, moments, step)
+    after = {name: to_arrays(plan.moments(key), SIZES) for name, key in moment_keys(config).items()}
+    assert tuple(after) == moment_names(config)
+    for row in TABLE:
+        np.testing.assert_allclose(read_weights(model)[row.name], weights[row.name], rtol=1e-12, atol=1e-15)
+        for moment in after:
+            np.testing.assert_allclose(
+                after[moment][row.name], moments[moment][row.name], rtol=1e-12, atol=1e-18
+            )

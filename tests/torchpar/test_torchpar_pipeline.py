@@ -1,0 +1,217 @@
+"""torchpar.manual.PipelineParallel around modules of all kinds, on four gloo ranks, in float64.
+
+The oracle is the same modules one after the other on one rank, over the same microbatches.
+
+Shapes: M microbatches, B batch, T sequence, I and O features into and out of a stage.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from ranks import CPU, RANKS, on_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from compare.contract.experiment import Layout
+from compare.contract.schedule_simulator import peak_in_flight
+from compare.contract.schedules import Kind, Schedule, Task, make_schedule
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import Call
+from torchpar.comm.mesh import make_mesh
+from torchpar.faults.pipeline_faults import overwritten_microbatch
+from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.pipeline_parallel import PipelineParallel
+
+WIDTHS = (5, 6, 3, 7, 4, 6, 2, 5)  # of each stage's output: no two boundaries alike
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)
+
+
+class Odd(nn.Module):
+    """A stage with a convolution, a norm, a frozen and a shared linear layer, and perhaps recomputation."""
+
+    def __init__(self, inside: int, outside: int, *, seed: int, recomputes: bool):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.LayerNorm(inside)
+        self.twice = nn.Linear(inside, inside)
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+        self.frozen = nn.Linear(inside, inside).requires_grad_(False)
+        self.out = nn.Linear(inside, outside)
+        self.recomputes = recomputes
+
+    def body(self, x_BTI: torch.Tensor) -> torch.Tensor:
+        x_BTI = self.twice(F.gelu(self.twice(self.norm(x_BTI))))
+        x_BTI = x_BTI + self.convolution(x_BTI.flatten(0, 1).unsqueeze(1)).squeeze(1).view_as(x_BTI)
+        return x_BTI + torch.tanh(self.frozen(x_BTI))
+
+    def forward(self, x_BTI: torch.Tensor) -> torch.Tensor:
+        body = partial(checkpoint, self.body, use_reentrant=False) if self.recomputes else self.body
+        return self.out(body(x_BTI))
+
+
+class First(nn.Module):
+    """Token ids in, and all else as above."""
+
+    def __init__(self, odd: Odd, *, inside: int):
+        super().__init__()
+        self.embedding, self.odd = nn.Embedding(11, inside), odd
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        return self.odd(self.embedding(ids_BT))
+
+
+def make_stages(count: int, *, recomputes: bool = False) -> list[nn.Module]:
+    """The whole model, the same on all ranks."""
+    insides = (WIDTHS[-1], *WIDTHS)
+    odds = [Odd(insides[n], WIDTHS[n], seed=n, recomputes=recomputes) for n in range(count)]
+    torch.manual_seed(100)
+    first = First(odds[0], inside=insides[0])
+    return [module.double() for module in (first, *odds[1:])]
+
+
+def make_data(microbatches: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    ids_MBT = torch.randint(11, (microbatches, 2, 3), generator=generator)
+    targets_MBT = torch.randint(2, (microbatches, 2, 3), generator=generator)
+    return list(ids_MBT), list(targets_MBT)
+
+
+def loss(y_BTO: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y_BTO.flatten(0, 1), targets_BT.flatten())
+
+
+def boundary(stage: int, ids_BT: torch.Tensor) -> torch.Tensor:
+    return torch.empty(*ids_BT.shape, WIDTHS[stage], dtype=torch.float64, device="meta")
+
+
+def expected(stages: list[nn.Module], data: tuple[list[torch.Tensor], list[torch.Tensor]]) -> torch.Tensor:
+    """The mean loss, and its gradients on the modules."""
+    total = sum(loss(nn.Sequential(*stages)(x), y) for x, y in zip(*data, strict=True)) / len(data[0])
+    assert isinstance(total, torch.Tensor)
+    total.backward()
+    return total.detach()
+
+
+def assert_same_gradients(expected: nn.Module, got: nn.Module) -> None:
+    for (name, a), b in zip(expected.named_parameters(), got.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None and b.grad is not None:
+            close(b.grad, a.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def own_stages(schedule: Schedule, rank: int, stages: list[nn.Module]) -> dict[int, nn.Module]:
+    return {task.stage: stages[task.stage] for task in schedule[rank]}
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+@on_ranks
+def test_every_schedule_equals_one_rank(rank: int, name: str, chunks: int) -> None:
+    for microbatches in (4, 8):
+        for recomputes in (False, True):
+            schedule = make_schedule(name, ranks=RANKS, microbatches=microbatches, chunks=chunks)
+            count = RANKS * chunks
+            whole, mine = (make_stages(count, recomputes=recomputes) for _ in range(2))
+            data, own = make_data(microbatches), own_stages(schedule, rank, mine)
+            axis = Axis.of(None)
+            pipeline = PipelineParallel(own, schedule=schedule, loss=loss, boundary=boundary, group=axis)
+            for _ in range(2):  # a second step finds nothing left of the first
+                reference = expected(whole, data)
+                close(pipeline.run(*data), reference)
+                for number, module in own.items():
+                    assert_same_gradients(whole[number], module)
+            assert pipeline.peak_in_flight == peak_in_flight(schedule[rank])
+            sent = [boundary(n, data[0][0]).nbytes for n in own if n + 1 < count]
+            assert axis.traffic.bytes[Call("permute", axis.name, "activations")] == 2 * microbatches * sum(
+                sent
+            )
+
+
+@on_ranks
+def test_an_overwritten_microbatch_is_seen(rank: int) -> None:
+    """The comparison above can fail."""
+    schedule = make_schedule("1f1b", ranks=RANKS, microbatches=4)
+    whole, mine = make_stages(RANKS), make_stages(RANKS)
+    data, own = make_data(4), own_stages(schedule, rank, mine)
+    expected(whole, data)
+    with overwritten_microbatch("torch-manual"):
+        PipelineParallel(own, schedule=schedule, loss=loss, boundary=boundary).run(*data)
+    with pytest.raises(AssertionError, match=r"(norm|twice|convolution|out|embedding)\."):
+        assert_same_gradients(whole[rank], mine[rank])
+
+
+@on_ranks
+def test_data_parallel_stages_reduce_once(rank: int) -> None:
+    mesh = make_mesh(Layout(pp=2, dp_replicate=2), rank=rank, device=CPU)
+    for name, chunks in SCHEDULES:
+        for sync in ("bucketed", "flat"):
+            schedule = make_schedule(name, ranks=2, microbatches=4, chunks=chunks)
+            whole, mine = (make_stages(2 * chunks) for _ in range(2))
+            data, own = make_data(8), own_stages(schedule, mesh.pp.rank, mine)
+            both = nn.ModuleList(own.values())
+            replicas = DataParallel(both, gradient_sync=sync, bucket_size_mb=1e-3, group=mesh.dp_replicate)
+            mesh.traffic.clear()
+            pipeline = PipelineParallel(
+                own,
+                schedule=schedule,
+                loss=loss,
+                boundary=boundary,
+                group=mesh.pp,
+                no_sync=replicas.no_sync,
+            )
+            share = slice(4 * mesh.dp_replicate.rank, 4 * mesh.dp_replicate.rank + 4)
+            pipeline.run(data[0][share], data[1][share])
+            replicas.finish_gradient_synchronization()
+            expected(whole, data)
+            for number, module in own.items():
+                assert_same_gradients(whole[number], module)
+            reduced = mesh.traffic.bytes[Call("all_reduce", "dp_replicate", "gradients")]
+            assert reduced == sum(p.nbytes for p in both.parameters() if p.requires_grad)
+
+
+@on_ranks
+def test_bad_arguments_are_named(rank: int) -> None:
+    schedule = make_schedule("1f1b", ranks=RANKS, microbatches=4)
+    modules = make_stages(RANKS)
+    make = partial(PipelineParallel, schedule=schedule, loss=loss, boundary=boundary)
+    with pytest.raises(ValueError, match=rf"rank {rank} of 4 was given the stages \[7\]"):
+        make({7: modules[0]})
+    pipeline = make({rank: modules[rank]})
+    with pytest.raises(ValueError, match="3 inputs and 3 targets for a schedule of 4"):
+        pipeline.run(*make_data(3))
+
+
+def one_rank(stages: list[nn.Module], boundary: Callable = boundary) -> PipelineParallel:
+    """All stages on one rank, which needs no network; two microbatches."""
+    numbers = range(len(stages))
+    tasks = [Task(Kind.FORWARD, stage, m) for stage in numbers for m in range(2)]
+    tasks += [Task(Kind.BACKWARD, stage, m) for stage in reversed(numbers) for m in range(2)]
+    alone = Axis("pp", size=1, rank=0, group=None)
+    return PipelineParallel(
+        dict(enumerate(stages)), schedule=[tasks], loss=loss, boundary=boundary, group=alone
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"dtype": torch.float32}, r"\(2, 3, 5\) torch.float32"), ({"size": (6, 5)}, r"\(6, 5\) torch.float64")],
+)
+def test_a_boundary_that_is_not_what_a_stage_returns_is_named(change, says):
+    wrong = partial(torch.empty, **{"size": (2, 3, 5), "dtype": torch.float64, "device": "meta", **change})
+    pipeline = one_rank(make_stages(2), lambda stage, inputs: wrong())
+    message = rf"stage 0 returned \(2, 3, 5\) torch.float64, and boundary says {says}"
+    with pytest.raises(ValueError, match=message):
+        pipeline.run(*make_data(2))
+
+
+def test_a_schedule_of_one_rank_needs_no_network():
+    whole, mine = make_stages(3), make_stages(3)
+    pipeline = one_rank(mine)
+    data = make_data(2)
+    close(pipeline.run(*data), expected(whole, data))
+    for a, b in zip(whole, mine, strict=True):
+        assert_same_gradients(a, b)
+    assert pipeline.peak_in_flight == 6

@@ -1,0 +1,73 @@
+"""A GPT in a pipeline: its tied weight, and what is refused before any process starts."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from ranks import CPU, on_ranks
+
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Train
+from compare.contract.parameters import initial_parameters
+from compare.contract.record import Request, write_json
+from torchpar.comm.mesh import make_mesh
+from torchpar.gpt_stages import TIED
+from torchpar.launcher.entry import read_request
+from torchpar.manual import parallelize
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.weights import load_weights
+
+SMALL = Model(n_layer=4, n_head=2, n_embd=8, block_size=8, vocab_size=16, bias=True)
+
+
+@on_ranks
+def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
+    for layout in (
+        Layout(pp=4, microbatches=4),
+        Layout(pp=2, dp_shard=2, zero=1, microbatches=2),
+        Layout(pp=2, dp_shard=2, zero=3, microbatches=2),
+    ):
+        experiment = Experiment(model=SMALL, train=Train(batch_size=4), layout=layout)
+        mesh = make_mesh(layout, rank=rank, device=CPU)
+        model = GPT(SMALL)
+        load_weights(model, initial_parameters(experiment))
+        plan = parallelize(
+            model, mesh=mesh, layout=layout, make_optimizer=partial(make_optimizer, experiment=experiment)
+        )
+        assert plan.run_pipeline
+        rows = torch.arange(2 * 4 * 8).view(2, 4, 8).chunk(mesh.data.size, dim=1)[mesh.data.rank] % 16
+        for step in range(3):
+            plan.run_pipeline(rows, rows, nullcontext)
+            plan.finish_gradient_synchronization()
+            optimizer_step(plan, experiment.optimizer, step)
+        mine = plan.weights().get(TIED)
+        copies = [tied for tied in mesh.pp.all_gather_objects(mine) if tied is not None]
+        assert len(copies) == 2
+        assert torch.equal(copies[0], copies[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"schedule": "zero_bubble", "dp_replicate": 2}, "DDP reduces wrongly"),
+        ({"schedule": "zero_bubble", "dp_shard": 2, "zero": 3}, "FSDP2 not at all"),
+        ({"schedule": "zero_bubble", "tp": 2}, "DTensor"),
+        ({"schedule": "zero_bubble", "remat": "dots"}, "selective recomputation"),
+    ],
+)
+def test_pytorch_is_not_asked_for_what_it_gets_wrong(options, reason):
+    layout = Layout(pp=2, microbatches=2, **options)
+    with pytest.raises(ExperimentError, match=f"torch-library.*{options['schedule']}.*{reason}"):
+        ENGINES["torch-library"].require(layout)
+    ENGINES["torch-manual"].require(layout)
+
+
+def test_gpus_are_refused_before_any_process_starts(tmp_path):
+    experiment = Experiment(layout=Layout(pp=2, microbatches=2))
+    write_json(
+        tmp_path / "request.json", Request(engine="torch-manual", experiment=experiment, platform="gpu")
+    )
+    with pytest.raises(ExperimentError, match="NCCL"):
+        read_request(tmp_path)

@@ -1,0 +1,144 @@
+"""A pipeline's stage by itself: what it keeps between forward and backward, and its split backward."""
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchpar.manual.pipeline.deferred_weight_gradients import DeferredWeightGradients
+from torchpar.manual.pipeline.stage import Stage
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_backward_frees_what_forward_kept(splits):
+    made = []
+    module = nn.Sequential(nn.Linear(3, 3), Watch(made), nn.Linear(3, 3))
+    stage = Stage(module, splits_backward=splits)
+    outputs = [stage.forward(m, torch.ones(2, 3)) for m in range(2)]
+    assert stage.in_flight == 2
+    assert all(reference() is not None for reference in made)
+    stage.backward(0, torch.ones_like(outputs[0]))
+    assert stage.in_flight == 1 + splits
+    if splits:
+        stage.backward_weight(0)
+    assert [reference() is None for reference in made] == [True, False]
+    assert stage.in_flight == 1
+
+
+class Watch(nn.Module):
+    """Notes weak references to what it computes, which its own backward needs."""
+
+    def __init__(self, made: list):
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        self.made.append(weakref.ref(y.untyped_storage()))
+        return y
+
+
+def test_halves_of_a_backward_are_no_more_work_than_the_whole():
+    def flops(*, splits: bool) -> list[int]:
+        stage = Stage(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), splits_backward=splits)
+        y = stage.forward(0, torch.ones(5, 8))
+        counts = []
+        for half in (partial(stage.backward, 0, torch.ones_like(y)), partial(stage.backward_weight, 0)):
+            with FlopCounterMode(display=False) as counter:
+                if splits or half.func == stage.backward:
+                    half()
+            counts.append(counter.get_total_flops())
+        return counts
+
+    (whole, nothing), (of_input, of_weights) = flops(splits=False), flops(splits=True)
+    assert nothing == 0
+    assert of_input == of_weights == whole // 2 == 2 * 5 * (8 * 16 + 16 * 4)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_deferred_weight_gradients_equal_those_of_autograd(dtype):
+    def gradients(*, splits: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Linear(6, 8, bias=False),
+            nn.LayerNorm(8),
+            nn.Linear(8, 8).requires_grad_(False),
+            nn.Linear(8, 6),
+        )
+        stage = Stage(module, splits_backward=splits)
+        for m in range(2):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                y = stage.forward(m, torch.randn(2, 5, 6))
+            stage.backward(m, torch.ones_like(y))
+            if splits:
+                stage.backward_weight(m)
+        return [p.grad for p in module.parameters()]
+
+    for a, b in zip(gradients(splits=False), gradients(splits=True), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def whole(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Gradients of a module's input and of its parameters, by autograd."""
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    module(leaf).sum().backward()
+    return [leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def in_halves(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """The same, by a stage that splits its backward."""
+    module.zero_grad()
+    stage = Stage(module, splits_backward=True)
+    of_input = stage.backward(0, torch.ones_like(stage.forward(0, x)))
+    stage.backward_weight(0)
+    return [of_input, *(p.grad for p in module.parameters())]
+
+
+def test_a_module_is_as_ever_outside_of_its_stages():
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.ones(2, 3)
+    expected = whole(module, x)
+    for _ in range(2):  # a second stage over the same module
+        torch.testing.assert_close(in_halves(module, x), expected)
+        torch.testing.assert_close(whole(module, x), expected)
+
+
+class Computed(nn.Module):
+    """A linear layer whose weight another one computes: its gradient goes on, and cannot be put off."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.bias = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(x), self.maker(x), self.bias)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Computed, (3, 3)), (partial(nn.Linear, 3, 3), (3,))])
+def test_computed_weights_and_single_vectors_can_be_split(make, shape):
+    module, x = make(), torch.ones(shape)
+    torch.testing.assert_close(in_halves(module, x), whole(module, x))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_frozen_first_stage_has_nothing_to_do_in_backward(splits):
+    stage = Stage(nn.Embedding(5, 3).requires_grad_(False), splits_backward=splits)
+    y = stage.forward(0, torch.arange(4))
+    assert stage.backward(0, torch.ones_like(y)) is None
+    if splits:
+        stage.backward_weight(0)
+    assert stage.in_flight == 0
+
+
+def test_a_second_derivative_through_deferred_gradients_is_an_error():
+    factors, layer, x = [], nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    with DeferredWeightGradients(layer).into(factors):
+        y = layer(x)
+    with pytest.raises(RuntimeError, match="differentiated only once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -1,0 +1,116 @@
+"""A GPT made tensor-parallel from outside, on four gloo ranks, in float64: gradients, bytes, and mistakes."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from modules import normal
+from ranks import RANKS, axis, on_ranks
+
+from compare.contract.experiment import Model
+from torchpar.comm.counter import Call
+from torchpar.manual.megatron import mappings
+from torchpar.manual.tensor_parallel import (
+    TensorParallel,
+    tensor_parallel,
+)
+from torchpar.model import GPT
+from torchpar.parallel_model import Plan
+from torchpar.remat import apply_remat
+
+# Sums in another order than one device's: a few units in the last place, of numbers of order 1.
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
+
+
+CONFIG = Model(n_layer=2, n_head=4, n_embd=16, block_size=8, vocab_size=50, bias=True)
+
+
+def make_gpt() -> GPT:
+    model = GPT(CONFIG).double()
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(normal(*p.shape, seed=i) / 4)  # biases too, so that a doubled one shows
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def plan_of(model: GPT, tp: TensorParallel) -> Plan:
+    optimizer = torch.optim.SGD(model.parameters())
+    return tp.around(Plan(module=model, optimizer=optimizer, parameters=dict(model.named_parameters())))
+
+
+def gpt_gradients(*, sequence_parallel: bool, remat: str = "none") -> tuple[torch.Tensor, dict]:
+    model = make_gpt()
+    tp = tensor_parallel(model, axis(), sequence_parallel=sequence_parallel)
+    apply_remat(model.blocks, remat)
+    plan = plan_of(model, tp)
+    for _ in range(2):  # accumulated
+        _, loss = model(*batch())
+        (loss / 2).backward()
+    plan.finish_gradient_synchronization()
+    return loss.detach(), dict(plan.full(plan.gradients()))
+
+
+@on_ranks
+def test_gpt_from_outside(rank: int) -> None:
+    whole = make_gpt()
+    _, loss = whole(*batch())
+    loss.backward()
+    for sequence_parallel in (False, True):
+        for remat in ("none", "dots", "full"):
+            got_loss, gradients = gpt_gradients(sequence_parallel=sequence_parallel, remat=remat)
+            close(got_loss, loss.detach())
+            assert list(gradients) == [name for name, _ in whole.named_parameters()]
+            for name, expected in whole.named_parameters():
+                close(gradients[name], expected.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_ranks
+def test_the_oracle_would_see_mistakes(rank: int) -> None:
+    whole = make_gpt()
+    _, loss = whole(*batch())
+    loss.backward()
+    with patch.object(mappings, "_all_reduce", mappings._same):
+        wrong_loss, _ = gpt_gradients(sequence_parallel=False)
+    assert abs(wrong_loss - loss).item() > 1e-3
+    with patch("torchpar.manual.tensor_parallel.synchronize_replicated_gradients"):
+        right_loss, gradients = gpt_gradients(sequence_parallel=True)
+    close(right_loss, loss.detach())
+    name = "transformer.ln_f.weight"
+    assert (gradients[name] - whole.get_parameter(name).grad).abs().max() > 1e-3
+
+
+@on_ranks
+def test_ledger_is_the_closed_form(rank: int) -> None:
+    layers, stream = CONFIG.n_layer, 2 * 8 * CONFIG.n_embd * 8  # bytes of (B, T, C) in float64
+    parts = 3 * RANKS * 2 * 8 * 8  # maximum, sum and target logit of every token and rank
+    for sequence_parallel in (False, True):
+        model, line = make_gpt(), axis()
+        tp = tensor_parallel(model, line, sequence_parallel=sequence_parallel)
+        line.traffic.clear()
+        model(*batch())[1].backward()
+        plan_of(model, tp).finish_gradient_synchronization()
+        calls = line.traffic.calls
+        assert calls[Call("all_gather", "world", "loss")] == 1
+        assert line.traffic.bytes[Call("all_gather", "world", "loss")] == parts
+        reduces, gathers = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce", None)
+        for purpose in ("activations", "activation gradients"):
+            # 2 a layer; forward also the embedding, backward also the head
+            assert calls[Call(reduces, "world", purpose)] == 2 * layers + 1
+            assert line.traffic.bytes[Call(reduces, "world", purpose)] == (2 * layers + 1) * stream
+            if gathers:
+                assert calls[Call(gathers, "world", purpose)] == 2 * layers + 1
+        assert calls[Call("all_reduce", "world", "replicated gradients")] == int(sequence_parallel)
+
+
+@on_ranks
+def test_gpt_without_targets_is_refused(rank: int) -> None:
+    model = make_gpt()
+    tensor_parallel(model, axis())
+    with pytest.raises(ValueError, match="needs targets"):
+        model(batch()[0])

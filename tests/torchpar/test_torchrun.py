@@ -1,0 +1,111 @@
+"""Ranks that torchrun starts: error.json names the one that is to blame, whoever is left to write it."""
+
+import os
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import processes
+import psutil
+import pytest
+from forks import run_forked
+from processes import PATIENCE_S, assert_gone, wait_for
+
+from compare.contract.experiment import Experiment, Layout, Model, Train
+from compare.contract.host.run_lock import lock_folder
+from compare.contract.record import REQUEST, STEPS_PART, Request, Rung, read_failure, write_json
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def write_request(folder: Path, devices: int) -> None:
+    """A long run of torch-manual on this many devices."""
+    experiment = Experiment(
+        model=Model(n_layer=1, n_head=2, n_embd=16, block_size=16),
+        train=Train(max_iters=1_000_000, batch_size=6),
+        layout=Layout(dp_replicate=devices),
+    )
+    write_json(folder / REQUEST, Request(engine="torch-manual", experiment=experiment))
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    write_request(tmp_path, 3)
+    run = processes.start(
+        [sys.executable, *TORCHRUN, "--nproc-per-node", "3", "-m", "torchpar", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    part = tmp_path / STEPS_PART
+    wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 3, run)
+    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(run.pid).children()}
+    assert ranks.keys() == {0, 1, 2}
+    ranks[1].send_signal(signal.SIGKILL)
+    run.communicate(timeout=PATIENCE_S)
+    assert_gone(list(ranks.values()))
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert failure.rank == 1
+    assert failure.message.startswith("rank 1 died without a word at step ")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def be_rank(number: int, port: int, folder: Path) -> int:
+    """What torchrun starts, as one of two. Rank 1 fails at step 3."""
+    from torchpar import train
+    from torchpar.__main__ import main
+
+    variables = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    backward = train.backward
+
+    def fail(run, share) -> None:
+        if number == 1 and run.rank.position.step == 3:
+            raise ValueError("a bad batch")
+        backward(run, share)
+
+    train.backward = fail
+    sys.argv = ["torchpar", str(folder)]
+    return main()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_rank_that_fails_is_named_by_all(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_request(folder, 2)
+    stale = folder / f"{Rung.GRADIENTS}.safetensors"
+    stale.write_bytes(b"of an earlier run")
+    port = free_port()
+    with ThreadPoolExecutor(2) as both:
+        ended = list(
+            both.map(lambda n: run_forked(be_rank, n, port, folder, output=tmp_path / f"{n}"), range(2))
+        )
+    failure = read_failure(folder)
+    assert failure is not None
+    assert failure.rank == 1
+    assert failure.message == "rank 1 failed at step 3: ValueError: a bad batch"
+    for done in ended:
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[0] == failure.message
+        assert "in fail" in done.stderr
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_folder_in_use_is_left_alone(number, tmp_path):
+    """Rank 0 holds the folder for all; another rank that never met it cannot know who does."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_request(folder, 3 if number else 2)  # rank 1 fails before it meets anyone: a wrong WORLD_SIZE
+    with lock_folder(folder):
+        done = run_forked(be_rank, number, free_port(), folder, output=tmp_path / "output")
+    assert done.returncode == (3 if number else 2)
+    assert ("WORLD_SIZE = 2" if number else f"{folder} is in use by another run") in done.stderr
+    assert [path.name for path in folder.iterdir()] == [REQUEST]

@@ -1,0 +1,100 @@
+"""Who may import whom, read from the syntax of every file."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+JAX_WORLD = {"jax", "jaxlib", "flax", "optax", "orbax"}
+TORCH_WORLD = {"torch"}
+SIDES = {"jaxpar", "torchpar"}
+STRATEGIES = {"data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel"}
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def roots(path: Path) -> set[str]:
+    """Top-level packages that a file imports."""
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def files(folder: str) -> list[Path]:
+    """The Python files of a package; there must be some."""
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, folder
+    return found
+
+
+@pytest.mark.parametrize("path", files("compare"), ids=str)
+def test_compare_imports_no_framework_and_no_side(path):
+    assert not roots(path) & (JAX_WORLD | TORCH_WORLD | SIDES)
+
+
+@pytest.mark.parametrize("path", files("compare/contract"), ids=str)
+def test_contract_imports_little(path):
+    allowed = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors", "compare"}
+    assert roots(path) <= allowed
+    assert all(
+        name.startswith("compare.contract") for name in imports(path) if name.split(".")[0] == "compare"
+    )
+
+
+@pytest.mark.parametrize(
+    ("side", "forbidden"), [("jaxpar", TORCH_WORLD | {"torchpar"}), ("torchpar", JAX_WORLD | {"jaxpar"})]
+)
+def test_sides_import_the_contract_and_their_own_world(side, forbidden):
+    for path in files(side):
+        assert not roots(path) & forbidden, path
+        ours = {name for name in imports(path) if name.split(".")[0] == "compare"}
+        assert all(name.startswith("compare.contract") for name in ours), path
+
+
+@pytest.mark.parametrize(
+    "folder", ["jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library"]
+)
+def test_strategies_do_not_import_each_other(folder):
+    for path in files(folder):
+        if path.stem in STRATEGIES:
+            others = {part for name in imports(path) for part in name.split(".")} & STRATEGIES
+            assert others <= {path.stem}, path
+
+
+@pytest.mark.parametrize("side", sorted(SIDES))
+def test_the_model_does_not_know_that_it_is_parallel(side):
+    words = {name for module in imports(ROOT / side / "model.py") for name in module.split(".")}
+    assert not words & {
+        "mesh",
+        "collectives",
+        "distributed",
+        "sharding",
+        "shard_map",
+        "manual",
+        "compiler",
+        "library",
+    }
+
+
+def test_only_the_door_calls_torch_distributed():
+    """Hand-written engines go through `comm/`; the library engine is PyTorch's own."""
+    may = {"collectives.py", "process_groups.py", "ledger.py", "memory.py"}
+    for path in files("torchpar"):
+        if not {"library", "library_faults.py"} & set(path.parts) and path.name not in may:
+            assert not any(name.startswith("torch.distributed") for name in imports(path)), path
+            assert "torch.distributed" not in path.read_text().replace("`torch.distributed`", ""), path
+
+
+def test_compare_is_empty_at_the_top():
+    assert (ROOT / "compare" / "__init__.py").read_text() == ""

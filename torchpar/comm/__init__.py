@@ -1,0 +1,1 @@
+"""Ranks, meshes, process groups and collectives."""

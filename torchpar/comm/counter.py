@@ -1,0 +1,75 @@
+"""A count of what is communicated: by kind, mesh axis and purpose."""
+
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from compare.contract.record import Communication, ring_wire_bytes
+
+# The purposes there are.
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "activation gradients"
+REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts of the data
+TIED_GRADIENTS = "tied gradients"  # of the two copies of a weight on the ends of a pipeline
+BUFFERS = "buffers"  # such as BatchNorm's statistics
+LOSS, NORM, UNUSED = "loss", "norm", "unused parameters"
+REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
+
+
+class Call(NamedTuple):
+    """What calls to a collective have in common in a ledger."""
+
+    kind: str
+    axis: str
+    purpose: str
+
+
+class Traffic:
+    """Counts of the collectives that passed through the axes of one mesh.
+
+    Attributes:
+        calls, bytes: by kind, axis and purpose; bytes are those of the full (gathered) tensors.
+        purpose: of the call being made right now, "" outside the door: what `measure.ledger` asks for.
+        is_paused: nothing is counted just now.
+    """
+
+    def __init__(self):
+        self.calls: dict[Call, int] = defaultdict(int)
+        self.bytes: dict[Call, int] = defaultdict(int)
+        self.purpose = ""
+        self.is_paused = False
+
+    def add(self, call: Call, size: int) -> None:
+        """Count one call over `size` logical bytes."""
+        if not self.is_paused:
+            self.calls[call] += 1
+            self.bytes[call] += size
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Count nothing inside: what is gathered for the record is no part of a step."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def clear(self) -> None:
+        """Forget everything counted so far."""
+        self.calls.clear()
+        self.bytes.clear()
+
+    def ledger(self, sizes: Mapping[str, int]) -> list[Communication]:
+        """What was counted, as the record wants it. `sizes`: the number of ranks along each axis."""
+        return [
+            Communication(
+                kind=call.kind,
+                axis=call.axis,
+                purpose=call.purpose,
+                calls=calls,
+                bytes=self.bytes[call],
+                wire_bytes=ring_wire_bytes(call.kind, self.bytes[call], sizes[call.axis]),
+            )
+            for call, calls in sorted(self.calls.items())
+        ]

@@ -1,0 +1,66 @@
+"""Process groups: how the ranks of a run find each other, split up, and part."""
+
+import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def join_group(
+    *, rank: int, world_size: int, device: torch.device, rendezvous: Path | None, timeout_s: float
+) -> None:
+    """Join the group of all ranks. Leave it with `leave_group`.
+
+    Args:
+        rank, world_size: this process among all.
+        device: NCCL for a GPU, which is then this rank's own; gloo for the CPU.
+        rendezvous: a file that all ranks can reach and that did not exist; None reads MASTER_ADDR and
+            MASTER_PORT, which torchrun sets.
+        timeout_s: seconds that a collective may take.
+    """
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def leave_group() -> None:
+    """Wait for all ranks, so that none hangs up on another. The process must end by os._exit after this.
+
+    The group is not destroyed: if DDP's reducer outlives it, gloo's threads are joined under the GIL, and
+    one of them may need the GIL to drop a dispatch mode that `measure.ledger` had installed: a deadlock at
+    exit (seen with torch 2.13).
+    """
+    dist.barrier()
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def make_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
+    """This rank's group of a partition of all ranks; None where the groups have one member each.
+
+    Every rank calls this with the same partition, and for all partitions in the same order.
+    """
+    if len(partition) == 1:
+        return world_group()
+    if len(partition[0]) == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(partition)
+    return group
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error only says that another rank went away, so that the cause lies elsewhere."""
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

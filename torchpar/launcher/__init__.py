@@ -1,0 +1,1 @@
+"""From a request to running ranks, and watching over them."""

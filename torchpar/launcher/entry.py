@@ -1,0 +1,143 @@
+"""From a request to running ranks: what must hold before any process starts, and who starts what."""
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from compare.contract import record
+from compare.contract.data import open_corpus
+from compare.contract.engines import ENGINES
+from compare.contract.experiment import ExperimentError, revalidate
+from compare.contract.initial_weights import checked_weights, starting_sha256
+from compare.contract.record import Request
+from compare.contract.stream import Batches
+from torchpar.comm.rank import Rank
+from torchpar.faults import plant
+from torchpar.launcher.local import bind_to_loopback, launch
+from torchpar.recording import device_kind, versions
+from torchpar.train import PARALLELIZE, train
+
+
+class MissingDevicesError(RuntimeError):
+    """This machine lacks what the layout needs; the message says both numbers and what to do."""
+
+
+def read_request(folder: Path) -> Request:
+    """Read and check `folder/request.json`.
+
+    Raises:
+        ExperimentError: there is none, it is malformed, or what it asks for cannot work.
+    """
+    path = folder / record.REQUEST
+    try:
+        request = record.read_json(path, Request)
+    except OSError as error:
+        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
+    except msgspec.DecodeError as error:
+        raise ExperimentError(f"{path}: {error}") from None
+    if request.engine not in PARALLELIZE:
+        raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
+    experiment = revalidate(request.experiment)
+    ENGINES[request.engine].require(experiment.layout, platform=request.platform)
+    plant(request.fault, engine=request.engine, layout=experiment.layout)  # only to hear its objections
+    return request
+
+
+def validate_data(request: Request) -> Request:
+    """The request with the digests of its data and of its own weights, which the ranks then trust.
+
+    Raises:
+        ExperimentError: data or weights that do not fit.
+    """
+    sha256 = open_corpus(request.experiment, validated_sha256=request.corpus_sha256).sha256
+    init_sha256 = starting_sha256(request) if request.init_from else ""
+    return msgspec.structs.replace(request, corpus_sha256=sha256, init_sha256=init_sha256)
+
+
+def start_ranks(
+    request: Request,
+    folder: Path,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> None:
+    """Run all ranks on this machine; the record is in `folder` then.
+
+        from pathlib import Path
+        from compare.contract.data import open_corpus
+        from compare.contract.experiment import load
+        from compare.contract.parameters import initial_parameters
+        from compare.contract.record import Request, read_record
+        from torchpar.launcher.entry import start_ranks
+
+        experiment, folder = load("check"), Path("mine")
+        folder.mkdir()
+        weights = initial_parameters(experiment)        # or your own, by canonical name
+        corpus = open_corpus(experiment)                # or your own batches
+        request = Request(engine="torch-manual", experiment=experiment)
+        start_ranks(request, folder, weights=weights, batches=lambda step: corpus.batch(experiment, step))
+        record = read_record(folder, requested=False)
+
+    Args:
+        request: what to run.
+        folder: which exists.
+        weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
+        batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step; every rank calls it,
+            and must get the same. By default the corpus's. Picklable on GPUs and on macOS.
+
+    Raises:
+        ExperimentError: the weights do not fit the model.
+        MissingDevicesError: too few GPUs.
+        RanksFailed, Interrupted: from `launch`.
+    """
+    devices = request.experiment.layout.devices
+    if request.platform == "gpu":
+        require_gpus(devices)
+    bind_to_loopback()
+    spawn = request.platform == "gpu" or sys.platform == "darwin"
+    if not spawn:
+        # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
+        importlib.import_module("torch._dynamo")
+    own = None if weights is None else checked_weights(weights, request.experiment)
+    rank_main = functools.partial(train_faulty, request=request, folder=folder, weights=own, batches=batches)
+    launch(rank_main, world_size=devices, folder=folder, timeout_s=request.timeout_s, spawn=spawn)
+
+
+def doctor() -> dict[str, object]:
+    """What this environment offers: package versions, CPU devices in words, GPUs by name."""
+    cores = os.cpu_count() or 1
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return {
+        "versions": versions(),
+        "cpu_devices": f"any number of gloo ranks, one thread each, on {cores} cores",
+        "gpus": [device_kind(torch.device("cuda", index)) for index in gpus],
+    }
+
+
+def train_faulty(
+    rank: Rank,
+    *,
+    request: Request,
+    folder: Path,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> None:
+    """Train as one rank, with the mistake that the request asks for."""
+    with plant(request.fault, engine=request.engine, layout=request.experiment.layout):
+        train(rank, request=request, folder=folder, weights=weights, batches=batches)
+
+
+def require_gpus(needed: int) -> None:
+    """Raises MissingDevicesError if PyTorch sees fewer GPUs."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < needed:
+        raise MissingDevicesError(
+            f"the layout needs {needed} GPUs and PyTorch sees {found}: use fewer devices, or platform cpu"
+        )

@@ -1,0 +1,1 @@
+"""What it takes to serve any module, beside the lessons."""

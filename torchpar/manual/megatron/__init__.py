@@ -1,0 +1,1 @@
+"""Megatron's mappings f and g, and what is split over the vocabulary."""

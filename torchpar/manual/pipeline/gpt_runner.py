@@ -1,0 +1,61 @@
+"""How `PipelineParallel` runs the stages of a GPT.
+
+A accumulated passes, b sequences of a data-parallel share, M microbatches of a step, B sequences of one,
+T positions, C embedding.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from compare.contract.experiment import Layout
+from compare.contract.schedules import make_schedule
+from torchpar.comm.collectives import Axis
+from torchpar.gpt_stages import GPTStages, OneStage
+from torchpar.manual.pipeline_parallel import PipelineParallel
+from torchpar.parallel_model import Plan
+
+
+def make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> Callable[..., torch.Tensor]:
+    """What `Plan.run_pipeline` is to be.
+
+    Args:
+        part: this rank's stages, which `plan.module` is, or wraps.
+        plan: what is done to them over the other axes.
+        axis: the pipeline's ranks.
+        layout: schedule, chunks and microbatches.
+    """
+
+    @functools.cache  # how many passes a step has is seen at the first
+    def make_pipeline(microbatches: int) -> PipelineParallel:
+        return PipelineParallel(
+            {stage: OneStage(plan.module, stage) for stage in part.blocks_of},
+            schedule=make_schedule(
+                layout.schedule, ranks=axis.size, microbatches=microbatches, chunks=layout.chunks
+            ),
+            loss=part.mean_loss,
+            boundary=functools.partial(boundary, part=part, layout=layout),
+            group=axis,
+            no_sync=plan.no_sync,
+        )
+
+    def run(
+        inputs_AbT: torch.Tensor,
+        targets_AbT: torch.Tensor,
+        forward_context: Callable[[], AbstractContextManager],
+    ) -> torch.Tensor:
+        size = inputs_AbT.shape[1] // layout.microbatches
+        inputs_MBT, targets_MBT = (tensor.flatten(0, 1).split(size) for tensor in (inputs_AbT, targets_AbT))
+        pipeline = make_pipeline(len(inputs_MBT))
+        return pipeline.run(inputs_MBT, targets_MBT, forward_context=forward_context)
+
+    return run
+
+
+def boundary(stage: int, ids_BT: torch.Tensor, *, part: GPTStages, layout: Layout) -> torch.Tensor:
+    """What passes between two stages for a microbatch of these ids: the stream (B, T, C), without data."""
+    count, length = ids_BT.shape
+    length //= layout.tp if layout.sequence_parallel else 1
+    return torch.empty(count, length, part.width, dtype=part.dtype, device="meta")

@@ -1,0 +1,90 @@
+"""One stage of a pipeline: forward and backward of one microbatch at a time, for any module.
+
+Backward is one task, or two: gradients of the stage's input first, which the stage before it waits for, and
+those of linear layers' weights later. Gradients add up over microbatches, as autograd adds them.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchpar.manual.pipeline.deferred_weight_gradients import DeferredWeightGradients, Factors, accumulate
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """What backward needs of one microbatch; dropping it frees the graph behind `y`."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    factors: list[Factors]
+    """Of the weight gradients that are put off."""
+
+
+class Stage:
+    """A module that takes one tensor and returns one, and the microbatches that are under way in it.
+
+    Args:
+        module: on the first stage its input is the microbatch itself.
+        splits_backward: whether weight gradients are a task of their own.
+    """
+
+    def __init__(self, module: nn.Module, *, splits_backward: bool):
+        self.module = module
+        self._deferred = DeferredWeightGradients(module) if splits_backward else None
+        self._activations: dict[int, _Activations] = {}
+        self._factors: dict[int, list[Factors]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose forward is done, and whose backward is not."""
+        return len(self._activations) + len(self._factors)
+
+    def forward(
+        self,
+        microbatch: int,
+        x: torch.Tensor,
+        *,
+        finish: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
+    ) -> torch.Tensor:
+        """Run the module on one microbatch, and keep what its backward needs.
+
+        Args:
+            microbatch: its number.
+            x: what the stage before it sent.
+            finish: from the module's output to the stage's: the loss, on the last stage.
+
+        Returns:
+            The output, detached.
+        """
+        x = x.detach().requires_grad_(x.is_floating_point())
+        factors: list[Factors] = []
+        with self._deferred.into(factors) if self._deferred else nullcontext():
+            y = finish(self.module(x))
+        self._activations[microbatch] = _Activations(x, y, factors)
+        return y.detach()
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Add this microbatch's gradients to those of the parameters, and free its activations.
+
+        Args:
+            microbatch: its number.
+            gradient: of the stage's output; None for a loss.
+
+        Returns:
+            The gradient of the input; None where that is no floating-point tensor.
+        """
+        kept = self._activations.pop(microbatch)
+        if kept.y.requires_grad:  # else the stage is frozen, and its input is no floating-point tensor
+            with self._deferred.into(kept.factors) if self._deferred else nullcontext():
+                torch.autograd.backward(kept.y, gradient)
+        if self._deferred:
+            self._factors[microbatch] = kept.factors
+        return kept.x.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients that `backward` left, where they are a task of their own."""
+        accumulate(self._factors.pop(microbatch))

@@ -1,0 +1,66 @@
+"""What an optimizer may do with sharded parameters, and when: `claims.Claimant` for `Flat`s."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchpar.manual.any_module.claims import claim
+from torchpar.manual.zero.flat_parameters import Flat
+
+
+class FlatSteps:
+    """Lets optimizers update the pieces of some flats, as soon as they have their gradients.
+
+    Args:
+        flats: whose pieces and parameters are claimed.
+    """
+
+    kind = "FSDP"
+
+    def __init__(self, flats: Sequence[Flat]):
+        self._all = flats
+        self._flat_of: dict[torch.Tensor, Flat] = {piece: flat for flat in flats for piece in flat.pieces}
+        self._whole: dict[torch.Tensor, str] = {}
+        pieces: dict[str, torch.Tensor] = {}
+        for flat in flats:
+            self._whole.update(zip(flat.parameters, flat.names, strict=True))
+            pieces.update(zip(flat.names, flat.pieces, strict=True))
+        self._claimed = {**pieces, **{f"{name} (whole)": p for p, name in self._whole.items()}}
+        claim(self, self._claimed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A deep copy, whose pieces are its own."""
+        self.__dict__.update(state)
+        claim(self, self._claimed)
+
+    def before_forward(self) -> None:
+        """RuntimeError if pieces were converted, or updated without their gradients."""
+        for flat in self._all:
+            flat.keep_memory("pieces")
+            if flat.is_changed and flat.gradients.is_awaited:
+                raise RuntimeError(
+                    f"{flat.names[0]}, or one gathered with it, was changed before it had its gradient of "
+                    f"the last backward: call finish_gradient_synchronization() before any update"
+                )
+
+    def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError if gradients are not there yet, or never will be."""
+        for parameter in parameters:
+            if parameter in self._whole:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has {self._whole[parameter]} as it was before FSDP, which "
+                    f"gets no gradients: make the optimizer over parameters() of the FSDP"
+                )
+        for flat in self._flats(parameters):
+            flat.gradients.require_finished("step()")
+
+    def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """What is gathered is old now, whether or not the optimizer's kernels tell (fused ones do not)."""
+        flats = self._flats(parameters)
+        torch.autograd.graph.increment_version([flat.shard for flat in flats])
+        for flat in flats:  # a closure may have forgotten it
+            flat.gradients.require_finished("step()")
+
+    def _flats(self, parameters: Sequence[torch.Tensor]) -> list[Flat]:
+        return list(dict.fromkeys(self._flat_of[p] for p in parameters if p in self._flat_of))

@@ -1,0 +1,1 @@
+"""What a step communicates and holds."""

@@ -1,0 +1,115 @@
+"""What a step communicates, read from PyTorch's dispatcher: sees our own door and DDP's C++ alike.
+
+Patching torch.distributed would miss what the library wrappers send from C++.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compare.contract.record import Communication
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import Call, Traffic
+
+# c10d and functional names without punctuation -> the ledger's kind
+_KINDS = {
+    "allreduce": "all_reduce",
+    "allreducecoalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "allgatherbase": "all_gather",
+    "allgatherintotensor": "all_gather",
+    "allgatherintotensorcoalesced": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "reducescatterbase": "reduce_scatter",
+    "reducescattertensor": "reduce_scatter",
+    "reducescattertensorcoalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoallbase": "all_to_all",
+    "alltoallsingle": "all_to_all",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "permute",
+}
+# What PyTorch's wrappers use a collective for, where that is not to reduce gradients.
+_WRAPPERS = {
+    ("dp_shard", "all_gather"): "parameters",
+    ("dp_shard", "broadcast"): "parameters",
+    ("pp", "permute"): "activations and their gradients",
+    ("tp", "all_gather"): "activations",
+    ("tp", "all_reduce"): "activations",
+    ("tp", "reduce_scatter"): "activations",
+}
+_IGNORED = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
+
+
+class CommunicationMode(TorchDispatchMode):
+    """Counts every collective while it is active.
+
+    Args:
+        axes: the mesh's axes, to name the process groups.
+        door: the count of our own calls: says what a call is for while one is being made.
+        default_purpose: of calls that did not come through the door: those of PyTorch's wrappers.
+
+    Attributes:
+        seen: the count.
+    """
+
+    def __init__(self, axes: list[Axis], *, door: Traffic, default_purpose: str):
+        super().__init__()
+        self.seen = Traffic()
+        self._door = door
+        self._default_purpose = default_purpose
+        self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor first: what it makes of the operator comes back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional") and not self._door.is_paused:
+            self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func, args, kwargs, result) -> None:
+        name = func.overloadpacket.__name__.replace("_", "")
+        if name in _IGNORED:
+            return
+        # The full tensor is what goes in or what comes out, whichever is larger.
+        size = max(_nbytes((args, kwargs)), _nbytes(result))
+        if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
+            size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
+        group = _group_name((*args, *kwargs.values()))
+        assert group in self._axis_names, f"{name} over process group {group!r}, which is no axis of the mesh"
+        kind, axis = _KINDS.get(name, name), self._axis_names[group]
+        purpose = self._door.purpose or _WRAPPERS.get((axis, kind), self._default_purpose)
+        self.seen.add(Call(kind, axis, purpose), size)
+
+
+def of_the_busiest(ledgers: Iterable[list[Communication]]) -> list[Communication]:
+    """One ledger of all ranks': of each kind, axis and purpose what the rank says that had the most of it.
+
+    Only the stages of a pipeline differ: the first sends no gradients, the last no activations.
+    """
+    entries = [entry for ledger in ledgers for entry in ledger]
+    most = {(e.kind, e.axis, e.purpose): e for e in sorted(entries, key=lambda e: (e.bytes, e.calls))}
+    return [most[key] for key in sorted(most)]
+
+
+def _nbytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _group_name(arguments: tuple) -> str:
+    """c10d operators take the group itself, functional ones its name as their last string."""
+    for argument in reversed(arguments):
+        if isinstance(argument, str):
+            return argument
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return ProcessGroup.unbox(argument).group_name
+    return ""

@@ -1,0 +1,97 @@
+"""What an engine makes of a model and its optimizer: the handful of things that the training loop uses."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from torchpar.comm.collectives import Axis
+
+Named = Mapping[str, torch.Tensor]
+Gather = Callable[[Named], Named]
+
+
+class OptimizerMaker(Protocol):
+    """Makes the experiment's optimizer over parameters by the model's names: `optimizer.make_optimizer`."""
+
+    def __call__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        wrap: Callable[..., torch.optim.Optimizer] = ...,
+        apart: Collection[str] = (),
+    ) -> torch.optim.Optimizer:
+        """`wrap(params, optimizer_cls, **kwargs)` makes the optimizer itself, if that is not as usual."""
+        ...
+
+
+def _nothing() -> None:
+    pass
+
+
+def _whole(name: str) -> tuple[Axis, ...]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model under a layout.
+
+    Attributes:
+        module: called as the model is.
+        optimizer: over `parameters`.
+        parameters: what this rank updates, by the model's own names: a parameter, or this rank's piece of
+            it (perhaps an empty one). Weights, gradients and the optimizer's state are read from these.
+        no_sync: a context for every forward and backward of a step but the last.
+        finish_gradient_synchronization: after the last backward; the gradients of `parameters` are complete
+            after it.
+        run_pipeline: instead of calling `module`: from the inputs and targets of every microbatch, and a
+            context for each forward, to their mean loss; leaves gradients on the parameters.
+        sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
+        copies: names of what another rank along those axes has, too, and counts in the norm.
+        gathers: from pieces to whole tensors, innermost first: each takes and returns tensors by name, which
+            may be weights, gradients or moments. All ranks call them together.
+        transient: flat tensors whose storage comes and goes, for the memory tracker.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    no_sync: Callable[[], AbstractContextManager] = nullcontext
+    finish_gradient_synchronization: Callable[[], None] = _nothing
+    run_pipeline: Callable[..., torch.Tensor] | None = None
+    sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
+    copies: frozenset[str] = frozenset()
+    gathers: tuple[Gather, ...] = ()
+    transient: tuple[torch.Tensor, ...] = ()
+
+    def full(self, pieces: Named) -> Named:
+        """Whole tensors by name, in the model's own shapes, from every rank's pieces."""
+        for gather in self.gathers:
+            pieces = gather(pieces)
+        return pieces
+
+    def weights(self) -> Named:
+        """This rank's pieces of the weights."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def gradients(self) -> Named:
+        """This rank's pieces of the gradients. Every parameter must have one."""
+        gradients = {}
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            gradients[name] = parameter.grad
+        return gradients
+
+    def moments(self, key: str) -> Named:
+        """This rank's pieces of one tensor of the optimizer's state, such as exp_avg."""
+        return {name: self.optimizer.state[p][key] for name, p in self.parameters.items()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is in this rank's memory: of a DTensor its local part, else the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local else tensor
