@@ -25,6 +25,7 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
+from compare.contract.engines.registry import OBJECTIONS
 from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, EnvironmentMissing
@@ -52,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     def say(error: object) -> None:
         errors.print(f"shardpair: error: {printable(str(error))}", style="red")
 
+    for objection in OBJECTIONS:
+        errors.print(f"shardpair: {printable(objection)}", style="yellow")
     try:
         _require_utf8(arguments)
         if arguments[:1] == ["--version"]:

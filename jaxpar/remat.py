@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout
 
 Remat = Literal["none", "dots", "full"]
@@ -25,7 +26,7 @@ def resolve_remat(layout: Layout, *, engine: str) -> Remat:
     """
     if layout.remat != "auto":
         return layout.remat
-    return "full" if engine == "jax-manual" and layout.pp > 1 else "dots"
+    return "full" if ENGINES[engine].recomputes_stages and layout.pp > 1 else "dots"
 
 
 def apply_remat(

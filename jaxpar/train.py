@@ -3,6 +3,7 @@
 Legend: A gradient accumulation, B batch, T position.
 """
 
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,15 @@ from jax.sharding import Mesh
 
 from compare.contract.data import Corpus
 from compare.contract.divergence import end_if_diverged, first_not_finite
-from compare.contract.engines import ENGINES
+from compare.contract.engines.jax import JAX
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import StepScalars, step_scalars
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count, storage_dtype
 from compare.contract.record import Manifest, Recorder, Request, Rung, Step
 from compare.contract.stream import Batches, OwnBatches, open_stream
-from jaxpar import compiler, manual, weights
+from jaxpar import weights
 from jaxpar.comm.mesh import device_kind, make_mesh
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.usage import cpu_seconds, peak_memory, resident_bytes, threads, versions
@@ -32,7 +34,7 @@ from jaxpar.problem import Problem
 from jaxpar.remat import Remat, resolve_remat
 from jaxpar.training_step import Plan
 
-PARALLELIZE = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}
+PARALLELIZE = {e.name: importlib.import_module(f"jaxpar.{e.folder}").parallelize for e in JAX.engines}
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from compare.contract.data import Corpus
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Communication, Manifest, Recorder, Request, Rung

@@ -1,6 +1,7 @@
 """The training loop of both engines, as one rank runs it, and the record that rank 0 leaves."""
 
 import functools
+import importlib
 import time
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,12 +12,13 @@ import numpy as np
 import torch
 
 from compare.contract.divergence import end_if_diverged
+from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.torch import TORCH
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint
 from compare.contract.record import Recorder, Request, Step
 from compare.contract.stream import Batches, open_stream
-from torchpar import library, manual
 from torchpar.comm import process_groups
 from torchpar.comm.counter import GRADIENTS, LOSS
 from torchpar.comm.mesh import Mesh, make_mesh
@@ -30,7 +32,7 @@ from torchpar.parallel_model import local
 from torchpar.recording import Run, finish, record_after, record_gradients, record_start
 from torchpar.weights import load_weights, read_weights
 
-PARALLELIZE = {"torch-manual": manual.parallelize, "torch-library": library.parallelize}
+PARALLELIZE = {e.name: importlib.import_module(f"torchpar.{e.folder}").parallelize for e in TORCH.engines}
 # DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
 INSTRUMENTED_STEP = 2
 
@@ -215,7 +217,7 @@ def autocast(run: Run) -> AbstractContextManager:
 
 @contextmanager
 def instrument(run: Run) -> Generator[None]:
-    """Watch one step: peak memory, and the ledger. torch-manual's ledger comes from its own door."""
+    """Watch one step: peak memory, and the ledger: of our own calls, or of what PyTorch's dispatcher saw."""
     plan, traffic = run.plan, run.mesh.traffic
     state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
     modules = [*plan.module.parameters(), *plan.module.buffers()]
@@ -224,7 +226,7 @@ def instrument(run: Run) -> Generator[None]:
     mode = CommunicationMode(run.mesh.axes, door=traffic, default_purpose=GRADIENTS)
     with track_peak(run.mesh.device, map(local, resident), plan.transient) as peak, mode:
         yield
-    counted = mode.seen if run.request.engine == "torch-library" else traffic
+    counted = traffic if ENGINES[run.request.engine].counts_own_calls else mode.seen
     run.ledger = counted.ledger(run.mesh.sizes)
     run.peak_bytes = peak.bytes
 

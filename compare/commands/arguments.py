@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 import tyro
 from msgspec import Struct
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.engine import Side
+from compare.contract.engines.registry import ENGINES, SIDES
 from compare.contract.experiment import (
     Data,
     Experiment,
@@ -23,7 +24,6 @@ from compare.contract.experiment import (
     revalidate,
 )
 from compare.contract.record import Platform
-from compare.execute.launch import Pythons
 from compare.execute.paths import check_cache, check_python, default_cache
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, Comparison
@@ -34,10 +34,26 @@ from compare.terminal.console import messages_console
 
 MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
 
-EngineName = Literal["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
+
+def _python_flag(side: Side) -> object:
+    return Annotated[str, tyro.conf.arg(help=f"Python that runs {side.name}, if it lives elsewhere.")]
 
 
-class Spec(Struct, frozen=True, kw_only=True):
+if TYPE_CHECKING:
+    EngineName = str
+    SidePythons = Struct
+else:
+    EngineName = Literal[tuple(ENGINES)]
+    SidePythons = msgspec.defstruct(
+        "SidePythons",
+        [(side.python_flag, _python_flag(side), sys.executable) for side in SIDES.values()],
+        frozen=True,
+        kw_only=True,
+    )
+    """A flag for each side: they may live in environments of their own."""
+
+
+class Spec(SidePythons, frozen=True, kw_only=True):
     """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
@@ -63,10 +79,6 @@ class Spec(Struct, frozen=True, kw_only=True):
     compiling, only has to use the processor."""
     cache_dir: str = default_cache()
     """Compiled programs are kept here between runs; '' turns that off."""
-    jax_python: str = sys.executable
-    """Python that runs jaxpar, if it lives in another environment."""
-    torch_python: str = sys.executable
-    """Python that runs torchpar, if it lives in another environment."""
     dry_run: bool = False
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
     refused. Exit code 2 if it would be refused."""
@@ -98,13 +110,14 @@ class Spec(Struct, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
             )
-        check_python("--jax_python", self.jax_python)
-        check_python("--torch_python", self.torch_python)
+        pythons = pythons_of(self)
+        for name, python in pythons.items():
+            check_python(f"--{SIDES[name].python_flag}", python)
         return Settings(
             platform=self.platform,
             timeout_s=self.timeout_s,
             cache_dir=self._cache(),
-            pythons=Pythons(jaxpar=self.jax_python, torchpar=self.torch_python),
+            pythons=pythons,
             init_from=self.init_from,
         )
 
@@ -220,6 +233,11 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
     """A command's arguments filled from a named experiment or file: the defaults of its command line."""
     return msgspec.convert({"experiment": name, **msgspec.to_builtins(load(name))}, command)
+
+
+def pythons_of(arguments: SidePythons) -> dict[str, str]:
+    """Side -> the interpreter that its flag names."""
+    return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
 
 
 def chosen_engines(engines: tuple[str, ...]) -> list[str]:

@@ -6,14 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 
 import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from compare.contract.engines import ENGINES
+from compare.commands.arguments import SidePythons, pythons_of
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 from compare.execute.safe_path import with_safe_path
 from compare.terminal.console import coloured, print_json, results_console
@@ -41,20 +41,15 @@ class EngineReport(Struct, frozen=True, kw_only=True):
     gpu_devices: str
 
 
-class Doctor(Struct, frozen=True, kw_only=True):
+class Doctor(SidePythons, frozen=True, kw_only=True):
     """Say what is installed, which devices there are, and what each engine can run here."""
 
-    jax_python: str = sys.executable
-    """Python that runs jaxpar."""
-    torch_python: str = sys.executable
-    """Python that runs torchpar."""
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
 
     def __call__(self, default: Experiment) -> int:
         """Examine both sides. Returns 0 if both work, 3 if one does not."""
-        pythons = {"jaxpar": self.jax_python, "torchpar": self.torch_python}
-        sides = {side: examine(side, python) for side, python in pythons.items()}
+        sides = {side: examine(side, python) for side, python in pythons_of(self).items()}
         code = 0 if all(isinstance(found, SideReport) for found in sides.values()) else 3
         if self.json:
             found_or_why = {

@@ -7,7 +7,7 @@ from msgspec import Struct
 from rich import box
 from rich.table import Table
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, Layout, load, named_experiments
 from compare.contract.parameters import parameter_count
 from compare.studies.faults import FAULTS

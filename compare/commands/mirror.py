@@ -9,10 +9,11 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.terminal.console import print_json, results_console
 
-FOLDERS = ("jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library")
+FOLDERS = tuple(f"{engine.side}/{engine.folder}" for engine in ENGINES.values() if engine.folder)
 STRATEGIES = ("data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel")
 _LAYOUT = (
     tokenize.COMMENT,

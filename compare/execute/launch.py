@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,8 @@ from msgspec import Struct
 
 from compare.contract import record as files
 from compare.contract.data import open_corpus, standard_library_text
-from compare.contract.engines import ENGINES
+from compare.contract.engines.engine import Side
+from compare.contract.engines.registry import side_of
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.host.disk import remove_leftovers
 from compare.contract.host.exits import describe_exit, oom_kills
@@ -54,13 +55,6 @@ class Terminated(KeyboardInterrupt):
 
 class EnvironmentMissing(RuntimeError):
     """This machine lacks something that the experiment needs. The message is one line."""
-
-
-class Pythons(Struct, frozen=True, kw_only=True):
-    """The interpreter for each side: they may live in two environments."""
-
-    jaxpar: str = sys.executable
-    torchpar: str = sys.executable
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -141,7 +135,7 @@ def launch(
     request: Request,
     folder: Path,
     *,
-    pythons: Pythons | None = None,
+    pythons: Mapping[str, str] | None = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Record:
     """Run one engine to its end and return its record.
@@ -149,7 +143,7 @@ def launch(
     Args:
         request: what to run.
         folder: the engine's own, new folder.
-        pythons: the interpreter of each side.
+        pythons: side -> the interpreter it is installed in; by default, and where one is missing, this one.
         on_step: called with every step as it is recorded.
 
     Raises:
@@ -159,8 +153,9 @@ def launch(
     """
     folder.mkdir()
     files.write_json(folder / files.REQUEST, request)
-    side = ENGINES[request.engine].side
-    command = [getattr(pythons or Pythons(), side), "-m", side, str(folder), "--exit-with-stdin"]
+    side = side_of(request.engine)
+    python = (pythons or {}).get(side.name, sys.executable)
+    command = [python, "-m", side.name, str(folder), "--exit-with-stdin"]
     kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
@@ -247,14 +242,10 @@ def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
     return f"{died} and no message"
 
 
-def child_environment(side: str, platform: str) -> dict[str, str]:
+def child_environment(side: Side, platform: str) -> dict[str, str]:
     """The environment of a side's Python."""
     inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
-    environment = with_safe_path(inherited)
-    if side == "jaxpar":
-        # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
-        # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
-        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        if platform == "cpu":
-            environment["JAX_PLATFORMS"] = "cpu"
+    environment = {**side.environment, **with_safe_path(inherited)}
+    if platform == "cpu":
+        environment.update(side.environment_on_cpu)
     return environment

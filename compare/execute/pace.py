@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES, side_of
 from compare.contract.record import STEPS_PART, Request, Step
 from compare.terminal.units import human_seconds
 
@@ -78,9 +78,7 @@ class Pace:
             return f"step {self.done} of {self.steps}{', finishing' if self.done == self.steps else ''}"
         if not (self._folder / self.name / STEPS_PART).is_file():
             return "starting"
-        # jaxpar opens its record before it compiles, torchpar when it is ready to step.
-        is_jax = ENGINES[self._requests[self.name].engine].side == "jaxpar"
-        return "setting up and compiling" if is_jax else "at the first step"
+        return side_of(self._requests[self.name].engine).before_first_step
 
     def figures(self, now: float) -> str:
         """Loss, tokens/s, time gone and time left, as far as they are known."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 import numpy as np
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count, parameter_table, storage_dtype

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from compare.contract.engines.registry import REFERENCE
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE
 from compare.studies.matrix import SHOWN, STUDIES, Cell
 from compare.studies.presets import PRESETS
@@ -78,7 +79,7 @@ def cell_text(cell: Cell, name: str) -> str:
 def resident_row(cells: Sequence[Cell]) -> list[str]:
     """One layout's cells: its name, the closed form, and each engine's bytes at rest by kind."""
     by_engine = {cell.engine: _kilobytes(cell.closed_form) for cell in cells if cell.closed_form}
-    expected = by_engine.get("torch-manual") or next(iter(by_engine.values()), "")
+    expected = by_engine.get(REFERENCE) or next(iter(by_engine.values()), "")
     return [cells[0].layout, expected, *map(_resident_text, cells)]
 
 

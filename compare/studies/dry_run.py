@@ -4,7 +4,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.contract.data import open_corpus
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, to_toml
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.judge.closed_forms.memory import KINDS

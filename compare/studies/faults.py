@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES, REFERENCE
 from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.judge.comparison import Comparison
 from compare.studies.paired_run import Case
@@ -25,8 +25,6 @@ class Fault(Struct, frozen=True, kw_only=True):
     """What went wrong, in a few words."""
     edit: Mapping[str, Mapping[str, object]] | None = None
     """Sections and fields with the wrong value; None if the side plants it in its code."""
-    impossible_in: tuple[str, ...] = ()
-    """Engines that cannot make this mistake, or have no layout in which it shows."""
     preset: str = ""
     """The layout in which it shows; empty for data parallelism over the devices asked for."""
 
@@ -57,13 +55,11 @@ FAULTS = {
             name="dropped_all_reduce",
             rung="gradients",
             story="each replica keeps its own gradients",
-            impossible_in=("jax-compiler",),
         ),
         Fault(
             name="sum_for_mean",
             rung="gradients",
             story="gradients are summed over replicas, not averaged",
-            impossible_in=("jax-compiler",),
         ),
         Fault(
             name="no_clip",
@@ -93,55 +89,47 @@ FAULTS = {
             name="kept_gradients",
             rung="later_weights",
             story="gradients are not cleared between steps",
-            impossible_in=("jax-compiler", "jax-manual"),
         ),
         Fault(
             name="dropped_tp_all_reduce",
             rung="loss",
             story="a row-parallel product stays one rank's part",
-            impossible_in=("jax-compiler",),
             preset="tp",
         ),
         Fault(
             name="doubled_row_bias",
             rung="gradients",
             story="a row-parallel bias is added before the sum, once a rank",
-            impossible_in=("jax-compiler", "torch-library"),
             preset="tp_sp",
         ),
         Fault(
             name="missing_norm_psum",
             rung="gradients",
             story="LayerNorm gradients are not summed under sequence parallelism",
-            impossible_in=("jax-compiler",),
             preset="tp_sp",
         ),
         Fault(
             name="norm_counts_replicas_twice",
             rung="grad_norm",
             story="the global norm counts what every rank has once a rank",
-            impossible_in=("jax-compiler",),
             preset="tp",
         ),
         Fault(
             name="wrong_optimizer_shard",
             rung="first_weights",
             story="a shard is updated with another rank's gradients",
-            impossible_in=("jax-compiler",),
             preset="fsdp",
         ),
         Fault(
             name="overwritten_microbatch",
             rung="gradients",
             story="a microbatch's gradient replaces those before it",
-            impossible_in=("jax-compiler",),
             preset="pp",
         ),
         Fault(
             name="stale_tied_copy",
             rung="gradients",
             story="the two ends of a pipeline do not add their gradients of the tied embedding",
-            impossible_in=("jax-compiler",),
             preset="pp",
         ),
     )
@@ -160,14 +148,14 @@ def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str],
     if devices < 2:
         raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
     short = edited(experiment, {"train": {"max_iters": 2}})
-    cases = [Case(name="reference", engine="torch-manual", experiment=spread(short, "single"))]
+    cases = [Case(name="reference", engine=REFERENCE, experiment=spread(short, "single"))]
     for fault in (FAULTS[name] for name in names or FAULTS):
         preset, of_preset = (
             (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
         )
         sharded = spread(short, preset, of_preset)
         for engine in engines:
-            if engine not in fault.impossible_in:
+            if fault.name not in ENGINES[engine].impossible_faults:
                 ENGINES[engine].require(sharded.layout)
                 cases.append(_plant(fault, engine, sharded))
     return cases

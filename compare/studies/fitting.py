@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.record import Record, RecordError, Request, read_own_json, read_record, write_json

@@ -7,7 +7,8 @@ float64 with SGD and no clipping, which hides nothing of a gradient's scale.
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines import ENGINES, Engine
+from compare.contract.engines.engine import Engine
+from compare.contract.engines.registry import ENGINES, REFERENCE
 from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.judge.comparison import Comparison
@@ -87,7 +88,7 @@ def matrix_cases(
             can express.
     """
     check_names("--layouts", "layout", layouts, PRESETS)
-    cases = [Case(name="reference", engine="torch-manual", experiment=spread(experiment, "single"))]
+    cases = [Case(name="reference", engine=REFERENCE, experiment=spread(experiment, "single"))]
     cells = {}
     for name in layouts:
         preset = spread(experiment, name, PRESETS[name].devices)

@@ -2,12 +2,15 @@
 
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.files import why_not_readable
 from compare.contract.initial_weights import INIT, read_weights, write_weights
@@ -27,18 +30,18 @@ class Init(Struct, frozen=True, kw_only=True):
     sha256: str = ""
 
 
-def freeze_weights(source: str, experiment: Experiment, folder: Path, *, python: str) -> Init:
+def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]) -> Init:
     """Check a user's weights, and write them to `folder`/init.safetensors in the dtype of training.
 
     Args:
         source: safetensors with canonical or nanoGPT's names, or nanoGPT's ckpt.pt; '' for none.
         experiment: the model that they must fit.
         folder: of the run; removed if they do not.
-        python: the interpreter of torchpar, which alone can read what is not canonical.
+        pythons: side -> its interpreter; one side alone can read what is not canonical.
 
     Raises:
         ExperimentError: the file cannot be read, or does not fit: one line with the numbers.
-        EnvironmentMissing: torchpar cannot be run here.
+        EnvironmentMissing: that side cannot be run here.
     """
     if not source:
         return Init()
@@ -51,7 +54,7 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, python:
         else:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 converted = Path(scratch) / INIT
-                _convert(path.absolute(), converted, experiment, python=python)
+                _convert(path.absolute(), converted, experiment, pythons=pythons)
                 weights = read_weights(converted, experiment)
         write_weights(folder / INIT, weights)
         return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
@@ -61,7 +64,7 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, python:
 
 
 def objection_to(source: str, experiment: Experiment) -> str:
-    """What is wrong with a user's weights, as far as it shows without starting torchpar; '' if nothing is."""
+    """What is wrong with a user's weights, as far as it shows without starting a side; '' if nothing is."""
     path = Path(source)
     if why := why_not_readable(path):
         return f"--init_from: {path} {why}"
@@ -86,16 +89,18 @@ def _is_canonical(path: Path) -> bool:
     return not any(name.startswith(NANOGPT) for name in names)
 
 
-def _convert(source: Path, target: Path, experiment: Experiment, *, python: str) -> None:
+def _convert(source: Path, target: Path, experiment: Experiment, *, pythons: Mapping[str, str]) -> None:
+    side = next(side for side in SIDES.values() if side.converts_checkpoints)
+    python = pythons.get(side.name, sys.executable)
     model = msgspec.json.encode(experiment.model).decode()
-    command = [python, "-m", "torchpar", "--convert", str(source), str(target), "--model", model]
-    environment = child_environment("torchpar", "cpu")
+    command = [python, "-m", side.name, "--convert", str(source), str(target), "--model", model]
+    environment = child_environment(side, "cpu")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:
-        raise EnvironmentMissing(f"--torch_python {python}: {error.strerror}") from None
+        raise EnvironmentMissing(f"--{side.python_flag} {python}: {error.strerror}") from None
     said = done.stderr.strip().splitlines() or [f"exit code {done.returncode} and no message"]
     if done.returncode == BAD_REQUEST:
         raise ExperimentError(said[-1])
     if done.returncode:
-        raise EnvironmentMissing(f"{source} could not be converted by {python} -m torchpar: {said[-1]}")
+        raise EnvironmentMissing(f"{source} could not be converted by {python} -m {side.name}: {said[-1]}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES, REFERENCE
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.parameters import parameter_count, storage_dtype
@@ -26,7 +26,7 @@ from compare.contract.record import (
     read_record,
     rungs_asked_for,
 )
-from compare.execute.launch import EngineError, Prepared, Pythons, launch, prepare, require_devices
+from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.source import git_state
@@ -58,7 +58,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     ladder: bool = True
     """Leave gradients, weights and moments for the ladder; without them losses and norms are compared."""
-    pythons: Pythons = Pythons()
+    pythons: Mapping[str, str] = {}
     init_from: str = ""
     """A file of weights to begin with; see `freeze_weights`."""
 
@@ -79,7 +79,7 @@ def ladder_cases(experiment: Experiment, engines: list[str], devices: int) -> li
     no collective. It is the first case.
     """
     one = spread(experiment, "single")
-    cases = [Case(name="reference", engine="torch-manual", experiment=one)]
+    cases = [Case(name="reference", engine=REFERENCE, experiment=one)]
     for name in engines:
         engine = ENGINES[name]
         cases.append(Case(name=f"{name}-1", engine=name, experiment=one))
@@ -148,7 +148,7 @@ def _planned(
 ) -> Comparison:
     """What is asked of every case, before any of them runs."""
     prepared = prepare(experiment, folder)
-    init = freeze_weights(settings.init_from, experiment, folder, python=settings.pythons.torchpar)
+    init = freeze_weights(settings.init_from, experiment, folder, pythons=settings.pythons)
     requests = {case.name: _request(case, prepared, settings, init) for case in cases}
     _require_room(requests, folder)
     commit, dirty = git_state()

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout, load
 from compare.judge.ladder import RUNGS
 from compare.studies.faults import fault_cases

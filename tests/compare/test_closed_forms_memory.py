@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import load
 from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, closed_form, excess

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from compare.cli import main
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, load
 from compare.execute import launch
 from compare.execute.launch import EngineError

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.judge.ladder import RUNGS
 from compare.studies.faults import FAULTS
 
@@ -16,7 +16,7 @@ def planted_in(engine: str) -> list[str]:
     """
     chosen = []
     for turn, (name, fault) in enumerate(FAULTS.items()):
-        able = [other for other in ENGINES if other not in fault.impossible_in]
+        able = [other for other in ENGINES if fault.name not in ENGINES[other].impossible_faults]
         if able[turn % len(able)] == engine:
             chosen.append(name)
     return chosen

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import edited, load, named_experiments, revalidate
 from compare.contract.optimizer import reference_step
 from compare.contract.parameters import parameter_table

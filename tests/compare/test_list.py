@@ -11,7 +11,7 @@ import pytest
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS

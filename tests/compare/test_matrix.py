@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, load
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
 from compare.judge.ladder import RUNGS, RungResult, Verdict

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import (
     Experiment,
     ExperimentError,

@@ -11,6 +11,7 @@ import pytest
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
+from compare.contract.engines.registry import SIDES
 from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.execute.safe_path import with_safe_path
@@ -40,7 +41,7 @@ def test_the_doctor_asks_what_is_installed(hostile_folder):
 
 @pytest.mark.parametrize("side", ["jaxpar", "torchpar"])
 def test_engines_start_with_that_path(side):
-    assert launch.child_environment(side, "cpu")["PYTHONSAFEPATH"] == "1"
+    assert launch.child_environment(SIDES[side], "cpu")["PYTHONSAFEPATH"] == "1"
 
 
 def test_what_a_side_starts_is_safe_too_and_pythonpath_is_honoured(hostile_folder):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_steps import ACCUMULATION as A
 from jax_steps import size_of, two_steps, worst_errors
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, Model
 from compare.contract.parameters import parameter_count, parameter_table
 from jaxpar.compiler.pipeline_parallel import lanes, pipelined

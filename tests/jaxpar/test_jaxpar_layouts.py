@@ -9,7 +9,7 @@ import pytest
 from jax_steps import ACCUMULATION as A
 from jax_steps import Outcome, size_of, two_steps, worst_errors
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout, Model
 from compare.contract.parameters import parameter_count
 

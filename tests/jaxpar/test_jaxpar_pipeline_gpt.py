@@ -8,7 +8,7 @@ import pytest
 from jax_steps import ACCUMULATION as A
 from jax_steps import size_of, two_steps, worst_errors
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, Model
 from compare.contract.parameters import parameter_count
 from compare.contract.schedules import make_schedule

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import global_norm, moment_names

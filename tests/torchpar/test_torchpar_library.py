@@ -13,7 +13,7 @@ import torch
 from ranks import CPU, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
 from torchpar import library
 from torchpar.comm import process_groups

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import CPU, on_ranks
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Train
 from compare.contract.parameters import initial_parameters
 from compare.contract.record import Request, write_json

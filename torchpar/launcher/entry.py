@@ -13,7 +13,7 @@ import torch
 
 from compare.contract import record
 from compare.contract.data import open_corpus
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, revalidate
 from compare.contract.initial_weights import checked_weights, starting_sha256
 from compare.contract.record import Request

@@ -12,7 +12,7 @@ every device of tp repeats.
 
 from collections.abc import Iterable, Mapping
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype

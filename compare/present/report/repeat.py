@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.engines import ENGINES
+from compare.contract.engines.registry import ENGINES
 from compare.contract.initial_weights import INIT
 from compare.judge.comparison import Comparison
 from compare.studies.faults import fault_cases, planted

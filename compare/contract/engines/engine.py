@@ -1,4 +1,7 @@
-"""The four engines, and which choices of a layout each one honours."""
+"""Declarations: an engine, with all that it refuses and why, and the side that runs it.
+
+Every flag, table, count and refusal of the harness comes from these: see `registry`.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -8,35 +11,6 @@ from compare.contract.experiment import ExperimentError, Layout
 
 
 def _nothing(layout: Layout) -> str:
-    return ""
-
-
-def _not_in_pytorch(layout: Layout) -> str:
-    """What torch.distributed.pipelining (2.13) cannot combine with a schedule, found out by running it."""
-    if layout.pp == 1 or layout.schedule != "zero_bubble":
-        return ""
-    if layout.data_parallel > 1:
-        return (
-            "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
-            "word, and FSDP2 not at all: choose another schedule"
-        )
-    if layout.tp > 1:
-        return "layout.schedule = zero_bubble cannot halve the backward of a DTensor: choose another schedule"
-    if layout.remat == "dots":
-        return (
-            "layout.schedule = zero_bubble goes through the graph twice, which selective recomputation does "
-            "not allow: choose layout.remat = none or full"
-        )
-    return ""
-
-
-def _not_in_lock_step(layout: Layout) -> str:
-    """What jax-manual's pipeline, one program that all devices run tick by tick, does not do."""
-    if layout.pp > 1 and layout.remat in ("none", "dots"):
-        return (
-            f"layout.remat = {layout.remat} with layout.pp = {layout.pp}: a device keeps the inputs of its "
-            f"stages and computes the rest anew in backward; choose layout.remat = full or auto"
-        )
     return ""
 
 
@@ -50,6 +24,10 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The gradient synchronisations it offers; one entry where the choice is not ours."""
     decides: str
     """Who decides where data moves, in a few words."""
+    folder: str = ""
+    """Where in the side's package its four strategies are."""
+    is_reference: bool = False
+    """Whether its run on one device is what all others are held against: exactly one engine's is."""
     zero: tuple[int, ...] = ()
     """The ZeRO stages it can split over dp_shard."""
     tp: bool = False
@@ -66,8 +44,14 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The ZeRO stage from which parameters are split at rest."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
+    recomputes_stages: bool = False
+    """Whether a stage of a pipeline keeps nothing for backward but its input."""
     no_pipeline_on_gpu: str = ""
     """Why its pipelines run on the CPU only; empty if they do not."""
+    counts_own_calls: bool = False
+    """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
+    impossible_faults: Mapping[str, str] = {}
+    """Mistakes (`shardpair faults`) that it cannot make, and why."""
     refuses: Callable[[Layout], str] = _nothing
     """Why it cannot express a layout that everything above allows; empty if it can."""
 
@@ -120,62 +104,18 @@ class Engine(Struct, frozen=True, kw_only=True):
             )
 
 
-ENGINES = {
-    engine.name: engine
-    for engine in (
-        Engine(
-            name="jax-compiler",
-            side="jaxpar",
-            gradient_sync=("xla",),
-            decides="XLA: jit with Mesh and NamedSharding",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "interleaved"),
-            no_other_schedule="under jit autodiff orders the backward passes, after all forward ones: choose "
-            "one of these",
-            ends_on_every_stage=True,
-        ),
-        Engine(
-            name="jax-manual",
-            side="jaxpar",
-            gradient_sync=("naive", "flat", "bucketed"),
-            decides="we do: shard_map and lax collectives",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "1f1b", "interleaved"),
-            no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
-            "these",
-            refuses=_not_in_lock_step,
-            ends_on_every_stage=True,
-        ),
-        Engine(
-            name="torch-manual",
-            side="torchpar",
-            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
-            decides="we do: torch.distributed collectives",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
-            no_pipeline_on_gpu=(
-                "torch-manual tells messages between stages apart by their tags, which gloo has and NCCL has "
-                "not: take torch-library, or platform cpu"
-            ),
-        ),
-        Engine(
-            name="torch-library",
-            side="torchpar",
-            gradient_sync=("ddp",),
-            decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
-            no_zero_with_tp={
-                1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
-                "takes no DTensor: choose layout.zero = 2 or 3"
-            },
-            gradient_sync_with_tp="fsdp2",
-            shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
-            refuses=_not_in_pytorch,
-        ),
-    )
-}
+class Side(Struct, frozen=True, kw_only=True):
+    """A package that runs engines: `python -m NAME RUN_DIR`, which reads a request and leaves a record."""
+
+    name: str
+    engines: tuple[Engine, ...]
+    python_flag: str
+    """The flag that names the Python in which it is installed, such as jax_python."""
+    environment: Mapping[str, str] = {}
+    """Variables that its Python is started with, unless the user has set them."""
+    environment_on_cpu: Mapping[str, str] = {}
+    """Variables that its Python is always started with on platform cpu."""
+    before_first_step: str = "at the first step"
+    """What a run does between opening its record and its first step, for the progress."""
+    converts_checkpoints: bool = False
+    """Whether `python -m NAME --convert` reads nanoGPT's checkpoints."""

@@ -1,0 +1,77 @@
+"""The side jaxpar and its engines: jax-compiler and jax-manual."""
+
+from compare.contract.engines.engine import Engine, Side
+from compare.contract.experiment import Layout
+
+INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person could forget or get wrong"
+
+
+def _not_in_lock_step(layout: Layout) -> str:
+    """What jax-manual's pipeline, one program that all devices run tick by tick, does not do."""
+    if layout.pp > 1 and layout.remat in ("none", "dots"):
+        return (
+            f"layout.remat = {layout.remat} with layout.pp = {layout.pp}: a device keeps the inputs of its "
+            f"stages and computes the rest anew in backward; choose layout.remat = full or auto"
+        )
+    return ""
+
+
+JAX = Side(
+    name="jaxpar",
+    python_flag="jax_python",
+    # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
+    # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
+    environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    environment_on_cpu={"JAX_PLATFORMS": "cpu"},
+    before_first_step="setting up and compiling",  # the record is opened before that
+    engines=(
+        Engine(
+            name="jax-compiler",
+            side="jaxpar",
+            folder="compiler",
+            gradient_sync=("xla",),
+            decides="XLA: jit with Mesh and NamedSharding",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "interleaved"),
+            no_other_schedule="under jit autodiff orders the backward passes, after all forward ones: choose "
+            "one of these",
+            ends_on_every_stage=True,
+            impossible_faults={
+                "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                **dict.fromkeys(
+                    (
+                        "dropped_all_reduce",
+                        "sum_for_mean",
+                        "dropped_tp_all_reduce",
+                        "doubled_row_bias",
+                        "missing_norm_psum",
+                        "norm_counts_replicas_twice",
+                        "wrong_optimizer_shard",
+                        "overwritten_microbatch",
+                        "stale_tied_copy",
+                    ),
+                    INSERTED_BY_XLA,
+                ),
+            },
+        ),
+        Engine(
+            name="jax-manual",
+            side="jaxpar",
+            folder="manual",
+            gradient_sync=("naive", "flat", "bucketed"),
+            decides="we do: shard_map and lax collectives",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "1f1b", "interleaved"),
+            no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
+            "these",
+            refuses=_not_in_lock_step,
+            ends_on_every_stage=True,
+            recomputes_stages=True,
+            impossible_faults={
+                "kept_gradients": "gradients are values of a function: there is nothing to clear"
+            },
+        ),
+    ),
+)

@@ -1,0 +1,66 @@
+"""The side torchpar and its engines: torch-manual and torch-library."""
+
+from compare.contract.engines.engine import Engine, Side
+from compare.contract.experiment import Layout
+
+
+def _not_in_pytorch(layout: Layout) -> str:
+    """What torch.distributed.pipelining (2.13) cannot combine with a schedule, found out by running it."""
+    if layout.pp == 1 or layout.schedule != "zero_bubble":
+        return ""
+    if layout.data_parallel > 1:
+        return (
+            "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
+            "word, and FSDP2 not at all: choose another schedule"
+        )
+    if layout.tp > 1:
+        return "layout.schedule = zero_bubble cannot halve the backward of a DTensor: choose another schedule"
+    if layout.remat == "dots":
+        return (
+            "layout.schedule = zero_bubble goes through the graph twice, which selective recomputation does "
+            "not allow: choose layout.remat = none or full"
+        )
+    return ""
+
+
+TORCH = Side(
+    name="torchpar",
+    python_flag="torch_python",
+    converts_checkpoints=True,
+    engines=(
+        Engine(
+            name="torch-manual",
+            side="torchpar",
+            folder="manual",
+            is_reference=True,  # on one device: the plain module, no container, no collective
+            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
+            decides="we do: torch.distributed collectives",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+            no_pipeline_on_gpu=(
+                "torch-manual tells messages between stages apart by their tags, which gloo has and NCCL has "
+                "not: take torch-library, or platform cpu"
+            ),
+            counts_own_calls=True,
+        ),
+        Engine(
+            name="torch-library",
+            side="torchpar",
+            folder="library",
+            gradient_sync=("ddp",),
+            decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+            no_zero_with_tp={
+                1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
+                "takes no DTensor: choose layout.zero = 2 or 3"
+            },
+            gradient_sync_with_tp="fsdp2",
+            shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
+            refuses=_not_in_pytorch,
+            impossible_faults={"doubled_row_bias": "PyTorch adds the bias, not we"},
+        ),
+    ),
+)

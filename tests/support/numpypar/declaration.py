@@ -1,0 +1,25 @@
+"""All that the harness knows of this side: the entry point `shardpair.sides` names `SIDE`."""
+
+from compare.contract.engines.engine import Engine, Side
+from compare.contract.experiment import Layout
+
+
+def _not_in_numpy(layout: Layout) -> str:
+    if layout.devices != layout.dp_replicate:
+        return "the loop is data-parallel and nothing else: leave dp_shard, tp and pp at 1"
+    return ""
+
+
+SIDE = Side(
+    name="numpypar",
+    python_flag="numpy_python",
+    engines=(
+        Engine(
+            name="numpy-loop",
+            side="numpypar",
+            gradient_sync=("flat",),
+            decides="a loop over devices in one process",
+            refuses=_not_in_numpy,
+        ),
+    ),
+)
