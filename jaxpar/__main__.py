@@ -13,24 +13,21 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from compare.contract.divergence import DivergedError
-from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, revalidate
+from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.host.disk import no_room
 from compare.contract.host.exits import describe_exit
+from compare.contract.host.facts import MissingDevicesError, cores, versions
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.host.signals import is_ignored, on_signals
 from compare.contract.record import (
-    REQUEST,
     Failure,
     Recorder,
     Request,
     clear_record,
-    read_json,
+    read_request,
     write_failure,
 )
-from jaxpar.errors import MissingDevicesError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
@@ -86,16 +83,6 @@ def _run_alone(folder: Path) -> int:
     return DONE
 
 
-def read_request(folder: Path) -> Request:
-    """The request in a folder, its experiment checked again. Raises ExperimentError."""
-    try:
-        request = read_json(folder / REQUEST, Request)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ExperimentError(f"{folder / REQUEST}: {' '.join(str(error).split())}") from None
-    revalidate(request.experiment)
-    return request
-
-
 def configure_jax(request: Request) -> None:
     """Everything that has to be set before JAX starts a backend."""
     import jax
@@ -118,15 +105,14 @@ def doctor() -> dict[str, object]:
     """Versions and devices that this side finds here."""
     import jax
 
-    from jaxpar.comm.mesh import cores
-    from jaxpar.measure.usage import versions
+    from jaxpar.measure.usage import PACKAGES
 
     try:
         gpus = [device.device_kind for device in jax.devices("gpu")]
     except RuntimeError:
         gpus = []
     cpu_devices = f"up to {MAX_CPU_DEVICES} virtual devices in one process, on {cores()} cores"
-    return {"versions": versions(), "cpu_devices": cpu_devices, "gpus": gpus}
+    return {"versions": versions(PACKAGES), "cpu_devices": cpu_devices, "gpus": gpus}
 
 
 def _parse_arguments() -> argparse.Namespace:

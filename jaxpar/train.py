@@ -1,4 +1,4 @@
-"""The training loop that both engines share: place, compile ahead, step, record.
+"""The training loop that both engines share: place, compile ahead, step.
 
 Legend: A gradient accumulation, B batch, T position.
 """
@@ -6,7 +6,6 @@ Legend: A gradient accumulation, B batch, T position.
 import importlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,35 +13,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from compare.contract.data import Corpus
-from compare.contract.divergence import end_if_diverged, first_not_finite
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import StepScalars, step_scalars
-from compare.contract.parameters import fingerprint, initial_parameters, parameter_count, storage_dtype
-from compare.contract.record import Manifest, Recorder, Request, Rung, Step
-from compare.contract.stream import Batches, OwnBatches, open_stream
+from compare.contract.parameters import initial_parameters, storage_dtype
+from compare.contract.record import Recorder, Request
+from compare.contract.stream import Batches, open_stream
 from jaxpar import weights
-from jaxpar.comm.mesh import device_kind, make_mesh
-from jaxpar.measure.ledger import communications
-from jaxpar.measure.usage import cpu_seconds, peak_memory, resident_bytes, threads, versions
+from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import make_loss, make_pieces
-from jaxpar.optimizer import make_optimizer, moments, state_like
+from jaxpar.optimizer import make_optimizer, state_like
 from jaxpar.problem import Problem
+from jaxpar.recording import Recording
 from jaxpar.remat import Remat, resolve_remat
+from jaxpar.state import TrainState
 from jaxpar.training_step import Plan
 
 PARALLELIZE = {e.name: importlib.import_module(f"jaxpar.{e.folder}").parallelize for e in JAX.engines}
-
-
-@dataclass(kw_only=True)
-class TrainState:
-    """What a step turns into the next: both trees live on the devices and are donated."""
-
-    params: Any
-    opt_state: Any
 
 
 def train(
@@ -91,7 +80,7 @@ def train(
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
-    gradient_sync = ENGINES[request.engine].gradient_sync_for(layout)
+    ENGINES[request.engine].require(layout, platform=request.platform)
     remat = resolve_remat(layout, engine=request.engine)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)
@@ -99,53 +88,52 @@ def train(
     progress()
 
     plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat, initial=initial)
-    initial_weights = canonical_weights(plan, state, experiment)
+    recording = Recording(
+        request, recorder, plan=plan, state=state, corpus=corpus, remat=remat, started_utc=started_utc
+    )
     begun = time.perf_counter()
     step = compile_step(plan, state, experiment)
     compile_s = time.perf_counter() - begun
     progress()
-    first = step
+    first = step  # with a ladder, one that also returns the gradients
     if request.ladder:
-        recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
         first = compile_step(plan, state, experiment, with_gradients=True)
         progress()
-    first_step_s = loop(request, recorder, plan, state, corpus, first=first, step=step, progress=progress)
 
-    hlo = step.as_text()
-    assert hlo, "XLA keeps no text of the compiled step"
-    devices = list(mesh.devices.flat)
-    peak_memory_bytes, peak_memory_method = peak_memory(step, devices)
-    manifest = Manifest(
-        engine=request.engine,
-        experiment=experiment,
-        platform=request.platform,
-        devices=len(devices),
-        device_kind=device_kind(devices[0]),
-        gradient_sync=gradient_sync,
-        remat=remat,
-        parameters=parameter_count(experiment.model),
-        initial_weights_sha256=fingerprint(initial_weights),
-        corpus_sha256=corpus.sha256,
-        versions=versions(),
-        threads=threads(devices),
-        started_utc=started_utc,
-        compile_s=compile_s,
-        first_step_s=first_step_s,
-        cpu_time_s=cpu_seconds(),
-        peak_memory_bytes=peak_memory_bytes,
-        peak_memory_method=peak_memory_method,
-        resident_bytes={
-            "parameters": resident_bytes(state.params, devices),
-            "gradients": resident_bytes(gradients_at_rest(plan, state), devices),
-            "optimizer": resident_bytes(state.opt_state, devices),
-        },
-    )
-    recorder.finish(manifest, communications(hlo, mesh.shape))
+    progress(in_step=True)
+    while state.step < experiment.train.max_iters:
+        run = first if state.step == 0 else step
+        train_step(run, plan, state, recording, experiment, corpus.batch(experiment, state.step))
+        progress(in_step=state.step < experiment.train.max_iters)
+    recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
 
 
-def canonical_weights(plan: Plan, state: TrainState, experiment: Experiment) -> dict[str, np.ndarray]:
-    """The weights by canonical name, read back from the devices."""
-    return weights.to_canonical(plan.strip(state.params), experiment.model)
+def train_step(
+    step: jax.stages.Compiled,
+    plan: Plan,
+    state: TrainState,
+    recording: Recording,
+    experiment: Experiment,
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """One step of the compiled program, blocked upon and timed.
+
+    Args:
+        step: from `compile_step`.
+        batch: inputs and targets, each int32 (A, B, T), on the host.
+
+    Raises:
+        DivergedError: the loss or the gradient norm of a step is not finite.
+    """
+    scalars = device_scalars(experiment, state.updates)
+    begun = time.perf_counter()
+    placed = jax.device_put(dict(zip(("inputs", "targets"), batch, strict=True)), plan.batch)
+    outputs = step(state.params, state.opt_state, placed, scalars)
+    state.params, state.opt_state, metrics, gradients = jax.block_until_ready(outputs)
+    seconds = time.perf_counter() - begun
+    recording.step_is_done(placed, metrics, gradients, seconds=seconds)
+    state.step += 1
+    state.updates += 1
 
 
 def prepare(
@@ -214,104 +202,8 @@ def compile_step(
     return lowered.compile(compiler_options=plan.compiler_options)
 
 
-def loop(
-    request: Request,
-    recorder: Recorder,
-    plan: Plan,
-    state: TrainState,
-    corpus: Corpus | OwnBatches,
-    *,
-    first: jax.stages.Compiled,
-    step: jax.stages.Compiled,
-    progress: Callable[..., None],
-) -> float:
-    """Run all steps, blocking on each. Returns the seconds of step 0.
-
-    Args:
-        first: runs step 0; with a ladder it also returns the gradients.
-        step: runs every step after that.
-
-    Raises:
-        DivergedError: the loss or the gradient norm of a step is not finite.
-    """
-    experiment = request.experiment
-    first_step_s, steps = 0.0, experiment.train.max_iters
-    progress(in_step=True)
-    for index in range(steps):
-        inputs_ABT, targets_ABT = corpus.batch(experiment, index)
-        scalars = device_scalars(experiment, index)
-        run = first if index == 0 else step
-
-        begun = time.perf_counter()
-        batch = jax.device_put({"inputs": inputs_ABT, "targets": targets_ABT}, plan.batch)
-        outputs = run(state.params, state.opt_state, batch, scalars)
-        state.params, state.opt_state, metrics, gradients = jax.block_until_ready(outputs)
-        seconds = time.perf_counter() - begun
-
-        first_step_s = seconds if index == 0 else first_step_s
-        done = Step(
-            step=index,
-            loss=float(metrics["loss"]),
-            grad_norm=float(metrics["grad_norm"]),
-            lr=step_scalars(experiment.optimizer, index).learning_rate,
-            step_time_ms=seconds * 1e3,
-        )
-        recorder.step(done)
-        end_if_diverged(request.engine, done, where=lambda: first_weight_not_finite(plan, state, experiment))
-        if request.ladder:
-            capture(request, recorder, plan, state, done=index + 1, batch=batch, gradients=gradients)
-        progress(in_step=index + 1 < steps)
-    return first_step_s
-
-
-def first_weight_not_finite(plan: Plan, state: TrainState, experiment: Experiment) -> str:
-    """A clause that names it; the gradients never leave the step, so it is what they made of the weights."""
-    first = first_not_finite(canonical_weights(plan, state, experiment))
-    if first:
-        return f"the first weight that is not finite after the step is {first}"
-    return "every weight is finite after the step"
-
-
-def capture(
-    request: Request,
-    recorder: Recorder,
-    plan: Plan,
-    state: TrainState,
-    *,
-    done: int,
-    batch: Any,
-    gradients: Any,
-) -> None:
-    """Leave the ladder's tensors that exist after `done` steps, read back from the devices."""
-
-    def write(rung: Rung, tree: Any) -> None:
-        recorder.tensors(rung, weights.to_canonical(plan.strip(tree), request.experiment.model))
-
-    if done == 1:
-        recorder.tensors(Rung.BATCH, jax.device_get(batch))
-        write(Rung.GRADIENTS, gradients)
-        write(Rung.FIRST_WEIGHTS, state.params)
-        rungs = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-        for name, tree in moments(state.opt_state).items():
-            write(rungs[name], tree)
-    if done == request.later_step:
-        write(Rung.LATER_WEIGHTS, state.params)
-
-
-def gradients_at_rest(plan: Plan, state: TrainState) -> Any:
-    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
-
-    What the plan asks for; that XLA does it is for tests to read from the loops of the compiled step.
-    """
-    return jax.tree.map(
-        lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
-        state.params,
-        plan.accumulated,
-    )
-
-
-def device_scalars(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
-    """The optimizer's scalars of a step, rounded once to the dtype of the weights."""
-    scalars: StepScalars = step_scalars(experiment.optimizer, step)
+def device_scalars(experiment: Experiment, updates: int) -> dict[str, np.ndarray]:
+    """The optimizer's scalars after so many updates, rounded once to the dtype of the weights."""
+    scalars: StepScalars = step_scalars(experiment.optimizer, updates)
     dtype = storage_dtype(experiment)
     return {name: np.asarray(getattr(scalars, name), dtype) for name in scalars.__struct_fields__}

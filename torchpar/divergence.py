@@ -4,7 +4,7 @@ import torch
 
 from compare.contract.parameters import parameter_table
 from torchpar.parallel_model import local
-from torchpar.recording import Run
+from torchpar.state import Run
 from torchpar.weights import nanogpt_name
 
 

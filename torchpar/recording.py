@@ -1,143 +1,173 @@
-"""One rank's run as data, and the record that it leaves (rank 0 writes; the others hand over)."""
+"""The record of a run, and the instruments for it: an observer that the training loop calls.
 
-import importlib.metadata
-import platform
-import resource
-from dataclasses import dataclass, field
-from pathlib import Path
+All ranks have one, because they put together what each of them has; rank 0 writes.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from compare.contract.data import Corpus
+from compare.contract.divergence import end_if_diverged
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
+from compare.contract.host.facts import cpu_seconds, versions
+from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
-from compare.contract.stream import OwnBatches
-from torchpar.comm.mesh import Mesh
-from torchpar.comm.rank import Rank
-from torchpar.measure.ledger import of_the_busiest
-from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, resident_bytes
-from torchpar.parallel_model import Named, Plan
+from compare.contract.record import Communication, Manifest, Recorder, Rung, Step
+from torchpar.comm.counter import GRADIENTS
+from torchpar.divergence import first_gradient_not_finite
+from torchpar.measure.devices import PACKAGES, device_kind
+from torchpar.measure.ledger import CommunicationMode, of_the_busiest
+from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, resident_bytes, track_peak
+from torchpar.parallel_model import Named, local
 from torchpar.remat import resolve_remat
+from torchpar.state import Run
 from torchpar.weights import moment_keys, to_arrays
 
 _MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-PACKAGES = ("torch", "numpy")
+# DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
+INSTRUMENTED_STEP = 2
 
 
-@dataclass
-class Run:
-    """Everything that one rank trains with, and what it found out on the way."""
+class Recording:
+    """What a run leaves behind, as far as it is known.
 
-    request: Request
-    mesh: Mesh
-    rank: Rank
-    corpus: Corpus | OwnBatches
-    plan: Plan
-    started_utc: str
-    initial_weights_sha256: str
-    ledger: list[Communication] = field(default_factory=list)
-    peak_bytes: int = 0
-    gradient_bytes: int = 0
-    first_step_s: float = 0.0
+    Args:
+        run: this rank's.
+        recorder: writes; None on all ranks but the first.
+        started_utc: when the rank began.
+    """
+
+    def __init__(self, run: Run, recorder: Recorder | None, *, started_utc: str):
+        self._run, self._recorder, self._started_utc = run, recorder, started_utc
+        self._ledger: list[Communication] = []
+        self._peak_bytes = self._gradient_bytes = 0
+        self._first_step_s = 0.0
+
+    def begin(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Before the first step: its batch, put together from what each rank received, and the weights."""
+        run = self._run
+        if not run.request.ladder:
+            return
+        shares = run.mesh.data.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
+        inputs, targets = (
+            np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True)
+        )
+        if self._recorder:
+            self._recorder.tensors(Rung.BATCH, {"inputs": inputs, "targets": targets})
+        self._leave(Rung.INITIAL_WEIGHTS, run.plan.weights())
+
+    @contextmanager
+    def watch_step(self) -> Generator[None]:
+        """Around a step. One of them is instrumented: its peak memory, and its ledger.
+
+        The ledger is a count of our own calls, or what PyTorch's dispatcher saw of a library's.
+        """
+        if not self._is_instrumented:
+            yield
+            return
+        mesh, plan = self._run.mesh, self._run.plan
+        state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+        modules = [*plan.module.parameters(), *plan.module.buffers()]
+        resident = [*modules, *plan.parameters.values(), *state]
+        mesh.traffic.clear()
+        mode = CommunicationMode(mesh.axes, door=mesh.traffic, default_purpose=GRADIENTS)
+        with track_peak(mesh.device, map(local, resident), plan.transient) as peak, mode:
+            yield
+        counted = mesh.traffic if ENGINES[self._run.request.engine].counts_own_calls else mode.seen
+        self._ledger = counted.ledger(mesh.sizes)
+        self._peak_bytes = peak.bytes
+
+    def gradients_are_ready(self) -> None:
+        """In the middle of a step: the mean gradients are there, before clipping."""
+        run = self._run
+        if run.state.step == 0 and run.request.ladder:
+            self._leave(Rung.GRADIENTS, run.plan.gradients())
+        if self._is_instrumented:
+            # All that is allocated: a module may hold whole gradients of which this rank updates a piece.
+            holders = [*run.plan.module.parameters(), *run.plan.parameters.values()]
+            self._gradient_bytes = resident_bytes([p.grad for p in holders if p.grad is not None])
+
+    def step_is_done(self, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float) -> None:
+        """After a step, before the state moves on: its numbers, and the tensors that the ladder asks for.
+
+        Raises:
+            DivergedError: the loss or the gradient norm is not finite. They are the same on all ranks, which
+                therefore end together.
+        """
+        run = self._run
+        step = run.state.step
+        run.rank.at(step, "record")
+        if step == 0:
+            self._first_step_s = seconds
+        done = Step(
+            step=step,
+            loss=loss.item(),
+            grad_norm=norm.item(),
+            lr=learning_rate(run.experiment.optimizer, run.state.updates),
+            step_time_ms=seconds * 1e3,
+            instrumented=self._is_instrumented,
+        )
+        if self._recorder:
+            self._recorder.step(done)
+        end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
+        if run.request.ladder and step == 0:
+            self._leave(Rung.FIRST_WEIGHTS, run.plan.weights())
+            for name, key in moment_keys(run.experiment.optimizer).items():
+                self._leave(_MOMENT_RUNGS[name], run.plan.moments(key))
+        if run.request.ladder and step + 1 == run.request.later_step:
+            self._leave(Rung.LATER_WEIGHTS, run.plan.weights())
+
+    def finish(self) -> None:
+        """After the last step: put the ranks' costs together, and complete the record."""
+        run = self._run
+        request, experiment = run.request, run.experiment
+        cost = (self._peak_bytes, cpu_seconds(), self._resident(), self._ledger)
+        peaks, cpu, residents, ledgers = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
+        if not self._recorder:
+            return
+        manifest = Manifest(
+            engine=request.engine,
+            experiment=experiment,
+            platform=request.platform,
+            devices=experiment.layout.devices,
+            device_kind=device_kind(run.mesh.device),
+            gradient_sync=ENGINES[request.engine].gradient_sync_for(experiment.layout),
+            remat=resolve_remat(experiment.layout),
+            parameters=parameter_count(experiment.model),
+            initial_weights_sha256=run.initial_weights_sha256,
+            corpus_sha256=run.corpus.sha256,
+            versions=versions(PACKAGES),
+            threads="1 per rank",
+            started_utc=self._started_utc,
+            compile_s=0.0,
+            first_step_s=self._first_step_s,
+            cpu_time_s=sum(cpu) + run.rank.launcher_cpu_s,
+            peak_memory_bytes=list(peaks),
+            peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
+            resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
+        )
+        self._recorder.finish(manifest, of_the_busiest(ledgers))
 
     @property
-    def experiment(self) -> Experiment:
-        """What is trained."""
-        return self.request.experiment
+    def _is_instrumented(self) -> bool:
+        last = self._run.experiment.train.max_iters - 1
+        return self._run.state.step == min(INSTRUMENTED_STEP, last)
 
-    def leave(self, recorder: Recorder | None, rung: Rung, pieces: Named) -> None:
+    def _leave(self, rung: Rung, pieces: Named) -> None:
         """Put every rank's pieces of weights, gradients or moments together, and record them on rank 0."""
-        with self.mesh.traffic.paused():
-            full = self.plan.full(pieces)
-        if recorder:
-            recorder.tensors(rung, to_arrays(full, self.experiment.model))
+        with self._run.mesh.traffic.paused():
+            full = self._run.plan.full(pieces)
+        if self._recorder:
+            self._recorder.tensors(rung, to_arrays(full, self._run.experiment.model))
 
-
-def record_start(run: Run, recorder: Recorder | None, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Leave the first batch, put together again from what each rank received, and the initial weights."""
-    shares = run.mesh.data.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
-    inputs, targets = (np.concatenate(parts, axis=1) for parts in zip(*shares, strict=True))
-    if recorder:
-        recorder.tensors(Rung.BATCH, {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)})
-    run.leave(recorder, Rung.INITIAL_WEIGHTS, run.plan.weights())
-
-
-def record_gradients(run: Run, recorder: Recorder | None) -> None:
-    """Leave the gradients as they are before clipping."""
-    run.leave(recorder, Rung.GRADIENTS, run.plan.gradients())
-
-
-def record_after(run: Run, recorder: Recorder | None, step: int) -> None:
-    """Leave weights and moments after step `step`, where the ladder asks for them."""
-    if step == 0:
-        run.leave(recorder, Rung.FIRST_WEIGHTS, run.plan.weights())
-        for name, key in moment_keys(run.experiment.optimizer).items():
-            run.leave(recorder, _MOMENT_RUNGS[name], run.plan.moments(key))
-    if step + 1 == run.request.later_step:
-        run.leave(recorder, Rung.LATER_WEIGHTS, run.plan.weights())
-
-
-def finish(run: Run, recorder: Recorder | None) -> None:
-    """Put the ranks' costs together and complete the record."""
-    cost = (run.peak_bytes, _cpu_seconds(), _resident(run), run.ledger)
-    peaks, cpu_seconds, residents, ledgers = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
-    if not recorder:
-        return
-    request, experiment = run.request, run.experiment
-    manifest = Manifest(
-        engine=request.engine,
-        experiment=experiment,
-        platform=request.platform,
-        devices=experiment.layout.devices,
-        device_kind=device_kind(run.mesh.device),
-        gradient_sync=ENGINES[request.engine].gradient_sync_for(experiment.layout),
-        remat=resolve_remat(experiment.layout),
-        parameters=parameter_count(experiment.model),
-        initial_weights_sha256=run.initial_weights_sha256,
-        corpus_sha256=run.corpus.sha256,
-        versions=versions(),
-        threads="1 per rank",
-        started_utc=run.started_utc,
-        compile_s=0.0,
-        first_step_s=run.first_step_s,
-        cpu_time_s=sum(cpu_seconds) + run.rank.launcher_cpu_s,
-        peak_memory_bytes=list(peaks),
-        peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
-        resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
-    )
-    recorder.finish(manifest, of_the_busiest(ledgers))
-
-
-def _resident(run: Run) -> dict[str, int]:
-    """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
-    plan = run.plan
-    state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
-    return {
-        "parameters": resident_bytes([*plan.module.parameters(), *plan.parameters.values()]),
-        "gradients": run.gradient_bytes,
-        "optimizer": resident_bytes(state),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Python's and the packages' versions."""
-    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **packages}
-
-
-def device_kind(device: torch.device) -> str:
-    """The model of the GPU, or of the CPU as far as the system tells."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    def _resident(self) -> dict[str, int]:
+        """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
+        plan = self._run.plan
+        state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+        return {
+            "parameters": resident_bytes([*plan.module.parameters(), *plan.parameters.values()]),
+            "gradients": self._gradient_bytes,
+            "optimizer": resident_bytes(state),
+        }

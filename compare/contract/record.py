@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Struct, field
 from safetensors.numpy import save
 
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.optimizer import moment_names
 from compare.contract.tensors import RecordError, Tensors, garbled
@@ -194,6 +194,23 @@ def write_json(path: Path, value: object) -> None:
 def read_json(path: Path, type: type[T]) -> T:
     """Read what `write_json` wrote. Raises msgspec.DecodeError for any other content, OSError for no file."""
     return decode_json(path.read_bytes(), type)
+
+
+def read_request(folder: Path) -> Request:
+    """Read and check `folder/request.json`.
+
+    Raises:
+        ExperimentError: there is none, it is malformed, or its experiment cannot work.
+    """
+    path = folder / REQUEST
+    try:
+        request = read_json(path, Request)
+    except OSError as error:
+        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
+    except msgspec.DecodeError as error:
+        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
+    revalidate(request.experiment)
+    return request
 
 
 def read_own_json(path: Path, type: type[T]) -> T:

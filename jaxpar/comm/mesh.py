@@ -1,15 +1,11 @@
 """Devices and the mesh over them: one mesh axis for each degree of the layout, with the same name."""
 
-import os
-import platform as host
-from pathlib import Path
-
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from compare.contract.experiment import Layout
-from jaxpar.errors import MissingDevicesError
+from compare.contract.host.facts import MissingDevicesError, cpu_model
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
@@ -45,16 +41,3 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
 def device_kind(device: jax.Device) -> str:
     """The model of a GPU as JAX names it; for a CPU, whose name JAX does not know, the machine's."""
     return cpu_model() if device.platform == "cpu" else device.device_kind
-
-
-def cpu_model() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else host.processor() or host.machine()
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,14 +1,11 @@
-"""What a run cost, and on what: memory, CPU time, threads, versions."""
+"""Memory that a run needs and keeps on each device, and what computes on the host."""
 
-import importlib.metadata
 import math
-import os
-import platform
 from typing import Any
 
 import jax
 
-from jaxpar.comm.mesh import cores
+from compare.contract.host.facts import cores
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 
@@ -44,21 +41,8 @@ def resident_bytes(tree: Any, devices: list[jax.Device]) -> list[int]:
     return list(total.values())
 
 
-def cpu_seconds() -> float:
-    """User and system CPU seconds of this process, and of children that it waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
 def threads(devices: list[jax.Device]) -> str:
     """What computes on the host, in words."""
     if devices[0].platform != "cpu":
         return f"{len(devices)} devices driven by one process"
     return f"{len(devices)} virtual devices in one process, one XLA thread pool over {cores()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that the numbers depend on."""
-    return {"python": platform.python_version()} | {
-        package: importlib.metadata.version(package) for package in PACKAGES
-    }

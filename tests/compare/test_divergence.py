@@ -15,6 +15,7 @@ from compare.terminal.units import error_text
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import make_report
+from torchpar.recording import Recording
 from torchpar.train import set_up, train_step
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
@@ -67,11 +68,11 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     request = Request(engine="torch-manual", experiment=experiment)
     rank = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat([0] * Heartbeat.cells_for(1)))
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
-    run = set_up(request, mesh, rank, "")
+    run = set_up(request, mesh, rank)
     run.plan.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
     before = {name: weight.clone() for name, weight in run.plan.weights().items()}
     with pytest.raises(DivergedError) as error:
-        train_step(run, Recorder(tmp_path), 0)
+        train_step(run, Recording(run, Recorder(tmp_path), started_utc=""))
     assert str(error.value).endswith(
         "the first gradient that is not finite is that of blocks.1.norm2.scale"
     ), error.value

@@ -14,8 +14,9 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.usage import resident_bytes
+from jaxpar.recording import gradients_at_rest
 from jaxpar.remat import resolve_remat
-from jaxpar.train import compile_step, device_scalars, gradients_at_rest, prepare
+from jaxpar.train import compile_step, device_scalars, prepare
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)

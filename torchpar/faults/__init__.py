@@ -26,7 +26,7 @@ from torchpar.manual.megatron.mappings import scatter_to
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.parallel_model import local
-from torchpar.recording import Run
+from torchpar.state import Run
 
 NEED_REPLICAS = ("dropped_all_reduce", "sum_for_mean")
 NEED_TP = ("dropped_tp_all_reduce", "doubled_row_bias", "missing_norm_psum")

@@ -14,19 +14,16 @@ import torch
 from compare.contract import record
 from compare.contract.data import open_corpus
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import ExperimentError, revalidate
+from compare.contract.experiment import ExperimentError
+from compare.contract.host.facts import MissingDevicesError, versions
 from compare.contract.initial_weights import checked_weights, starting_sha256
 from compare.contract.record import Request
 from compare.contract.stream import Batches
 from torchpar.comm.rank import Rank
 from torchpar.faults import plant
 from torchpar.launcher.local import bind_to_loopback, launch
-from torchpar.recording import device_kind, versions
+from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.train import PARALLELIZE, train
-
-
-class MissingDevicesError(RuntimeError):
-    """This machine lacks what the layout needs; the message says both numbers and what to do."""
 
 
 def read_request(folder: Path) -> Request:
@@ -35,18 +32,12 @@ def read_request(folder: Path) -> Request:
     Raises:
         ExperimentError: there is none, it is malformed, or what it asks for cannot work.
     """
-    path = folder / record.REQUEST
-    try:
-        request = record.read_json(path, Request)
-    except OSError as error:
-        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
-    except msgspec.DecodeError as error:
-        raise ExperimentError(f"{path}: {error}") from None
+    request = record.read_request(folder)
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
-    experiment = revalidate(request.experiment)
-    ENGINES[request.engine].require(experiment.layout, platform=request.platform)
-    plant(request.fault, engine=request.engine, layout=experiment.layout)  # only to hear its objections
+    layout = request.experiment.layout
+    ENGINES[request.engine].require(layout, platform=request.platform)
+    plant(request.fault, engine=request.engine, layout=layout)  # validates only: nothing is entered
     return request
 
 
@@ -115,7 +106,7 @@ def doctor() -> dict[str, object]:
     cores = os.cpu_count() or 1
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "cpu_devices": f"any number of gloo ranks, one thread each, on {cores} cores",
         "gpus": [device_kind(torch.device("cuda", index)) for index in gpus],
     }

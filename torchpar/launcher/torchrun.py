@@ -7,10 +7,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from compare.contract.host.facts import MissingDevicesError
 from compare.contract.host.signals import on_signals
 from compare.contract.record import Request, clear_record
 from torchpar.comm.rank import Heartbeat, Rank
-from torchpar.launcher.entry import MissingDevicesError, require_gpus, train_faulty
+from torchpar.launcher.entry import require_gpus, train_faulty
 from torchpar.launcher.siblings import Siblings
 from torchpar.launcher.supervisor import RanksFailed, make_report
 

@@ -1,0 +1,156 @@
+"""The record of a run: an observer that the training loop calls."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from compare.contract.data import Corpus
+from compare.contract.divergence import end_if_diverged, first_not_finite
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.host.facts import cpu_seconds, versions
+from compare.contract.learning_rate import learning_rate
+from compare.contract.parameters import fingerprint, parameter_count
+from compare.contract.record import Manifest, Recorder, Request, Rung, Step
+from compare.contract.stream import OwnBatches
+from jaxpar import weights
+from jaxpar.comm.mesh import device_kind
+from jaxpar.measure.ledger import communications
+from jaxpar.measure.usage import PACKAGES, peak_memory, resident_bytes, threads
+from jaxpar.optimizer import moments
+from jaxpar.remat import Remat
+from jaxpar.state import TrainState
+from jaxpar.training_step import Plan
+
+_MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+
+
+class Recording:
+    """What a run leaves behind, as far as it is known.
+
+    Args:
+        request: what is run.
+        recorder: writes.
+        plan: between the trees on the devices and the model's own shapes.
+        state: before the first step.
+        corpus: where the batches come from.
+        remat: what is recomputed.
+        started_utc: when the run began.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        recorder: Recorder,
+        *,
+        plan: Plan,
+        state: TrainState,
+        corpus: Corpus | OwnBatches,
+        remat: Remat,
+        started_utc: str,
+    ):
+        self._request, self._recorder, self._plan, self._state = request, recorder, plan, state
+        self._corpus, self._remat, self._started_utc = corpus, remat, started_utc
+        self._first_step_s = 0.0
+        initial_weights = canonical_weights(plan, state, self._experiment)
+        self._initial_weights_sha256 = fingerprint(initial_weights)
+        if request.ladder:
+            recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
+
+    def step_is_done(self, batch: Any, metrics: Any, gradients: Any, *, seconds: float) -> None:
+        """After a step, before the state moves on: its numbers, and the tensors that the ladder asks for.
+
+        Args:
+            batch: as it was placed.
+            metrics: loss and grad_norm, scalars.
+            gradients: of step 0 with a ladder, before clipping; else None.
+            seconds: that the step took.
+
+        Raises:
+            DivergedError: the loss or the gradient norm is not finite; the record ends with this step.
+        """
+        step, request, experiment = self._state.step, self._request, self._experiment
+        if step == 0:
+            self._first_step_s = seconds
+        done = Step(
+            step=step,
+            loss=float(metrics["loss"]),
+            grad_norm=float(metrics["grad_norm"]),
+            lr=learning_rate(experiment.optimizer, self._state.updates),
+            step_time_ms=seconds * 1e3,
+        )
+        self._recorder.step(done)
+        end_if_diverged(request.engine, done, where=self._first_weight_not_finite)
+        if request.ladder and step == 0:
+            self._recorder.tensors(Rung.BATCH, jax.device_get(batch))
+            self._leave(Rung.GRADIENTS, gradients)
+            self._leave(Rung.FIRST_WEIGHTS, self._state.params)
+            for name, tree in moments(self._state.opt_state).items():
+                self._leave(_MOMENT_RUNGS[name], tree)
+        if request.ladder and step + 1 == request.later_step:
+            self._leave(Rung.LATER_WEIGHTS, self._state.params)
+
+    def finish(self, step: jax.stages.Compiled, devices: list[jax.Device], *, compile_s: float) -> None:
+        """After the last step: what it cost, read from the compiled step, completes the record."""
+        request, experiment = self._request, self._experiment
+        hlo = step.as_text()
+        assert hlo, "XLA keeps no text of the compiled step"
+        peak_memory_bytes, peak_memory_method = peak_memory(step, devices)
+        manifest = Manifest(
+            engine=request.engine,
+            experiment=experiment,
+            platform=request.platform,
+            devices=len(devices),
+            device_kind=device_kind(devices[0]),
+            gradient_sync=ENGINES[request.engine].gradient_sync_for(experiment.layout),
+            remat=self._remat,
+            parameters=parameter_count(experiment.model),
+            initial_weights_sha256=self._initial_weights_sha256,
+            corpus_sha256=self._corpus.sha256,
+            versions=versions(PACKAGES),
+            threads=threads(devices),
+            started_utc=self._started_utc,
+            compile_s=compile_s,
+            first_step_s=self._first_step_s,
+            cpu_time_s=cpu_seconds(),
+            peak_memory_bytes=peak_memory_bytes,
+            peak_memory_method=peak_memory_method,
+            resident_bytes={
+                "parameters": resident_bytes(self._state.params, devices),
+                "gradients": resident_bytes(gradients_at_rest(self._plan, self._state), devices),
+                "optimizer": resident_bytes(self._state.opt_state, devices),
+            },
+        )
+        self._recorder.finish(manifest, communications(hlo, experiment.layout.axes))
+
+    @property
+    def _experiment(self) -> Experiment:
+        return self._request.experiment
+
+    def _leave(self, rung: Rung, tree: Any) -> None:
+        self._recorder.tensors(rung, weights.to_canonical(self._plan.strip(tree), self._experiment.model))
+
+    def _first_weight_not_finite(self) -> str:
+        """A clause that names it: gradients never leave the step, so it is what they made of the weights."""
+        first = first_not_finite(canonical_weights(self._plan, self._state, self._experiment))
+        if first:
+            return f"the first weight that is not finite after the step is {first}"
+        return "every weight is finite after the step"
+
+
+def canonical_weights(plan: Plan, state: TrainState, experiment: Experiment) -> dict[str, np.ndarray]:
+    """The weights by canonical name, read back from the devices."""
+    return weights.to_canonical(plan.strip(state.params), experiment.model)
+
+
+def gradients_at_rest(plan: Plan, state: TrainState) -> Any:
+    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
+
+    What the plan asks for; that XLA does it is for tests to read from the loops of the compiled step.
+    """
+    return jax.tree.map(
+        lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
+        state.params,
+        plan.accumulated,
+    )
