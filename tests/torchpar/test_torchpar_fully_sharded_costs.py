@@ -9,8 +9,9 @@ from modules import Odd, double, share, stack
 from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchpar.manual import fully_sharded
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.zero.flat_parameters import Flat
+from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.measure.memory import StorageMode, resident_bytes
 
 
@@ -82,22 +83,23 @@ def test_a_frozen_prefix_is_freed_too(rank: int) -> None:
 @on_ranks
 def test_a_unit_is_gathered_while_the_one_before_runs(rank: int) -> None:
     module = stack(3)
-    sharded = FSDP(module)
     order: list[str] = []
-    start = Flat.start_gather
+    unshard = fully_sharded.unshard
 
-    def log(flat: Flat) -> None:
+    def log(flat: FlatParameters) -> None:
         order.append(f"gather {flat.names[0][0]}")
-        start(flat)
+        unshard(flat)
+
+    with patch.object(fully_sharded, "unshard", log):
+        sharded = FSDP(module)
 
     for index, layer in enumerate(module):
         layer.register_forward_hook(lambda *_, index=index: order.append(f"forward {index}"))
         layer.register_full_backward_hook(lambda *_, index=index: order.append(f"backward {index}"))
-    with patch.object(Flat, "start_gather", log):
-        for _ in range(2):
-            order.clear()
-            sharded(torch.ones(1, 16, dtype=double, requires_grad=True)).sum().backward()
-            sharded.finish_gradient_synchronization()
+    for _ in range(2):
+        order.clear()
+        sharded(torch.ones(1, 16, dtype=double, requires_grad=True)).sum().backward()
+        sharded.finish_gradient_synchronization()
     assert order == [
         *("gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "forward 2"),
         *("gather 1", "backward 2", "gather 0", "backward 1", "backward 0"),

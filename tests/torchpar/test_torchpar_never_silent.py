@@ -18,9 +18,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from torchpar.comm.collectives import Axis
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.fully_sharded import FSDP, finish_mean, reduce_scatter_gradients
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
-from torchpar.manual.zero.flat_parameters import make_flats
+from torchpar.manual.zero.flat_parameters import flatten_parameters
 from torchpar.manual.zero.flat_steps import FlatSteps
 
 WAYS = {
@@ -557,7 +557,7 @@ def test_layers_that_come_after_wrapping(rank: int) -> None:
 
 def test_a_deep_copy_of_what_guards_steps_guards_the_copy():
     alone = Axis("world", size=1, rank=0, group=None)
-    flats = make_flats(list(stack(1).named_parameters()), alone)
+    flats = flatten_parameters(list(stack(1).named_parameters()), alone)
     (original,) = flats
     (flat,), _guard = copy.deepcopy((flats, FlatSteps(flats)))
     optimizer = AdamW(flat.pieces, fused=True)
@@ -565,8 +565,8 @@ def test_a_deep_copy_of_what_guards_steps_guards_the_copy():
     flat.gradients.add(0)
     with no_finish():
         optimizer.step()
-    flat.gradients.start_reduction()
-    flat.gradients.finish_reduction()
+    reduce_scatter_gradients(flat.gradients)
+    finish_mean(flat.gradients)
     optimizer.step()
     assert flat.is_changed
     assert not original.is_changed

@@ -19,9 +19,8 @@ from torchpar.comm.collectives import Axis
 from torchpar.faults import pipeline_faults
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
 from torchpar.library import tensor_parallel as library_tensor_parallel
-from torchpar.manual import tensor_parallel
-from torchpar.manual.buckets import Bucket
-from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual import data_parallel, tensor_parallel
+from torchpar.manual.buckets import Buckets
 from torchpar.manual.megatron.mappings import scatter_to
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.manual.zero.flat_gradients import FlatGradients
@@ -74,16 +73,22 @@ def _dropped_all_reduce(engine: str) -> AbstractContextManager:
     if engine == "torch-library":
         return _ddp_with_hook(_keep_local)
     return patch.multiple(
-        DataParallel,
-        _gradient_ready=lambda self, bucket, place: None,
-        finish_gradient_synchronization=lambda self: None,
+        data_parallel,
+        all_reduce_full_buckets=lambda buckets, axis: None,
+        synchronize_gradients=lambda buckets, axis: buckets.reset(),
     )
 
 
 def _sum_for_mean(engine: str) -> AbstractContextManager:
     if engine == "torch-library":
         return _ddp_with_hook(_sum)
-    return patch.object(Bucket, "divide", staticmethod(lambda total, ranks: None))
+    mean = data_parallel.synchronize_gradients
+
+    def sum_over(buckets: Buckets, axis: Axis) -> None:
+        mean(buckets, axis)
+        torch._foreach_mul_([p.grad for p in buckets.parameters if p.grad is not None], axis.size)
+
+    return patch.object(data_parallel, "synchronize_gradients", sum_over)
 
 
 def _moved_weight(engine: str) -> AbstractContextManager:

@@ -87,22 +87,22 @@ def _fully_sharded(
 
 def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: OptimizerMaker) -> Plan:
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
-    whole = dict(model.named_parameters())
+    full = dict(model.named_parameters())
     wrap = partial(
         ShardedOptimizer, group=mesh.dp_shard, replicate_group=mesh.dp_replicate, reduce_gradients=True
     )
     # Both stages that have a copy of the tied weight must cut it alike.
-    optimizer = make_optimizer(whole, wrap=wrap, apart={TIED} if isinstance(model, GPTStages) else ())
+    optimizer = make_optimizer(full, wrap=wrap, apart={TIED} if isinstance(model, GPTStages) else ())
     assert isinstance(optimizer, ShardedOptimizer)
 
     def gather(pieces: Named) -> Named:
-        gathered = optimizer.gather({whole[name]: piece for name, piece in pieces.items()})
-        return {name: gathered[whole[name]] for name in pieces}
+        gathered = optimizer.gather({full[name]: piece for name, piece in pieces.items()})
+        return {name: gathered[full[name]] for name in pieces}
 
     return Plan(
         module=model,
         optimizer=optimizer,
-        parameters={name: optimizer.piece_of(parameter) for name, parameter in whole.items()},
+        parameters={name: optimizer.piece_of(parameter) for name, parameter in full.items()},
         finish_gradient_synchronization=optimizer.finish_gradient_synchronization,
         sharded_over=lambda name: (mesh.dp_shard,),
         gathers=(gather,),

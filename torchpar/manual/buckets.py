@@ -1,52 +1,67 @@
-"""Buckets: gradients that are averaged together, in one all-reduce."""
+"""Gradient buckets: flat memory for gradients that are averaged together, and the order of the buckets."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from torchpar.comm.collectives import Axis, Work
-from torchpar.comm.counter import GRADIENTS
+from torchpar.comm.handles import Work
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients are reduced in one all-reduce."""
+    """Parameters of one dtype and device whose gradients are averaged together.
+
+    Attributes:
+        names, parameters: in the same order.
+        work: the collective under way on `buffer`, or None.
+    """
 
     def __init__(self, names: list[str], parameters: list[nn.Parameter]):
         self.names = names
         self.parameters = parameters
+        self.work: Work | None = None
         self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
         self._pending = set(range(len(parameters)))
         self._buffer: torch.Tensor | None = None
-        self._work: Work | None = None
 
     @property
-    def is_ready(self) -> bool:
+    def buffer(self) -> torch.Tensor:
+        """The gradients end to end (n,): those on the parameters are views of it."""
+        assert self._buffer is not None
+        return self._buffer
+
+    @property
+    def is_full(self) -> bool:
         """Whether every gradient of this step is in."""
         return not self._pending
 
     @property
     def pending(self) -> list[int]:
-        """Places whose gradient is not in yet."""
+        """Indices of parameters whose gradient is not in yet."""
         return sorted(self._pending)
 
-    def awaits(self, place: int) -> bool:
-        """Whether the gradient at `place` is not in yet."""
-        return place in self._pending
+    def add(self, index: int) -> None:
+        """Take in the gradient of the parameter at `index`.
 
-    def add(self, place: int) -> None:
-        """Take in the gradient of the parameter at `place`.
+        With several parameters the gradient moves into the buffer and becomes a view of it: one copy,
+        none back, and no second gradient in memory. A single one is its own buffer, if it can be.
 
-        With several parameters the gradient moves into the bucket and becomes a view of it: one copy,
-        none back, and no second gradient in memory. A single one is reduced where it lies, if it can be.
+        Raises:
+            RuntimeError: it is in already, or sparse, or a hook has taken it away.
         """
-        parameter = self.parameters[place]
+        if index not in self._pending:
+            raise RuntimeError(
+                f"the gradient of {self.names[index]} was ready twice: call "
+                f"finish_gradient_synchronization() after each backward, or put all but the last in no_sync()"
+            )
+        parameter = self.parameters[index]
         gradient = parameter.grad
         if gradient is None:
-            raise RuntimeError(f"a hook on {self.names[place]} takes its gradient away: remove the hook")
-        self._pending.remove(place)
+            raise RuntimeError(f"a hook on {self.names[index]} takes its gradient away: remove the hook")
+        self._pending.remove(index)
         if gradient.is_sparse:
-            raise RuntimeError(f"{self.names[place]} has a sparse gradient: use a dense embedding")
+            raise RuntimeError(f"{self.names[index]} has a sparse gradient: use a dense embedding")
         if len(self.parameters) == 1 and gradient.is_contiguous():
             self._buffer = gradient.view(-1)
             return
@@ -54,38 +69,56 @@ class Bucket:
             self._buffer = gradient.new_empty(self._starts[-1])
         # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
         strides = torch.empty_like(parameter, device="meta").stride()
-        slot = self._buffer.as_strided(parameter.shape, strides, self._starts[place])
+        slot = self._buffer.as_strided(parameter.shape, strides, self._starts[index])
         slot.copy_(gradient)
         parameter.grad = slot
 
-    def launch(self, axis: Axis) -> None:
-        """Begin to sum the bucket over the ranks."""
-        assert self._buffer is not None
-        self._work = axis.start_all_reduce(self._buffer, purpose=GRADIENTS)
-
-    def finish(self, axis: Axis) -> None:
-        """Wait for the sum, make it the mean, and be ready for the next step."""
-        assert self._work is not None
-        assert self._buffer is not None
-        self._work.wait()
-        self._work = None
-        self.divide(self._buffer, axis.size)
-        self.reset()
-
-    @staticmethod
-    def divide(total: torch.Tensor, ranks: int) -> None:
-        """Turn a sum over ranks into their mean."""
-        total.div_(ranks)
+    def wait(self) -> None:
+        """Wait for the collective under way, if there is one."""
+        if self.work:
+            self.work.wait()
+        self.work = None
 
     def reset(self) -> None:
-        """Forget the step; the gradients keep the buffer alive as long as anybody wants them."""
-        if self._work:
-            self._work.wait()  # nobody else may write to these gradients
+        """Forget the step; the gradients keep the buffer alive while they are in use."""
+        self.wait()  # only the collective may write to the buffer until then
         self._pending = set(range(len(self.parameters)))
-        self._buffer = self._work = None
+        self._buffer = None
 
 
-def make_buckets(module: nn.Module, limit_bytes: float) -> list[Bucket]:
+class Buckets:
+    """Buckets in the order in which all ranks reduce them."""
+
+    def __init__(self, buckets: Sequence[Bucket] = ()):
+        self._buckets, self._taken = list(buckets), 0
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """One after the other."""
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._buckets)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all buckets."""
+        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
+
+    def take_full(self) -> Iterator[Bucket]:
+        """The full buckets, in order, each once a step: a bucket waits for those before it."""
+        while self._taken < len(self._buckets) and self._buckets[self._taken].is_full:
+            self._taken += 1
+            yield self._buckets[self._taken - 1]
+
+    def reset(self) -> None:
+        """Forget the step."""
+        for bucket in self._buckets:
+            bucket.reset()
+        self._taken = 0
+
+
+def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:
     """Split a module's trainable parameters, in reverse, into buckets of one dtype and device each.
 
     Args:
@@ -104,4 +137,4 @@ def make_buckets(module: nn.Module, limit_bytes: float) -> list[Bucket]:
             buckets.append(bucket)
         bucket[0].append(name)
         bucket[1].append(parameter)
-    return [Bucket(names, parameters) for names, parameters in buckets]
+    return Buckets([Bucket(names, parameters) for names, parameters in buckets])

@@ -11,7 +11,7 @@ Buckets hold the parameters in reverse, the order in which backward reaches them
 same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -19,13 +19,35 @@ import torch
 from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import REPLICATE, UNUSED
+from torchpar.comm.counter import GRADIENTS, REPLICATE
+from torchpar.manual.any_module.agreement import agree_on_use
 from torchpar.manual.any_module.buffers import Buffers
-from torchpar.manual.any_module.claims import claim, require_unclaimed
+from torchpar.manual.any_module.replicated import ReplicatedParameters
 from torchpar.manual.any_module.untraced import untraced
-from torchpar.manual.buckets import Bucket, make_buckets
+from torchpar.manual.buckets import Bucket, Buckets, make_buckets
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
+
+
+def gradient_ready(buckets: Buckets, bucket: Bucket, index: int, axis: Axis) -> None:
+    """The hook during backward: a parameter's gradient goes into its bucket, and full buckets leave."""
+    bucket.add(index)
+    all_reduce_full_buckets(buckets, axis)
+
+
+def all_reduce_full_buckets(buckets: Buckets, axis: Axis) -> None:
+    """Begin to sum the buckets that are full over the ranks, each behind those before it."""
+    for bucket in buckets.take_full():
+        bucket.work = axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
+
+
+def synchronize_gradients(buckets: Buckets, axis: Axis) -> None:
+    """Make every gradient the mean over the ranks. All buckets are full by now; some are on their way."""
+    all_reduce_full_buckets(buckets, axis)
+    for bucket in buckets:
+        bucket.wait()
+        bucket.buffer.div_(axis.size)
+    buckets.reset()
 
 
 class DataParallel(nn.Module):
@@ -61,8 +83,6 @@ class DataParallel(nn.Module):
             of this module.
     """
 
-    kind = "DataParallel"
-
     def __init__(
         self,
         module: nn.Module,
@@ -84,22 +104,21 @@ class DataParallel(nn.Module):
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
         self._find_unused = find_unused_parameters
         self._synchronizing = True
-        self._own_gradients: dict[torch.Tensor, str] = {}  # not averaged yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        require_unclaimed(dict(module.named_parameters()))
+        self._replicated = ReplicatedParameters(module, self._axis)
         self._shared_buffers = Buffers(module, [self._axis], each_pass=broadcast_buffers)
         self._shared_buffers.broadcast(purpose=REPLICATE)
-        self._broadcast(module.parameters())
+        self._replicated.refresh()
         self._make_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: between two steps, and without hooks, which are about this module's parameters."""
-        between = {"_synchronizing": True, "_own_gradients": {}, "_hooks": [], "_buckets": []}
-        return {**super().__getstate__(), **between}
+        return {**super().__getstate__(), "_synchronizing": True, "_hooks": [], "_buckets": Buckets()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the copy."""
         super().__setstate__(state)
+        self._replicated.claim()
         self._make_buckets()
 
     def forward(self, *args, **kwargs):
@@ -119,118 +138,71 @@ class DataParallel(nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
-        used = [p.grad is not None for bucket in self._buckets for p in bucket.parameters]
-        for bucket in self._buckets[self._launched :]:
-            for place in bucket.pending:
-                self._require_gradient(bucket, place)
-                bucket.add(place)
-            bucket.launch(self._axis)
+        parameters = self._buckets.parameters
+        used = [parameter.grad is not None for parameter in parameters]
+        self._fill_buckets()
+        synchronize_gradients(self._buckets, self._axis)
         # Behind all buckets, the one place in the order of collectives that every rank shares.
-        used_anywhere = self._agree_on_use(used) if self._find_unused else used
-        for bucket in self._buckets:
-            bucket.finish(self._axis)
-        for parameter, is_used in zip(self._bucketed_parameters(), used_anywhere, strict=True):
-            if not is_used:
-                parameter.grad = None
-        self._launched = 0
-        self._own_gradients.clear()
+        if self._find_unused and parameters:
+            used_anywhere = agree_on_use(used, [self._axis], device=parameters[0].device)
+            for parameter, is_used in zip(parameters, used_anywhere, strict=True):
+                if not is_used:
+                    parameter.grad = None
+        self._replicated.own_gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero, also of a step that is given up halfway, on all ranks."""
-        for bucket in self._buckets:
-            bucket.reset()
-        self._launched = 0
-        self._own_gradients.clear()
+        self._buckets.reset()
+        self._replicated.own_gradients.clear()
         super().zero_grad(set_to_none)
 
     @untraced
     def _begin_pass(self) -> None:
         self._shared_buffers.before_forward(synchronizing=self._synchronizing)
-        if self._trainable() != self._bucketed:  # frozen, unfrozen, converted or replaced since
-            self._broadcast([p for p in self.module.parameters() if p not in self._replicated])
+        if self._replicated.are_changed:
+            self._replicated.refresh()
             self._make_buckets()
-
-    def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if the gradient of one of them is still this rank's own."""
-        for parameter in parameters:
-            if parameter in self._own_gradients and parameter.grad is not None:
-                raise RuntimeError(
-                    f"call finish_gradient_synchronization() before step(): the gradient of "
-                    f"{self._own_gradients[parameter]} is still this rank's own"
-                )
-
-    def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """The same, if a closure made them."""
-        self.before_step(optimizer, parameters)
-
-    def _trainable(self) -> list[tuple]:
-        return [(id(p), p.dtype, p.device, p.shape) for p in self.module.parameters() if p.requires_grad]
-
-    def _bucketed_parameters(self) -> list[nn.Parameter]:
-        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
-
-    @torch.no_grad()
-    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            whole = tensor.contiguous()  # itself, or a copy of a strided one
-            self._axis.broadcast(whole, purpose=REPLICATE)
-            if whole is not tensor:
-                tensor.copy_(whole)
 
     def _make_buckets(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        self._bucketed = self._trainable()
-        self._replicated = set(self.module.parameters())
-        claim(self, dict(self.module.named_parameters()))
         self._buckets = make_buckets(self.module, self._limit_bytes)
-        self._launched = 0
-        for bucket in self._buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                hook = self._make_hook(bucket, place)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+            for bucket in self._buckets
+            for index, parameter in enumerate(bucket.parameters)
+        ]
 
-    def _make_hook(self, bucket: Bucket, place: int):
+    def _make_hook(self, bucket: Bucket, index: int):
         @untraced
         def hook(parameter: torch.Tensor) -> None:
-            self._gradient_ready(bucket, place)
+            self._take_gradient(bucket, index)
 
         return hook
 
     @torch.no_grad()
-    def _gradient_ready(self, bucket: Bucket, place: int) -> None:
-        if bucket.parameters[place].grad is None and not bucket.parameters[place].requires_grad:
+    def _take_gradient(self, bucket: Bucket, index: int) -> None:
+        parameter = bucket.parameters[index]
+        if parameter.grad is None and not parameter.requires_grad:
             return  # frozen between forward and backward: then it has none, as on one device
-        self._own_gradients[bucket.parameters[place]] = bucket.names[place]
+        self._replicated.own_gradients[parameter] = bucket.names[index]
         if not self._synchronizing:
             return
-        if not bucket.awaits(place):
-            raise RuntimeError(
-                f"the gradient of {bucket.names[place]} was ready twice: call "
-                f"finish_gradient_synchronization() after each backward, or put all but the last in no_sync()"
-            )
-        bucket.add(place)
         if self._during_backward:
-            while self._launched < len(self._buckets) and self._buckets[self._launched].is_ready:
-                self._buckets[self._launched].launch(self._axis)
-                self._launched += 1
+            gradient_ready(self._buckets, bucket, index, self._axis)
+        else:
+            bucket.add(index)
 
-    def _require_gradient(self, bucket: Bucket, place: int) -> None:
-        parameter = bucket.parameters[place]
-        if parameter.grad is not None:
-            return  # accumulated under no_sync, and not used in the last pass
-        if not self._find_unused:
-            raise RuntimeError(
-                f"parameter {bucket.names[place]} has no gradient on rank {self._axis.rank}: it took no part "
-                f"in the loss. Set find_unused_parameters=True if that is meant"
-            )
-        parameter.grad = torch.zeros_like(parameter)
-
-    def _agree_on_use(self, used: list[bool]) -> list[bool]:
-        if not used:
-            return used
-        device = self._buckets[0].parameters[0].device
-        ranks_using = torch.tensor(used, dtype=torch.int32, device=device)
-        self._axis.all_reduce(ranks_using, purpose=UNUSED)
-        return (ranks_using > 0).tolist()
+    def _fill_buckets(self) -> None:
+        """Add the gradients that came under no_sync only, and zeros for those that other ranks may have."""
+        for bucket in self._buckets:
+            for index in bucket.pending:
+                parameter = bucket.parameters[index]
+                if parameter.grad is None and not self._find_unused:
+                    raise RuntimeError(
+                        f"parameter {bucket.names[index]} has no gradient on rank {self._axis.rank}: it took "
+                        f"no part in the loss. Set find_unused_parameters=True if that is meant"
+                    )
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                bucket.add(index)

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism by hand: every rank keeps a cut of the parameters, gradients and moments.
 
-A unit of the module is gathered when it begins to run, and freed when the next one does; meanwhile the next
-one's gather is under way, so that two are whole at a time. In backward the same in reverse, and as soon as a
-unit's gradients are all there, their sum over the ranks is scattered: each rank is left with its cut.
+A unit of the module is unsharded when it begins to run, and resharded when the next one does; meanwhile the
+next one's all_gather is under way, so that two are unsharded at a time. In backward the same in reverse, and
+as soon as a unit's gradients are all there, they are reduce-scattered: each rank is left with its shard.
 
     zero=3                             gathered for forward, freed, gathered again for backward (FULL_SHARD)
     zero=3, reshard_after_forward=False    gathered once a step, freed at its end (SHARD_GRAD_OP)
@@ -13,7 +13,7 @@ ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer.Sharde
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,18 +21,96 @@ import torch
 from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import REPLICATE
+from torchpar.comm.counter import GRADIENTS, PARAMETERS, RECORD, REPLICATE
 from torchpar.manual.any_module.buffers import Buffers
 from torchpar.manual.any_module.claims import require_unclaimed
 from torchpar.manual.any_module.untraced import untraced
 from torchpar.manual.zero.elementwise import watch_optimizers
-from torchpar.manual.zero.flat_gradients import agree_on_use
-from torchpar.manual.zero.flat_parameters import Flat
+from torchpar.manual.zero.flat_gradients import FlatGradients
+from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.manual.zero.flat_steps import FlatSteps
 from torchpar.manual.zero.full_state import full_state, load_full_state
+from torchpar.manual.zero.reduce_scheduler import ReduceScheduler
 from torchpar.manual.zero.units import Structure, Unit, Units, make_units
-from torchpar.manual.zero.unshard import Gathers
+from torchpar.manual.zero.unshard_scheduler import UnshardScheduler
 from torchpar.optimizer import clip_gradients
+
+
+def shard_parameters(module: nn.Module, units: Units | None, axis: Axis, **options: Any) -> list[Unit]:
+    """Cut a module's parameters over the ranks: each keeps its shard of the flat buffers of every unit.
+
+    Args:
+        module: any; it then shows this rank's pieces of its parameters, and not the parameters.
+        units: what is unsharded together: see `FSDP`.
+        axis: the ranks.
+        options: as for `FlatParameters`.
+    """
+    sharded = make_units(module, units, axis, **options)
+    for unit in sharded:
+        unit.show_pieces()
+        for flat in unit.flats:
+            reshard(flat)
+    return sharded
+
+
+@torch.no_grad()
+def unshard(flat: FlatParameters) -> None:
+    """Begin to gather the parameters from the shards of all ranks; `flat.wait_unshard()` waits for them."""
+    if flat.begin_unshard():
+        if not flat.keeps_full:
+            flat.full.untyped_storage().resize_(flat.full.nbytes)
+            flat.own.copy_(flat.shard)
+        flat.work = flat.axis.start_all_gather(flat.full, flat.own, purpose=PARAMETERS)
+
+
+def reshard(flat: FlatParameters) -> None:
+    """Free the parameters: only this rank's shard stays, unless the buffer is kept."""
+    flat.wait_unshard()
+    flat.is_unsharded = False
+    if not flat.keeps_full:
+        # The tensor stays, without memory: autograd saved views of this storage for backward, and they are
+        # valid again once it has been gathered again.
+        flat.full.untyped_storage().resize_(0)
+
+
+@torch.no_grad()
+def reduce_scatter_gradients(gradients: FlatGradients, used: Sequence[bool] | None = None) -> None:
+    """Begin to sum the gradients over the ranks, each of which gets its shard of the sum.
+
+    Args:
+        gradients: full ones, of this rank's share of the batch.
+        used: see `FlatGradients.to_reduce`.
+    """
+    if indices := gradients.to_reduce(used):
+        finish_mean(gradients)  # of a backward before, if it is still under way
+        shard, full = gradients.begin_reduction(indices)
+        gradients.work = gradients.axis.start_reduce_scatter(shard, full, purpose=GRADIENTS)
+
+
+@torch.no_grad()
+def all_reduce_over_replicas(gradients: FlatGradients) -> None:
+    """Wait for the shard's sum, free the full gradients, and begin the sum over the replicas (HSDP)."""
+    shard = gradients.wait_reduce_scatter()
+    if shard is not None and gradients.replicas and gradients.replicas.size > 1:
+        gradients.work = gradients.replicas.start_all_reduce(shard, purpose=GRADIENTS)
+
+
+@torch.no_grad()
+def finish_mean(gradients: FlatGradients) -> None:
+    """Leave each parameter's piece its part of the mean over all ranks."""
+    all_reduce_over_replicas(gradients)
+    shard = gradients.wait()
+    if shard is not None:
+        shard /= gradients.ranks
+    gradients.hand_out()
+
+
+def gather_full(flat: FlatParameters, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Full tensors in the parameters' shapes from every rank's pieces of them: for the record."""
+    shard = torch.cat([piece.reshape(-1) for piece in pieces])
+    full = shard.new_empty(flat.layout.numel)
+    flat.axis.all_gather(full, shard, purpose=RECORD)
+    return flat.layout.views(full)
 
 
 class FSDP(nn.Module):
@@ -56,11 +134,11 @@ class FSDP(nn.Module):
         {'0.weight': (32, 8), '0.bias': (32,), '2.weight': (8, 32), '2.bias': (8,)}
 
     Every rank must run the same units in the same order, and use the same parameters, but for
-    `find_unused_parameters`. A parameter is whole only while a module of its unit runs, which means: is
+    `find_unused_parameters`. A parameter is unsharded only while a module of its unit runs, which means: is
     called, not by another method. A model that reads another layer's weight directly wants both in one
     unit. Backward must enter a unit through what one of its modules returned: a loss kept in an attribute
-    would find the weights freed. After a backward with create_graph=True all that it read stays whole until
-    `finish_gradient_synchronization`. Pieces may be written to at any time, but through `.data`, which
+    would find the weights freed. After a backward with create_graph=True all that it read stays unsharded
+    until `finish_gradient_synchronization`. Pieces may be written to at any time, but through `.data`, which
     nothing counts, not between a forward with gradients and the next finish or step.
 
     Args:
@@ -80,7 +158,7 @@ class FSDP(nn.Module):
         inputs_only: modules of just these types need not be gathered for backward, which does not read
             their weights.
         find_unused_parameters: parameters may be used on some ranks only, and count as zero on the others.
-            Costs one small all-reduce a step, and the overlap of reductions with backward: whole gradients
+            Costs one small all-reduce a step, and the overlap of reductions with backward: full gradients
             of all units stay in memory until the end.
         broadcast_buffers: see DataParallel.
 
@@ -116,26 +194,30 @@ class FSDP(nn.Module):
         self.module = module
         self.axis = Axis.of(group)
         self.replicas = None if replicate_group is None else Axis.of(replicate_group)
-        self._find_unused = find_unused_parameters
-        self._synchronizing = True
         require_unclaimed(dict(module.named_parameters()))
         options = {"replicas": self.replicas, "keeps_full": zero == 2, "compute_dtype": compute_dtype}
         shared = Buffers(module, [self.axis, self.replicas], each_pass=broadcast_buffers)
         shared.broadcast(purpose=REPLICATE)
         self._shared_buffers = shared
-        self.units = make_units(module, units, self.axis, **options)
+        self.units = shard_parameters(module, units, self.axis, **options)
         self._flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # as backward comes
         by_name = {name: p for flat in self._flats for name, p in zip(flat.names, flat.pieces, strict=True)}
         self.pieces = {name: by_name[name] for name, _ in module.named_parameters()}
-        self._launched: Unit | None = None
-        self._hooked: set[nn.Parameter] = set()
-        self._gathers = Gathers(
+        self._reductions = ReduceScheduler(
             self.units,
+            reduce_scatter=reduce_scatter_gradients,
+            all_reduce=all_reduce_over_replicas,
+            must_agree=find_unused_parameters,
+        )
+        self._unsharding = UnshardScheduler(
+            self.units,
+            unshard=unshard,
+            reshard=reshard,
             reshards=zero == 3 and reshard_after_forward,
             inputs_only=inputs_only,
             compute_dtype=compute_dtype,
-            on_whole=self._watch,
-            are_awaited=self._are_gradients_awaited,
+            on_unshard=self._reductions.watch,
+            are_awaited=self._reductions.are_awaited,
         )
         self._steps = FlatSteps(self._flats)
         watch_optimizers()
@@ -145,14 +227,13 @@ class FSDP(nn.Module):
         """For copies: at rest. What is cut comes first, so that modules and hooks find copied pieces."""
         for flat in self._flats:
             flat.keep_memory("pieces")
-        at_rest = {"_synchronizing": True, "_launched": None, "_hooked": set()}
-        return {"_flats": self._flats, **super().__getstate__(), **at_rest}
+        return {"_flats": self._flats, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the copy."""
         super().__setstate__(state)
         for unit in self.units:
-            unit.free()
+            self._unsharding.reshard_unit(unit)
 
     @property
     def transient(self) -> tuple[torch.Tensor, ...]:
@@ -165,7 +246,7 @@ class FSDP(nn.Module):
         try:
             return self.module(*args, **kwargs)
         finally:
-            self._gathers.end_pass()
+            self._unsharding.end_pass()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -173,28 +254,22 @@ class FSDP(nn.Module):
 
         The unreduced gradients of all units stay in memory meanwhile.
         """
-        before, self._synchronizing = self._synchronizing, False
+        before, self._reductions.is_synchronizing = self._reductions.is_synchronizing, False
         try:
             yield
         finally:
-            self._synchronizing = before
+            self._reductions.is_synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every piece has its part of the mean gradient over all ranks; free what is gathered.
+        """Wait until every piece has its part of the mean gradient over all ranks, and reshard all units.
 
         A parameter that took no part in the loss keeps the gradient None, as on one device.
         """
-        if self._find_unused:
-            all_gradients = [flat.gradients for flat in self._flats]
-            for gradients, used in zip(all_gradients, agree_on_use(all_gradients), strict=True):
-                gradients.start_reduction(used)
-        else:
-            for unit in reversed(self.units):
-                self._launch(unit)
+        self._reductions.reduce_all()
         for flat in self._flats:
-            flat.gradients.finish_reduction()
-        self._launched = None
-        self._gathers.free_all()
+            finish_mean(flat.gradients)
+        self._reductions.reset()
+        self._unsharding.reshard_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero; drop also those that are still to be reduced."""
@@ -202,7 +277,7 @@ class FSDP(nn.Module):
             unit.begin_pass()
         for flat in self._flats:
             flat.gradients.drop(set_to_none=set_to_none)
-        self._launched = None
+        self._reductions.reset()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
@@ -211,11 +286,11 @@ class FSDP(nn.Module):
         return clip_gradients(self.pieces, lambda name: (self.axis,), max_norm=max_norm)
 
     def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole tensors from every rank's pieces: weights, gradients or moments by the original names."""
-        whole: dict[str, torch.Tensor] = {}
+        """Full tensors from every rank's pieces: weights, gradients or moments by the original names."""
+        full: dict[str, torch.Tensor] = {}
         for flat in self._flats:
-            whole.update(zip(flat.names, flat.gather([pieces[n] for n in flat.names]), strict=True))
-        return {name: whole[name] for name in pieces}
+            full.update(zip(flat.names, gather_full(flat, [pieces[n] for n in flat.names]), strict=True))
+        return {name: full[name] for name in pieces}
 
     def full_state_dict(self) -> dict[str, Any]:
         """What the wrapped module's `state_dict()` would be if it were not sharded, on every rank."""
@@ -226,49 +301,21 @@ class FSDP(nn.Module):
         """Load what `full_state_dict` returned, also on another number of ranks. Nothing, if it does not fit.
 
         Args:
-            state: whole tensors, the same on all ranks; the `state_dict()` of the unwrapped module will do.
+            state: full tensors, the same on all ranks; the `state_dict()` of the unwrapped module will do.
                 What is tied may be there under one of its names, or under all.
 
         Raises:
             ValueError: a name is missing or unknown, a tensor has another shape, or what is tied differs.
         """
-        self._gathers.free_all()
+        self._unsharding.reshard_all()
         load_full_state(self.module, self._flats, state)
 
     @untraced
     def _begin_pass(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self._shared_buffers.before_forward(synchronizing=self._synchronizing)
+        self._shared_buffers.before_forward(synchronizing=self._reductions.is_synchronizing)
         self._steps.before_forward()
-        self._gathers.begin_pass()
+        self._unsharding.begin_pass()
         for unit in self.units:
             unit.begin_pass()
         self._structure.require_same()
-        return self._gathers.cast(args, kwargs)
-
-    def _are_gradients_awaited(self) -> bool:
-        return not self._synchronizing or any(flat.gradients.is_awaited for flat in self._flats)
-
-    def _watch(self, unit: Unit) -> None:
-        """Have the gradients of a unit's parameters taken in; also of one that was frozen before."""
-        for flat in unit.flats:
-            for place, parameter in enumerate(flat.parameters):
-                if parameter.requires_grad and parameter not in self._hooked:
-                    self._hooked.add(parameter)
-                    parameter.register_post_accumulate_grad_hook(self._make_take(unit, flat, place))
-
-    def _make_take(self, unit: Unit, flat: Flat, place: int):
-        @untraced
-        def take_gradient(parameter: torch.Tensor) -> None:
-            if unit.add_gradient(flat, place) and self._synchronizing and not self._find_unused:
-                self._launch(unit)
-
-        return take_gradient
-
-    def _launch(self, unit: Unit) -> None:
-        """Begin to reduce a unit, and settle the one before: at most two hold whole gradients."""
-        if self._launched:
-            for flat in self._launched.flats:
-                flat.gradients.settle()
-        for flat in unit.flats:
-            flat.gradients.start_reduction()
-        self._launched = unit
+        return self._unsharding.cast(args, kwargs)

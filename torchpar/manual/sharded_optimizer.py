@@ -1,6 +1,11 @@
 """ZeRO-1 by hand: each rank keeps the optimizer's state for its cut of the parameters, and updates that.
 
-The module stays whole on every rank. After a step the ranks gather each other's cuts.
+The module stays whole on every rank. A step is three lines:
+
+    reduce_scatter     each rank gets the mean gradient of its shard   (finish_gradient_synchronization)
+    optimizer.step     on this rank's shard, whose state it keeps      (step)
+    all_gather         every rank gets the updated parameters of all   (step)
+
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
@@ -13,9 +18,10 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
+from torchpar.manual.fully_sharded import finish_mean, gather_full, reduce_scatter_gradients, unshard
 from torchpar.manual.zero.elementwise import require_elementwise
-from torchpar.manual.zero.flat_gradients import agree_on_use
-from torchpar.manual.zero.flat_parameters import Flat, make_flats
+from torchpar.manual.zero.flat_gradients import used_on_any_rank
+from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
 from torchpar.manual.zero.flat_steps import FlatSteps
 from torchpar.optimizer import clip_gradients
 
@@ -79,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reduces, self._find_unused = reduce_gradients, find_unused_parameters
         self._make: partial[torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
         self._inner: torch.optim.Optimizer | None = None
-        self._flats: list[Flat] = []
+        self._flats: list[FlatParameters] = []
         self._piece_of: dict[torch.Tensor, nn.Parameter] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._has_stepped = False  # with gradients that have not been dropped yet
@@ -124,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        flats = make_flats(
+        flats = flatten_parameters(
             named, self.axis, replicas=self._replicas, keeps_full=True, keeps_gradients=self._reduces
         )
         for flat in flats:
@@ -158,17 +164,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in self._flats:
             flat.keep_memory("parameters")
             if not self._reduces:
-                flat.gradients.take_means()
+                flat.gradients.slice_means()
             elif any(flat.gradients.used):
                 raise RuntimeError("call finish_gradient_synchronization() before step()")
         self._has_stepped = self._reduces
         self.inner.step()
         updated = [flat for flat in self._flats if any(piece.grad is not None for piece in flat.pieces)]
         for flat in updated:
-            flat.is_whole = False
-            flat.start_gather()
+            flat.is_unsharded = False
+            unshard(flat)
         for flat in updated:
-            flat.finish_gather()
+            flat.wait_unshard()
         return loss
 
     def finish_gradient_synchronization(self) -> None:
@@ -185,11 +191,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in self._flats:
             flat.gradients.take_all()
         all_gradients = [flat.gradients for flat in self._flats]
-        agreed = agree_on_use(all_gradients) if self._find_unused else [None] * len(all_gradients)
+        agreed = used_on_any_rank(all_gradients) if self._find_unused else [None] * len(all_gradients)
         for gradients, used in zip(all_gradients, agreed, strict=True):
-            gradients.start_reduction(used)
-        for flat in self._flats:
-            flat.gradients.finish_reduction()
+            reduce_scatter_gradients(gradients, used)
+        for gradients in all_gradients:
+            finish_mean(gradients)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
@@ -200,12 +206,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return clip_gradients(pieces, lambda name: (self.axis,), max_norm=max_norm)
 
     def gather(self, pieces: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Whole tensors, by parameter, from every rank's pieces of them, such as moments; on all ranks."""
-        whole: dict[torch.Tensor, torch.Tensor] = {}
+        """Full tensors, by parameter, from every rank's pieces of them, such as moments; on all ranks."""
+        full: dict[torch.Tensor, torch.Tensor] = {}
         for flat in self._flats:
-            gathered = flat.gather([pieces[p] for p in flat.parameters])
-            whole.update(zip(flat.parameters, gathered, strict=True))
-        return whole
+            gathered = gather_full(flat, [pieces[p] for p in flat.parameters])
+            full.update(zip(flat.parameters, gathered, strict=True))
+        return full
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters and of the pieces, or make them zero."""
@@ -263,14 +269,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = {**_options(group), **{key: v for key, v in self._make.keywords.items() if key == "lr"}}
         require_elementwise(self._make, options, name=name, device=group[_PARAMS][0].device)
 
-    def _take_gradients_into(self, flat: Flat) -> None:
-        def take(place: int) -> None:
+    def _take_gradients_into(self, flat: FlatParameters) -> None:
+        def take(index: int) -> None:
             self._require_dropped()
-            flat.gradients.add(place)
+            flat.gradients.add(index)
 
-        for place, parameter in enumerate(flat.parameters):
+        for index, parameter in enumerate(flat.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, place=place: take(place))
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: take(index))
 
     def _require_dropped(self) -> None:
         """The module's own `zero_grad` does not reach gradients that are here already."""

@@ -29,60 +29,60 @@ class Awaited:
         """The name of a piece that awaits a gradient which nobody has dropped, if there is one."""
         return next((self._names[p] for p in self._seen if self._pieces[p].grad is not None), None)
 
-    def add(self, place: int) -> bool:
+    def add(self, index: int) -> bool:
         """A piece awaits a gradient. Returns whether those that it awaited already were dropped.
 
         Raises:
             RuntimeError: somebody has changed the piece's gradient meanwhile.
         """
-        piece = self._pieces[place]
-        was_dropped = self.was_dropped(place)
+        piece = self._pieces[index]
+        was_dropped = self.was_dropped(index)
         if piece.grad is None:
-            piece.grad = self._stand_in(place)
-        self._seen[place] = (piece.grad, piece.grad._version)
+            piece.grad = self._stand_in(index)
+        self._seen[index] = (piece.grad, piece.grad._version)
         return was_dropped
 
-    def was_dropped(self, place: int) -> bool:
+    def was_dropped(self, index: int) -> bool:
         """Whether a piece awaited a gradient, and somebody has set it to None.
 
         Raises:
             RuntimeError: somebody has changed it.
         """
-        gradient, seen = self._pieces[place].grad, self._seen.get(place)
+        gradient, seen = self._pieces[index].grad, self._seen.get(index)
         if gradient is not None and seen and (gradient is not seen[0] or gradient._version != seen[1]):
             raise RuntimeError(
-                f"the gradient of {self._names[place]} was changed while more of it is on its way: call "
+                f"the gradient of {self._names[index]} was changed while more of it is on its way: call "
                 f"finish_gradient_synchronization() before, or drop all with zero_grad() of the wrapper"
             )
-        return gradient is None and place in self._seen
+        return gradient is None and index in self._seen
 
-    def remove(self, place: int) -> None:
+    def remove(self, index: int) -> None:
         """A piece awaits none any more: it has what it had before."""
-        self._seen.pop(place, None)
-        if self._pieces[place].grad is self._stand_ins.get(place):
-            self._pieces[place].grad = None
+        self._seen.pop(index, None)
+        if self._pieces[index].grad is self._stand_ins.get(index):
+            self._pieces[index].grad = None
 
     def clear(self) -> None:
         """No piece awaits any."""
-        for place in list(self._seen):
-            self.remove(place)
+        for index in list(self._seen):
+            self.remove(index)
         # Zeros may be written to them, all the same.
-        self._stand_ins = {place: nan for place, nan in self._stand_ins.items() if not nan._version}
+        self._stand_ins = {index: nan for index, nan in self._stand_ins.items() if not nan._version}
 
-    def _stand_in(self, place: int) -> torch.Tensor:
-        stand_in = self._stand_ins.get(place)
+    def _stand_in(self, index: int) -> torch.Tensor:
+        stand_in = self._stand_ins.get(index)
         if stand_in is None:
-            piece = self._pieces[place].detach()
-            stand_in = self._stand_ins[place] = piece.new_full((), float("nan")).expand_as(piece)
-        if id(self._pieces[place]) not in self._hooked and self._pieces[place].requires_grad:
+            piece = self._pieces[index].detach()
+            stand_in = self._stand_ins[index] = piece.new_full((), float("nan")).expand_as(piece)
+        if id(self._pieces[index]) not in self._hooked and self._pieces[index].requires_grad:
             # A loss may also use the piece itself, to which autograd then adds.
-            self._hooked.add(id(self._pieces[place]))
-            self._pieces[place].register_hook(lambda gradient: self._make_room(place))
+            self._hooked.add(id(self._pieces[index]))
+            self._pieces[index].register_hook(lambda gradient: self._make_room(index))
         return stand_in
 
-    def _make_room(self, place: int) -> None:
-        if place in self._seen:
-            self.was_dropped(place)
-            if self._pieces[place].grad is self._stand_ins.get(place):
-                self._pieces[place].grad = None
-            self._seen[place] = None
+    def _make_room(self, index: int) -> None:
+        if index in self._seen:
+            self.was_dropped(index)
+            if self._pieces[index].grad is self._stand_ins.get(index):
+                self._pieces[index].grad = None
+            self._seen[index] = None

@@ -1,26 +1,33 @@
-"""The gradients of a `Flat`: added up in a flat buffer, whose sum over the ranks is scattered to pieces."""
+"""Flat gradient buffers for ZeRO: backward adds to them, and pieces get their parts of this rank's shard."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import GRADIENTS, UNUSED
 from torchpar.comm.handles import Work
+from torchpar.manual.any_module.agreement import agree_on_use
 from torchpar.manual.any_module.awaited import Awaited
-from torchpar.manual.zero.flat_layout import Places
+from torchpar.manual.zero.flat_layout import FlatLayout
 
 
 class FlatGradients:
-    """Takes gradients from parameters in backward, and leaves each rank its part of the mean on the pieces.
+    """Takes gradients from parameters in backward, and gives the pieces their parts of this rank's shard.
+
+    The strategy sums them over the ranks in between: it asks `to_reduce`, takes `begin_reduction`'s tensors,
+    and calls `hand_out` in the end.
 
     Args:
         names, parameters, pieces: in the same order.
-        places: where they lie.
+        layout: where they lie.
         axis: the ranks that share them out.
         replicas: ranks that hold the same pieces, or None.
         keeps_buffer: of all gradients, until they are dropped: the pieces' are views of it.
+
+    Attributes:
+        work: the collective under way, or None.
     """
 
     def __init__(
@@ -29,20 +36,20 @@ class FlatGradients:
         parameters: Sequence[nn.Parameter],
         pieces: Sequence[nn.Parameter],
         *,
-        places: Places,
+        layout: FlatLayout,
         axis: Axis,
         replicas: Axis | None,
         keeps_buffer: bool,
     ):
         self._names, self._parameters, self._pieces = names, parameters, pieces
-        self._places, self.axis, self.replicas = places, axis, replicas
+        self._layout, self.axis, self.replicas = layout, axis, replicas
         self._keeps_buffer = keeps_buffer
         self._buffer: torch.Tensor | None = None  # of what backward is adding up
-        self._used: set[int] = set()  # places that have a gradient there
-        self._reduction: Work | None = None
-        self._sent: torch.Tensor | None = None  # the gradients that are being summed over the ranks
-        self._reduced: torch.Tensor | None = None  # this rank's cut of the sum
-        self._reduced_places: set[int] = set()
+        self._used: set[int] = set()  # indices that have a gradient there
+        self.work: Work | None = None
+        self._full: torch.Tensor | None = None  # the gradients that are being summed over the ranks
+        self._shard: torch.Tensor | None = None  # this rank's cut of the sum
+        self._reduced: set[int] = set()  # indices that have a part in it
         self._awaited = Awaited(names, pieces)
         self._dropped: set[int] = set()  # of those that are being summed
 
@@ -52,27 +59,27 @@ class FlatGradients:
         return self._pieces[0].device
 
     @torch.no_grad()
-    def add(self, place: int) -> None:
-        """Take the gradient that backward left on the parameter at `place`, and add it to the buffer.
+    def add(self, index: int) -> None:
+        """Take the gradient that backward left on the parameter at `index`, and add it to the buffer.
 
         Raises:
             RuntimeError: it is sparse, or a hook has taken it before.
         """
-        parameter = self._parameters[place]
+        parameter = self._parameters[index]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             if parameter.requires_grad:
-                raise RuntimeError(f"a hook on {self._names[place]} takes its gradient away: remove the hook")
+                raise RuntimeError(f"a hook on {self._names[index]} takes its gradient away: remove the hook")
             return  # frozen between forward and backward: then it has none, as on one device
-        self._require_dense(place, gradient)
-        if self._awaited.add(place):
-            self._used.discard(place)
-            self._dropped.add(place)
+        self._require_dense(index, gradient)
+        if self._awaited.add(index):
+            self._used.discard(index)
+            self._dropped.add(index)
         if self._buffer is None:
-            self._buffer = self._pieces[0].detach().new_empty(self._places.count)
-        slot = self._places.views(self._buffer)[place]
-        self.accumulate(slot, gradient, is_first=place not in self._used)
-        self._used.add(place)
+            self._buffer = self._make_buffer()
+        slot = self._layout.views(self._buffer)[index]
+        self.accumulate(slot, gradient, is_first=index not in self._used)
+        self._used.add(index)
 
     @staticmethod
     def accumulate(slot: torch.Tensor, gradient: torch.Tensor, *, is_first: bool) -> None:
@@ -84,15 +91,15 @@ class FlatGradients:
 
     def take_all(self) -> None:
         """Take those that backward left on parameters without a hook, which were frozen before."""
-        for place, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                self.add(place)
+                self.add(index)
 
     @property
     def used(self) -> list[bool]:
         """Which parameters have a gradient here that is still to be reduced."""
         self._forget_dropped()
-        return [place in self._used or p.grad is not None for place, p in enumerate(self._parameters)]
+        return [index in self._used or p.grad is not None for index, p in enumerate(self._parameters)]
 
     def require_finished(self, what: str) -> None:
         """RuntimeError if gradients are still on their way to the pieces, before `what` needs them."""
@@ -109,10 +116,9 @@ class FlatGradients:
 
     def drop(self, *, set_to_none: bool = True) -> None:
         """Forget gradients: those of the pieces, or make them zero, and those that were to be reduced."""
-        if self._reduction:
-            self._reduction.wait()
+        self.wait()
         self._buffer, self._used = None, set()
-        self._reduction = self._sent = self._reduced = None
+        self._full = self._shard = None
         self._awaited.clear()
         for parameter, piece in zip(self._parameters, self._pieces, strict=True):
             parameter.grad = None
@@ -122,104 +128,111 @@ class FlatGradients:
                 piece.grad = torch.zeros_like(piece.grad)
 
     @torch.no_grad()
-    def take_means(self) -> None:
-        """Give each piece its part of a whole gradient that is the mean already: a view of it."""
-        for place, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
+    def slice_means(self) -> None:
+        """Give each piece its part of a full gradient that is the mean already: a view of it."""
+        for index, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
             gradient = parameter.grad
-            self._require_dense(place, gradient)
-            piece.grad = None if gradient is None else self._places.piece_of(gradient, place)
+            self._require_dense(index, gradient)
+            piece.grad = None if gradient is None else self._layout.piece_of(gradient, index)
 
-    @torch.no_grad()
-    def start_reduction(self, used: Sequence[bool] | None = None) -> None:
-        """Begin to sum the gradients over the ranks; without any on this step there is nothing to do.
+    @property
+    def ranks(self) -> int:
+        """Over how many the mean is."""
+        return self.axis.size * (self.replicas.size if self.replicas else 1)
+
+    def to_reduce(self, used: Sequence[bool] | None = None) -> set[int]:
+        """Indices of the parameters whose gradients are to be reduced now; none, if backward left none.
 
         Args:
             used: which parameters have a gradient on any rank, if the ranks have agreed on that; else all
                 have the same.
         """
         self._forget_dropped()
-        places = self._used if used is None else {place for place, is_used in enumerate(used) if is_used}
-        if not places:
-            return
-        self.finish_reduction()  # of a backward before, if nobody has asked for its gradients yet
-        if self._buffer is None:
-            self._buffer = self._pieces[0].detach().new_empty(self._places.count)
-        for place, slot in enumerate(self._places.views(self._buffer)):
-            if place not in self._used:
+        return self._used if used is None else {index for index, is_used in enumerate(used) if is_used}
+
+    def begin_reduction(self, indices: set[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's shard (to be filled with the sum's), and the full gradients: flat tensors.
+
+        Args:
+            indices: from `to_reduce`, not empty. The reduction before this one must be handed out.
+        """
+        full = self._make_buffer() if self._buffer is None else self._buffer
+        for index, slot in enumerate(self._layout.views(full)):
+            if index not in self._used:
                 slot.zero_()
-        self._sent, self._reduced_places = self._buffer, places
+        self._full, self._reduced = full, indices
         self._buffer, self._used = None, set()
-        mine = self._sent[self._places.own]
-        self._reduced = mine if self._keeps_buffer else torch.empty_like(mine)
-        self._reduction = self.axis.start_reduce_scatter(self._reduced, self._sent, purpose=GRADIENTS)
+        own = full[self._layout.own]
+        self._shard = own if self._keeps_buffer else torch.empty_like(own)
+        return self._shard, full
 
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Wait for the sum over the shards, let the whole gradients go, and begin that over the replicas."""
-        if self._sent is None or self._reduced is None or self._reduction is None:
-            return
-        self._reduction.wait()
-        self._reduction = self._sent = None
-        if self.replicas and self.replicas.size > 1:
-            self._reduction = self.replicas.start_all_reduce(self._reduced, purpose=GRADIENTS)
+    def wait_reduce_scatter(self) -> torch.Tensor | None:
+        """Wait for the shard's sum, and free the full gradients. Returns the shard; None, if that is done."""
+        if self._full is None or self.work is None:
+            return None
+        self.wait()
+        self._full = None
+        return self._shard
 
-    @torch.no_grad()
-    def finish_reduction(self) -> None:
-        """Leave each piece its part of the mean gradient, added to one that is there already.
+    def wait(self) -> torch.Tensor | None:
+        """Wait for the collective under way. Returns the shard that is to be handed out, if there is one."""
+        if self.work:
+            self.work.wait()
+        self.work = None
+        return self._shard
+
+    def hand_out(self) -> None:
+        """Give each piece its part of the shard, which is the mean by now, added to what is there already.
 
         Raises:
-            RuntimeError: a part of the sum belongs to a parameter that this rank did not use.
+            RuntimeError: a part belongs to a parameter that this rank did not use.
         """
-        self.settle()
-        if self._reduced is None:
-            self._dropped.clear()
-            return
-        if self._reduction:
-            self._reduction.wait()
-        self._reduced /= self.axis.size * (self.replicas.size if self.replicas else 1)
-        for place, piece in enumerate(self._pieces):
-            gradient = self._reduced[self._places.cut(place)]
-            if place in self._reduced_places:
-                self._hand_out(place, piece, gradient)
-            elif gradient.any():
-                raise RuntimeError(
-                    f"parameter {self._names[place]} has a gradient on other ranks and none on rank "
-                    f"{self.axis.rank}: use it on every rank, or set find_unused_parameters=True"
-                )
-        self._reduction = self._reduced = None
+        if self._shard is not None:
+            for index in range(len(self._pieces)):
+                self._hand_out(index, self._shard[self._layout.slice_of(index)])
+        self._shard = None
         self._dropped.clear()
 
-    def _hand_out(self, place: int, piece: nn.Parameter, gradient: torch.Tensor) -> None:
-        was_dropped = place in self._dropped or self._awaited.was_dropped(place)
-        self._awaited.remove(place)
+    def _hand_out(self, index: int, gradient: torch.Tensor) -> None:
+        if index not in self._reduced:
+            if gradient.any():
+                raise RuntimeError(
+                    f"parameter {self._names[index]} has a gradient on other ranks and none on rank "
+                    f"{self.axis.rank}: use it on every rank, or set find_unused_parameters=True"
+                )
+            return
+        piece = self._pieces[index]
+        was_dropped = index in self._dropped or self._awaited.was_dropped(index)
+        self._awaited.remove(index)
         if not was_dropped:
             piece.grad = gradient if piece.grad is None else piece.grad + gradient
-        if place in self._used:  # more is to come
-            self._awaited.add(place)
+        if index in self._used:  # more is to come
+            self._awaited.add(index)
 
     def _forget_dropped(self) -> None:
         """An optimizer's `zero_grad` tells nobody, but is to drop these gradients, too."""
-        dropped = {place for place in self._used if self._awaited.was_dropped(place)}
-        for place in dropped:
-            self._awaited.remove(place)
+        dropped = {index for index in self._used if self._awaited.was_dropped(index)}
+        for index in dropped:
+            self._awaited.remove(index)
         self._used -= dropped
         self._dropped |= dropped
 
-    def _require_dense(self, place: int, gradient: torch.Tensor | None) -> None:
+    def _make_buffer(self) -> torch.Tensor:
+        return self._pieces[0].detach().new_empty(self._layout.numel)
+
+    def _require_dense(self, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.is_sparse:
-            raise RuntimeError(f"{self._names[place]} has a sparse gradient: use a dense embedding")
+            raise RuntimeError(f"{self._names[index]} has a sparse gradient: use a dense embedding")
 
 
-def agree_on_use(several: Sequence[FlatGradients]) -> list[list[bool]]:
-    """For each of these, which of its parameters have a gradient on any rank: one small all-reduce.
+def used_on_any_rank(several: Sequence[FlatGradients]) -> list[list[bool]]:
+    """For each of these, which of its parameters have a gradient on any rank.
 
     What ranks then reduce is the same on all of them, and in the same order, whatever each of them used.
     """
     if not several:
         return []
-    used = [is_used for gradients in several for is_used in gradients.used]
-    flags = torch.tensor(used, dtype=torch.int32, device=several[0].device)
-    for axis in (several[0].axis, several[0].replicas):
-        if axis and axis.size > 1:
-            axis.all_reduce(flags, purpose=UNUSED, op="max")
-    return [part.bool().tolist() for part in flags.split([len(gradients.used) for gradients in several])]
+    used = [gradients.used for gradients in several]
+    axes = (several[0].axis, several[0].replicas)
+    agreed = iter(agree_on_use(list(itertools.chain(*used)), axes, device=several[0].device))
+    return [list(itertools.islice(agreed, len(own))) for own in used]

@@ -1,4 +1,4 @@
-"""What an optimizer may do with sharded parameters, and when: `claims.Claimant` for `Flat`s."""
+"""Guards of the optimizer's steps over sharded parameters: the `claims.Claimant` of FSDP."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torchpar.manual.any_module.claims import claim
-from torchpar.manual.zero.flat_parameters import Flat
+from torchpar.manual.zero.flat_parameters import FlatParameters
 
 
 class FlatSteps:
@@ -18,15 +18,17 @@ class FlatSteps:
 
     kind = "FSDP"
 
-    def __init__(self, flats: Sequence[Flat]):
+    def __init__(self, flats: Sequence[FlatParameters]):
         self._all = flats
-        self._flat_of: dict[torch.Tensor, Flat] = {piece: flat for flat in flats for piece in flat.pieces}
-        self._whole: dict[torch.Tensor, str] = {}
+        self._flat_of: dict[torch.Tensor, FlatParameters] = {
+            piece: flat for flat in flats for piece in flat.pieces
+        }
+        self._names: dict[torch.Tensor, str] = {}
         pieces: dict[str, torch.Tensor] = {}
         for flat in flats:
-            self._whole.update(zip(flat.parameters, flat.names, strict=True))
+            self._names.update(zip(flat.parameters, flat.names, strict=True))
             pieces.update(zip(flat.names, flat.pieces, strict=True))
-        self._claimed = {**pieces, **{f"{name} (whole)": p for p, name in self._whole.items()}}
+        self._claimed = {**pieces, **{f"{name} (unsharded)": p for p, name in self._names.items()}}
         claim(self, self._claimed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -47,9 +49,9 @@ class FlatSteps:
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """RuntimeError if gradients are not there yet, or never will be."""
         for parameter in parameters:
-            if parameter in self._whole:
+            if parameter in self._names:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} has {self._whole[parameter]} as it was before FSDP, which "
+                    f"{type(optimizer).__name__} has {self._names[parameter]} as it was before FSDP, which "
                     f"gets no gradients: make the optimizer over parameters() of the FSDP"
                 )
         for flat in self._flats(parameters):
@@ -62,5 +64,5 @@ class FlatSteps:
         for flat in flats:  # a closure may have forgotten it
             flat.gradients.require_finished("step()")
 
-    def _flats(self, parameters: Sequence[torch.Tensor]) -> list[Flat]:
+    def _flats(self, parameters: Sequence[torch.Tensor]) -> list[FlatParameters]:
         return list(dict.fromkeys(self._flat_of[p] for p in parameters if p in self._flat_of))

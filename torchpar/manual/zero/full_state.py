@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchpar.manual.zero.flat_parameters import Flat
+from torchpar.manual.zero.flat_parameters import FlatParameters
 
 _EXTRA = "_extra_state"
 
 
-def plain_state(module: nn.Module, flats: Sequence[Flat]) -> dict[str, Any]:
+def plain_state(module: nn.Module, flats: Sequence[FlatParameters]) -> dict[str, Any]:
     """The module's own `state_dict()`, with parameters in the place of pieces: tied ones under each name.
 
     Parameters have their shapes and dtypes, but not always their values; the rest is as it is.
@@ -24,19 +24,19 @@ def plain_state(module: nn.Module, flats: Sequence[Flat]) -> dict[str, Any]:
 
 
 def full_state(
-    module: nn.Module, flats: Sequence[Flat], weights: Mapping[str, torch.Tensor]
+    module: nn.Module, flats: Sequence[FlatParameters], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The state with whole weights, given once by the parameters' names."""
-    whole = {
+    """The state with full weights, given once by the parameters' names."""
+    full = {
         id(p): weights[name] for flat in flats for name, p in zip(flat.names, flat.parameters, strict=True)
     }
-    state = {name: whole.get(id(value), value) for name, value in plain_state(module, flats).items()}
+    state = {name: full.get(id(value), value) for name, value in plain_state(module, flats).items()}
     return {name: value.detach() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
 @torch.no_grad()
-def load_full_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any]) -> None:
-    """Load whole tensors. Nothing is changed if they do not fit.
+def load_full_state(module: nn.Module, flats: Sequence[FlatParameters], state: Mapping[str, Any]) -> None:
+    """Load full tensors. Nothing is changed if they do not fit.
 
     Args:
         module: at rest.

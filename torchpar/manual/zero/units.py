@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: the units of a fully sharded module."""
+"""Units of a fully sharded module: the parameters that are unsharded together."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchpar.comm.collectives import Axis
-from torchpar.manual.zero.flat_parameters import Flat, make_flats
+from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
 
 Units = Iterable[nn.Module | Iterable[nn.Module]]
 Use = tuple[nn.Module, str, nn.Parameter]  # a module, and under which name it has a parameter
@@ -17,18 +17,18 @@ _TRANSPARENT = (torch.Tensor, int, float, complex, str, type(None))
 
 
 class Unit:
-    """Parameters that are gathered and freed together, whenever one of some modules runs.
+    """Parameters that are unsharded and resharded together, whenever one of some modules runs.
 
     Attributes:
-        modules: while one of these runs, the parameters are whole.
+        modules: while one of these runs, the parameters are unsharded.
         flats: the parameters, as they are cut.
         spans: other units run inside of one of its modules, so that it is kept until the end of backward.
         is_opaque: backward may enter it unseen.
-        is_shown: its modules have the whole parameters, and not the pieces.
+        is_shown: its modules have the parameters, and not the pieces.
         running: how many of its modules are just now in their forward.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], flats: list[Flat], uses: list["Use"]):
+    def __init__(self, modules: Sequence[nn.Module], flats: list[FlatParameters], uses: list["Use"]):
         self.modules = modules
         self.flats = flats
         self.spans = self.is_opaque = False
@@ -45,7 +45,7 @@ class Unit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its parameters may be freed while others run."""
+        """Whether its parameters may be resharded while others run."""
         return not self.running and not self.spans
 
     @property
@@ -58,15 +58,10 @@ class Unit:
         """Grows with every change of its pieces."""
         return sum(flat.version for flat in self.flats)
 
-    def start_gather(self) -> None:
-        """Begin to make the parameters whole."""
+    def wait_unshard(self) -> None:
+        """Wait until the parameters are unsharded, and show them to the modules."""
         for flat in self.flats:
-            flat.start_gather()
-
-    def finish_gather(self) -> None:
-        """Wait for them, and show them to the modules."""
-        for flat in self.flats:
-            flat.finish_gather()
+            flat.wait_unshard()
         if self.is_shown:
             return
         self.is_shown = True
@@ -76,27 +71,21 @@ class Unit:
                     f"{self._names[piece]} was replaced or removed since FSDP was made, which goes on with "
                     f"the old one: write into it instead (load_state_dict without assign=True)"
                 )
-            parameter.requires_grad_(piece.requires_grad)  # a user freezes what he sees at rest
+            parameter.requires_grad_(piece.requires_grad)  # users freeze the pieces, which they see
             module._parameters[name] = parameter
 
     def show_pieces(self) -> None:
-        """Show the modules this rank's pieces, whether or not they are whole: what a user is to see."""
+        """Show the modules this rank's pieces, which users are to see; memory stays as it is."""
         if not self.is_shown:
             return
         self.is_shown = False
         for module, name, _, piece in self._swaps:
             module._parameters[name] = piece
 
-    def free(self) -> None:
-        """Show the pieces, and free the whole parameters."""
-        self.show_pieces()
-        for flat in self.flats:
-            flat.free()
-
-    def add_gradient(self, flat: Flat, place: int) -> bool:
+    def add_gradient(self, flat: FlatParameters, index: int) -> bool:
         """Take in a gradient. Returns whether it was the unit's last of this backward."""
-        flat.gradients.add(place)
-        self._arrived.add(flat.parameters[place])
+        flat.gradients.add(index)
+        self._arrived.add(flat.parameters[index])
         expected = sum(p.requires_grad for f in self.flats for p in f.parameters)
         if len(self._arrived) < expected:
             return False
@@ -157,9 +146,9 @@ def make_units(module: nn.Module, units: Units | None, axis: Axis, **options) ->
     What is in none, or tied between two, goes to the unit of the module itself, which comes last.
 
     Args:
-        module: the whole.
+        module: all of it.
         units: submodules, or lists of them that are one unit together; None for `default_units`.
-        axis, options: as for `make_flats`.
+        axis, options: as for `flatten_parameters`.
     """
     chosen = default_units(module) if units is None else units
     groups = [[one] if isinstance(one, nn.Module) else list(one) for one in chosen]
@@ -178,7 +167,7 @@ def make_units(module: nn.Module, units: Units | None, axis: Axis, **options) ->
         indices = {innermost[submodule] for submodule, _, _ in uses[parameter]}
         members[indices.pop() if len(indices) == 1 else -1].append((name, parameter))
     made = [
-        Unit(roots, make_flats(named, axis, **options), [use for _, p in named for use in uses[p]])
+        Unit(roots, flatten_parameters(named, axis, **options), [use for _, p in named for use in uses[p]])
         for roots, named in zip(groups, members, strict=True)
         if named
     ]

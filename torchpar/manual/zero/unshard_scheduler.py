@@ -1,7 +1,8 @@
-"""Which units of a fully sharded module are whole, and when: hooks around the module's forward and backward.
+"""Order of unsharding: which units of a fully sharded module hold their parameters, and when.
 
-One unit is current; the one to come is gathered meanwhile, in the order of the pass before (forward), or of
-this pass reversed (backward). The others are freed, but for those that run around the current one.
+Hooks around the module's forward and backward. One unit is current; the one to come is unsharded meanwhile,
+in the order of the pass before (forward), or of this pass reversed (backward). The others are resharded, but
+for those that run around the current one.
 """
 
 import copy
@@ -14,55 +15,60 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from torchpar.manual.any_module.untraced import untraced
+from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.manual.zero.units import Unit, is_opaque, tensors_in
 
 
-class Gathers:
-    """Gathers each unit before one of its modules runs, and before backward reaches it.
+class UnshardScheduler:
+    """Unshards each unit before one of its modules runs, and before backward reaches it.
 
     Args:
-        units: their parameters are at rest.
-        reshards: free what is not running; else all stays whole until `free_all`.
+        units: at rest.
+        unshard, reshard: the strategy's: begin to gather flat parameters, and free them.
+        reshards: reshard what is not running; else all stays unsharded until `reshard_all`.
         inputs_only: modules whose backward does not read their weights.
         compute_dtype: cast a unit's floating-point inputs to this dtype, or None.
-        on_whole: called with a unit that has become whole.
-        are_awaited: whether gradients are being accumulated, so that what is whole stays so after backward.
+        on_unshard: called with a unit that has been unsharded.
+        are_awaited: whether gradients are being accumulated, so that what is unsharded stays so after
+            backward.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         *,
+        unshard: Callable[[FlatParameters], None],
+        reshard: Callable[[FlatParameters], None],
         reshards: bool,
         inputs_only: tuple[type[nn.Module], ...],
         compute_dtype: torch.dtype | None,
-        on_whole: Callable[[Unit], None],
+        on_unshard: Callable[[Unit], None],
         are_awaited: Callable[[], bool],
     ):
-        self._units, self._reshards, self._inputs_only = units, reshards, inputs_only
-        self._compute_dtype, self._on_whole, self._are_awaited = compute_dtype, on_whole, are_awaited
+        self._units, self._unshard, self._reshard = units, unshard, reshard
+        self._reshards, self._inputs_only, self._compute_dtype = reshards, inputs_only, compute_dtype
+        self._on_unshard, self._are_awaited = on_unshard, are_awaited
         self._is_backward = False
         self._backward_comes_again = False
         self._forward_order: list[tuple[Unit, bool]] = []  # of the pass before
         self._visits: list[tuple[Unit, bool]] = []  # of this one: which unit, and whether backward reads it
-        self._gathered: list[Unit] = []
+        self._unsharded: list[Unit] = []
         self._current: Unit | None = None
         for unit in units:
-            unit.free()
             hooks = _Hooks(self, unit)
             for module in unit.modules:
                 module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True)
                 module.register_forward_hook(hooks.after_forward, always_call=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Gathers":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "UnshardScheduler":
         """As between two passes. ValueError if only some modules are copied, and not what shards them."""
         if any(id(flat) not in memo for unit in self._units for flat in unit.flats):
             raise ValueError(
                 "a part of an FSDP module has only this rank's pieces: copy the FSDP module itself, or load "
                 "its full_state_dict() into another module"
             )
-        copied = memo[id(self)] = object.__new__(Gathers)
-        at_rest = {"_visits": [], "_gathered": [], "_current": None}
+        copied = memo[id(self)] = object.__new__(UnshardScheduler)
+        at_rest = {"_visits": [], "_unsharded": [], "_current": None}
         between = {"_is_backward": False, "_backward_comes_again": False}
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **at_rest, **between}, memo))
         return copied
@@ -81,24 +87,30 @@ class Gathers:
 
     def show_pieces(self) -> None:
         """What a user sees between passes; memory stays."""
-        for unit in self._gathered:
+        for unit in self._unsharded:
             unit.show_pieces()
 
     @untraced
     def end_pass(self) -> None:
         """A forward has ended."""
         if torch.is_grad_enabled():
-            for unit in self._gathered:
+            for unit in self._unsharded:
                 if not unit.is_opaque:
                     unit.show_pieces()
         else:
-            self._free_or_show()
+            self._reshard_or_show()
 
-    def free_all(self) -> None:
-        """No unit is whole."""
-        for unit in self._gathered:
-            unit.free()
-        self._gathered, self._current, self._backward_comes_again = [], None, False
+    def reshard_unit(self, unit: Unit) -> None:
+        """Show a unit's pieces, and free its parameters."""
+        unit.show_pieces()
+        for flat in unit.flats:
+            self._reshard(flat)
+
+    def reshard_all(self) -> None:
+        """Every unit is at rest."""
+        for unit in self._unsharded:
+            self.reshard_unit(unit)
+        self._unsharded, self._current, self._backward_comes_again = [], None, False
 
     def before_forward(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """One of the unit's modules is about to run on these arguments. Returns them, cast."""
@@ -117,7 +129,7 @@ class Gathers:
             return
         tensors = tensors_in(output)
         if not tensors and is_opaque(output):
-            # nothing to hang a hook on: backward would find the unit freed
+            # nothing to hang a hook on: backward would find the unit resharded
             unit.spans = unit.is_opaque = True
         version = unit.version
         for tensor in tensors:
@@ -138,51 +150,52 @@ class Gathers:
         # create_graph=True: the backward of this backward reads weights, and nothing announces where.
         self._backward_comes_again |= torch.is_grad_enabled()
         order = [visit for visit in reversed(self._visits) if visit[1]]
-        place = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
-        self._enter(unit, self._next(order, place + 1))
+        index = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
+        self._enter(unit, self._next(order, index + 1))
 
     @untraced
     def _end_backward(self) -> None:
         self._is_backward = False
         if self._are_awaited():
             self.show_pieces()
-        else:  # nobody need call finish
-            self._free_or_show()
+        else:  # finish need not be called
+            self._reshard_or_show()
 
-    def _free_or_show(self) -> None:
+    def _reshard_or_show(self) -> None:
         if self._backward_comes_again:
             self.show_pieces()
         else:
-            self.free_all()
+            self.reshard_all()
 
     @staticmethod
-    def _next(order: list[tuple[Unit, bool]], place: int) -> Unit | None:
-        return order[place][0] if place < len(order) else None
+    def _next(order: list[tuple[Unit, bool]], index: int) -> Unit | None:
+        return order[index][0] if index < len(order) else None
 
     def _enter(self, unit: Unit, upcoming: Unit | None) -> None:
-        """Make a unit whole, free those that are not running, and begin to gather the one to come."""
-        if unit is not self._current or unit not in self._gathered or unit.is_stale or not unit.is_shown:
-            if not (unit.spans and unit in self._gathered):  # else it is around the current one
+        """Unshard a unit, reshard those that are not running, and begin to unshard the one to come."""
+        if unit is not self._current or unit not in self._unsharded or unit.is_stale or not unit.is_shown:
+            if not (unit.spans and unit in self._unsharded):  # else it is around the current one
                 self._current = unit
-                self._free_idle(unit)
+                self._reshard_idle(unit)
             self._start(unit)
-            unit.finish_gather()
-            self._on_whole(unit)
+            unit.wait_unshard()
+            self._on_unshard(unit)
         if upcoming:
             self._start(upcoming)
 
     def _start(self, unit: Unit) -> None:
-        if unit not in self._gathered:
-            self._gathered.append(unit)
+        if unit not in self._unsharded:
+            self._unsharded.append(unit)
         elif not unit.is_stale:
             return
-        unit.start_gather()
+        for flat in unit.flats:
+            self._unshard(flat)
 
-    def _free_idle(self, entering: Unit) -> None:
-        for unit in [unit for unit in self._gathered if unit is not entering and unit.is_idle]:
+    def _reshard_idle(self, entering: Unit) -> None:
+        for unit in [unit for unit in self._unsharded if unit is not entering and unit.is_idle]:
             if self._reshards and not self._backward_comes_again:
-                self._gathered.remove(unit)
-                unit.free()
+                self._unsharded.remove(unit)
+                self.reshard_unit(unit)
 
     def _cast_one(self, value: object) -> object:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -194,13 +207,13 @@ class Gathers:
 class _Hooks:
     """The hooks of a unit's modules: methods and no closures, so that those of a deep copy are its own."""
 
-    gathers: Gathers
+    scheduler: UnshardScheduler
     unit: Unit
 
     @untraced
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return self.gathers.before_forward(self.unit, args, kwargs)
+        return self.scheduler.before_forward(self.unit, args, kwargs)
 
     @untraced
     def after_forward(self, module: nn.Module, args: tuple, output: object) -> None:
-        self.gathers.after_forward(self.unit, module, output)
+        self.scheduler.after_forward(self.unit, module, output)
