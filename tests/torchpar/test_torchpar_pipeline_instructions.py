@@ -32,7 +32,7 @@ def of_all_ranks(schedule: Schedule) -> list[list[Instruction]]:
 
 
 def carry_out(ranks: list[list[Instruction]], *, stages: int) -> None:
-    """Every rank until its end: a wait for a message that is not sent, or a send lost, is an AssertionError."""
+    """Every rank until its end. AssertionError: a wait for a message that is not sent, or a lost message."""
     queues = [deque(own) for own in ranks]
     sent: dict[tuple[int, int, int], Message] = {}
     received: set[Message] = set()

@@ -22,7 +22,7 @@ from torchpar.library import tensor_parallel as library_tensor_parallel
 from torchpar.manual import tensor_parallel
 from torchpar.manual.buckets import Bucket
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.megatron.mappings import scatter_to
+from torchpar.manual.megatron.mappings import scatter_to_region
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.parallel_model import local
@@ -129,7 +129,9 @@ def _dropped_tp_all_reduce(engine: str) -> AbstractContextManager:
     """Each rank goes on with its own part of what attention and MLP add to the stream."""
     if engine == "torch-library":
         return patch.object(library_tensor_parallel, "RowwiseParallel", unsummed)
-    return patch.multiple(tensor_parallel, reduce_from=lambda x, axis: x, reduce_scatter_from=scatter_to)
+    return patch.multiple(
+        tensor_parallel, reduce_from_region=lambda x, axis: x, reduce_scatter_from_region=scatter_to_region
+    )
 
 
 def _doubled_row_bias(engine: str) -> AbstractContextManager:
@@ -140,8 +142,8 @@ def _doubled_row_bias(engine: str) -> AbstractContextManager:
     def forward(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         partial = torch.nn.functional.linear(x, self.weight, self.bias)
         if self.sequence_dim is None:
-            return tensor_parallel.reduce_from(partial, self.axis)
-        return tensor_parallel.reduce_scatter_from(partial, self.axis, dim=self.sequence_dim)
+            return tensor_parallel.reduce_from_region(partial, self.axis)
+        return tensor_parallel.reduce_scatter_from_region(partial, self.axis, dim=self.sequence_dim)
 
     return patch.object(RowParallelLinear, "forward", forward)
 
