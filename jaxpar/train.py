@@ -143,7 +143,7 @@ def train(
 
 def canonical_weights(plan: Plan, state: TrainState, experiment: Experiment) -> dict[str, np.ndarray]:
     """The weights by canonical name, read back from the devices."""
-    return weights.to_canonical(plan.strip(state.params), experiment.model)
+    return weights.to_canonical(plan.unpad(state.params), experiment.model)
 
 
 def prepare(
@@ -283,7 +283,7 @@ def capture(
     """Leave the ladder's tensors that exist after `done` steps, read back from the devices."""
 
     def write(rung: Rung, tree: Any) -> None:
-        recorder.tensors(rung, weights.to_canonical(plan.strip(tree), request.experiment.model))
+        recorder.tensors(rung, weights.to_canonical(plan.unpad(tree), request.experiment.model))
 
     if done == 1:
         recorder.tensors(Rung.BATCH, jax.device_get(batch))
