@@ -18,6 +18,7 @@ from torchpar import library, optimizer, train, weights
 from torchpar.comm.collectives import Axis
 from torchpar.faults import pipeline_faults
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
+from torchpar.library import data_parallel as library_data_parallel
 from torchpar.library import tensor_parallel as library_tensor_parallel
 from torchpar.manual import tensor_parallel
 from torchpar.manual.buckets import Bucket
@@ -101,12 +102,12 @@ def _ddp_with_hook(hook: Callable[[Axis, Any], torch.futures.Future]) -> Abstrac
     The hooks are not annotated: DDP would insist on `torch.distributed`'s own class.
     """
 
-    class Faulty(library.DataParallel):
+    class Faulty(library_data_parallel.DistributedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self.register_comm_hook(Axis.of(self.process_group), hook)
 
-    return patch.object(library, "DataParallel", Faulty)
+    return patch.object(library_data_parallel, "DistributedDataParallel", Faulty)
 
 
 def _keep_local(axis: Axis, bucket):
