@@ -74,7 +74,7 @@ def _step(
     placements: Any,
     layout: Layout,
 ) -> Callable[..., Any]:
-    """What each device runs: gradients of its share, their reduction, the update of its shards."""
+    """The step of each device: gradients of its share, their reduction, the update of its shards."""
     gradients_of = (_pipelined if layout.pp > 1 else _accumulated)(problem, placements, layout)
     gathers_layers = _gathers_layers(problem, layout)
 
@@ -203,7 +203,7 @@ def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
 
 
 def _edits(problem: Problem, placements: Any, layout: Layout) -> list[Edit]:
-    """What is swapped in the model: what pp computes anew, what tp splits, then what dp_shard gathers."""
+    """Edits of the model in order: pp's recomputation, tp's split layers, then dp_shard's gathers."""
     edits, remat = [], problem.remat
     if layout.pp > 1:
         remat = pipeline_parallel.WITHIN_A_TICK

@@ -148,10 +148,12 @@ class _Device(NamedTuple):
             lambda work, x, g, sums: (jnp.zeros_like(x), sums),
             *(work, x, g, sums),
         )
+        from_previous, from_next = (partial(collectives.shift, axis=AXIS, by=by) for by in (-1, 1))
+        # All devices agree on whether one of them sends.
         with jax.named_scope("for_activations"), self.ledger_scope(self.ticks.sends_activations.sum()):
-            y = _shifted_if(sends_activations, y, by=-1)
+            y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
         with jax.named_scope("for_activation_gradients"), self.ledger_scope(self.ticks.sends_gradients.sum()):
-            of_x = _shifted_if(sends_gradients, of_x, by=1)
+            of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums), None
@@ -234,8 +236,3 @@ def add(total: Any, gradients: Any) -> Any:
 
 def _at(x: jax.Array, index: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(x, index, keepdims=False)
-
-
-def _shifted_if(is_sending: jax.Array, x: jax.Array, *, by: int) -> jax.Array:
-    """The x of the device `by` places further, at ticks with a sender: all devices agree on which."""
-    return lax.cond(is_sending, partial(collectives.shift, axis=AXIS, by=by), jnp.zeros_like, x)

@@ -88,7 +88,7 @@ Instruction = StartReceive | FinishReceive | Forward | Backward | BackwardWeight
 
 
 def make_instructions(schedule: Schedule, rank: int) -> list[Instruction]:
-    """What one rank does in a step, in order.
+    """Instructions of one rank for a step, in order.
 
     Raises:
         ScheduleError: the schedule is incomplete.
