@@ -73,12 +73,12 @@ def run_pipeline(
                 receiving.pop(message).wait()
                 for earlier in arrived:
                     sending.pop(earlier).wait()  # returns at once
-                    mail.take(earlier)
+                    mail.take(earlier)  # and nothing keeps it any longer
             case Forward(stage, m):
                 x, y = activation(stage, m), activation(stage + 1, m)
                 with forward_context():
                     mail.put(y, stages[stage].forward(m, mail.take(x), finish=partial(finish, stage, m)))
-                peak_in_flight = max(peak_in_flight, sum(stage.in_flight for stage in stages.values()))
+                peak_in_flight = max(peak_in_flight, sum(held.in_flight for held in stages.values()))
             case Backward(stage, m, is_last):
                 of_y, of_x = gradient(stage, m), gradient(stage - 1, m)
                 with nullcontext() if is_last else no_sync():
@@ -87,8 +87,7 @@ def run_pipeline(
                 with no_sync():
                     stages[stage].backward_weight(m)
             case Send(message, to, tag):
-                tensor = mail.look_at(message)
-                sending[message] = axis.start_send(tensor, to=to, tag=tag, purpose=message.what)
+                sending[message] = axis.start_send(mail.peek(message), to=to, tag=tag, purpose=message.what)
     for message, work in sending.items():
         work.wait()
         mail.take(message)

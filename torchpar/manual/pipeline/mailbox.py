@@ -29,7 +29,7 @@ class Mailbox:
         """The tensor, or what was given; it is in the box no longer."""
         return self._tensors.pop(message)
 
-    def look_at(self, message: Message) -> torch.Tensor:
+    def peek(self, message: Message) -> torch.Tensor:
         """The tensor, which stays in the box until it is taken."""
         return self._tensors[message]
 
