@@ -150,9 +150,9 @@ class _Device(NamedTuple):
         )
         from_previous, from_next = (partial(collectives.shift, axis=AXIS, by=by) for by in (-1, 1))
         # All devices agree on whether one of them sends.
-        with jax.named_scope("for_activations"), self.ledger_scope(self.ticks.sends_activations.sum()):
+        with jax.named_scope("for_activations"), self.turns_scope(self.ticks.sends_activations.sum()):
             y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
-        with jax.named_scope("for_activation_gradients"), self.ledger_scope(self.ticks.sends_gradients.sum()):
+        with jax.named_scope("for_activation_gradients"), self.turns_scope(self.ticks.sends_gradients.sum()):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
@@ -160,13 +160,13 @@ class _Device(NamedTuple):
 
     def forward(self, work: Work, x: jax.Array) -> jax.Array:
         """The output of the stage at work."""
-        with self.ledger_scope(self.tasks):
+        with self.turns_scope(self.tasks):
             return self.stage(work).forward(x)
 
     def backward(self, work: Work, x: jax.Array, g: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
         """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
-        with self.ledger_scope(self.tasks):
+        with self.turns_scope(self.tasks):
             of_x, of_layers, ends = self.stage(work).backward(x, g, ends)
             of_layers = self.reduce({self.stacked: of_layers})[self.stacked]
             chunk = work.stage // self.ticks.ranks
@@ -190,7 +190,7 @@ class _Device(NamedTuple):
             is_first=work.stage == 0,
             is_last=work.stage == self.ticks.stages - 1,
             accumulate=lambda total, gradients: add(total, self.reduce(gradients)),
-            end_scope=lambda: self.ledger_scope(self.ticks.microbatches),
+            end_scope=lambda: self.turns_scope(self.ticks.microbatches),
         )
 
     def by_chunk(self, layers: Any) -> Any:
@@ -203,7 +203,7 @@ class _Device(NamedTuple):
         """A device's forwards in a step; and its backwards."""
         return self.ticks.microbatches * self.ticks.stages // self.ticks.ranks
 
-    def ledger_scope(self, turns: int) -> AbstractContextManager:
+    def turns_scope(self, turns: int) -> AbstractContextManager:
         """A scope that tells the ledger at how many of the ticks its content runs."""
         return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.work.kind)}")
 
