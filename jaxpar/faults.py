@@ -85,7 +85,9 @@ def _dropped_all_reduce() -> AbstractContextManager:
 
 def _dropped_tp_all_reduce() -> AbstractContextManager:
     """A row-parallel product is one device's part."""
-    return _without_sum(tensor_parallel, "leave", "leave_to_sequence", axis=tensor_parallel.AXIS)
+    return _without_sum(
+        tensor_parallel, "reduce_from_region", "reduce_scatter_from_region", axis=tensor_parallel.AXIS
+    )
 
 
 def _missing_norm_psum() -> AbstractContextManager:
@@ -125,7 +127,7 @@ def _doubled_row_bias() -> AbstractContextManager:
     """A row-parallel bias is added on each device, before the sum."""
 
     def wrong(self: tensor_parallel.RowParallelLinear, x: jax.Array) -> jax.Array:
-        return self.leave(Linear.__call__(self, x))
+        return self.g(Linear.__call__(self, x))
 
     return patch.object(tensor_parallel.RowParallelLinear, "__call__", wrong)
 

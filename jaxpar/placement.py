@@ -1,4 +1,4 @@
-"""Where every dim of every leaf lives: mesh axes by dim, padded so that each device holds an equal part.
+"""Placement of every leaf: mesh axes by dim, padded so that each device holds an equal part.
 
 Both engines store the same arrays in the same places; they differ in who moves them. `pp` takes the dim of
 the layers, which are stored in the order of the devices that have them. `tp` takes the dim whose logical
@@ -73,8 +73,8 @@ class Placement:
             x = self._joined(_pad(parts, self.shard_dim + 1, size))
         return x
 
-    def strip_shards(self, x: Any) -> Any:
-        """Take dp_shard's padding off a whole array (NumPy or JAX); what tp padded stays."""
+    def unpad_shards(self, x: Any) -> Any:
+        """A whole array (NumPy or JAX) without dp_shard's padding; tp's stays."""
         if self.shard_dim is None:
             return x
         size = self.part(self.shard_dim, sharded=False)
@@ -82,9 +82,9 @@ class Placement:
             return x
         return self._joined(_head(self._tp_parts(x), self.shard_dim + 1, size))
 
-    def strip(self, x: Any) -> Any:
-        """The true array again."""
-        x = self._reordered(self.strip_shards(x), self.pp, self.chunks)
+    def unpad(self, x: Any) -> Any:
+        """The true array again: the inverse of `pad`."""
+        x = self._reordered(self.unpad_shards(x), self.pp, self.chunks)
         return x if self.tp_dim is None else _head(x, self.tp_dim, self.shape[self.tp_dim])
 
     def _reordered(self, x: Any, outer: int, inner: int) -> Any:

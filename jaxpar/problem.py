@@ -107,7 +107,7 @@ class Problem:
         ...     for step in range(steps):
         ...         scalars = msgspec.structs.asdict(step_scalars(spec, step))
         ...         params, state, metrics, _ = train_step(params, state, batch, scalars)
-        ...     return float(metrics["loss"]), plan.strip(params)
+        ...     return float(metrics["loss"]), plan.unpad(params)
         >>> from jaxpar import compiler, manual
         >>> one, weights = train(compiler.parallelize, Layout())
         >>> four, same = train(manual.parallelize, Layout(dp_shard=4, zero=3))

@@ -129,7 +129,7 @@ class Recording:
         return self._request.experiment
 
     def _leave(self, rung: Rung, tree: Any) -> None:
-        self._recorder.tensors(rung, weights.to_canonical(self._plan.strip(tree), self._experiment.model))
+        self._recorder.tensors(rung, weights.to_canonical(self._plan.unpad(tree), self._experiment.model))
 
     def _first_weight_not_finite(self) -> str:
         """A clause that names it: gradients never leave the step, so it is what they made of the weights."""
@@ -141,7 +141,7 @@ class Recording:
 
 def canonical_weights(plan: Plan, state: TrainState, experiment: Experiment) -> dict[str, np.ndarray]:
     """The weights by canonical name, read back from the devices."""
-    return weights.to_canonical(plan.strip(state.params), experiment.model)
+    return weights.to_canonical(plan.unpad(state.params), experiment.model)
 
 
 def gradients_at_rest(plan: Plan, state: TrainState) -> Any:

@@ -1,4 +1,4 @@
-"""What an engine makes of a `Problem`: a `Plan`, which the training loop runs.
+"""Plan of an engine for a `Problem`: the step that the training loop runs, and where its arrays live.
 
 Legend: A gradient accumulation, B batch, T position.
 """
@@ -32,7 +32,7 @@ class Plan:
     moments: Any
     """The same, for each moment, and for the gradients that the step returns."""
     accumulated: Any
-    """The same, for gradients as they pile up over a batch: what a device holds before the optimizer."""
+    """The same, for gradients as they accumulate over a batch: what a device holds before the optimizer."""
     batch: Sharding
     """Of each (A, B, T) array of the batch."""
     scalars: Sharding
@@ -42,9 +42,9 @@ class Plan:
         """True arrays (NumPy) as they are stored."""
         return jax.tree.map(lambda p, x: p.pad(x), self.placements, tree)
 
-    def strip(self, tree: Any) -> Any:
+    def unpad(self, tree: Any) -> Any:
         """Stored arrays, fetched to the host, without their padding."""
-        return jax.tree.map(lambda p, x: p.strip(x), self.placements, jax.device_get(tree))
+        return jax.tree.map(lambda p, x: p.unpad(x), self.placements, jax.device_get(tree))
 
 
 def shardings(mesh: Mesh, placements: Any, *, sharded: bool) -> Any:

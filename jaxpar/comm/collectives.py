@@ -1,7 +1,6 @@
-"""The manual engine's words: how one device of a mesh axis speaks with the others.
+"""Collectives of jax-manual, along a mesh axis: thin names over `jax.lax`.
 
-Thin names over `jax.lax`, so that a strategy reads like its description, and so that whoever swaps one
-of them swaps it everywhere.
+A strategy then reads like its description, and a collective can be swapped everywhere at once.
 """
 
 from collections.abc import Callable
@@ -75,6 +74,6 @@ def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
 
 
 def shift(x: jax.Array, axis: str, *, by: int = 1) -> jax.Array:
-    """What the device `by` places further along a mesh axis, a ring, has."""
+    """The x of the device `by` places further along a mesh axis, a ring."""
     n = axis_size(axis)
     return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])

@@ -37,8 +37,8 @@ def parallelize(
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
-    shard = partial(fully_sharded.shard, placements=placements, mesh=mesh)
-    # Gradients that pile up whole (zero 0 and 1) can wait for the end, each device's own until then.
+    shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)
+    # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
     late = data_parallel.BATCH if layout.zero < 2 else (data_parallel.AXIS,)
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
     gathers_layers = _gathers_layers(problem, layout)
@@ -50,7 +50,7 @@ def parallelize(
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
-        value, gradients = data_parallel.reduce_after_accumulation(
+        value, gradients = data_parallel.synchronize_gradients(
             gradients_of, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
         )
         gradients = shard(lax.with_sharding_constraint(gradients, accumulated))
@@ -79,7 +79,7 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
     stacked, is_gather = problem.stacked, None
     if layout.tp > 1:
         edits.append(
-            tensor_parallel.place_activations(
+            tensor_parallel.split_layers(
                 problem, placements, mesh=mesh, sequence_parallel=layout.sequence_parallel
             )
         )
@@ -107,10 +107,10 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
     else:
         loss = problem.edited(edits)
     if layout.zero == 3:
-        return fully_sharded.gather_the_rest(
+        return fully_sharded.gather_non_layer_parameters(
             loss, placements, mesh=mesh, stacked=stacked, layers_too=layout.pp > 1 and not is_gather
         )
-    return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+    return lambda params, batch: loss(fully_sharded.unpad(params, placements), batch)
 
 
 def _gathers_layers(problem: Problem, layout: Layout) -> bool:

@@ -23,7 +23,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, BATCH))
 
 
-def reduce_after_accumulation(
+def synchronize_gradients(
     gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]],
     params: Any,
     batch: Any,
@@ -32,11 +32,12 @@ def reduce_after_accumulation(
     axes: tuple[str, ...] = (AXIS,),
     loops: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Keep the sum over devices out of the loop over microbatches.
+    """Mean loss and gradients over a batch that is split over devices, reduced once, after accumulation.
 
-    There is no "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, a
-    gradient per replica is what is asked for, and the mean over that dim, after the loop, is the one
-    reduction. Each device holds its own replica's slice: no more memory than before.
+    Without a loop over microbatches XLA does all of it. In a loop it would reduce at every turn: there is no
+    "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, the loop makes a
+    gradient for each replica, and the mean over that dim after it is the one reduction. Each device holds its
+    own replica's slice: no more memory than before.
 
     Args:
         gradients_of: (params, batch) -> (mean loss, gradients), accumulating over A.

@@ -2,7 +2,7 @@
 
     zero   constrained to shards of dp_shard          what XLA makes of it
     1      moments, and the update                    gradients reduced once, parameters gathered once
-    2      + gradients, as they pile up               gradients reduced once a microbatch
+    2      + gradients, as they accumulate            gradients reduced once a microbatch
     3      + parameters                               gathered in the layer loop, forward and backward
 
 Stage 3 needs the scan: unrolled layers would be gathered once and kept whole. In the loop each layer says
@@ -26,37 +26,37 @@ from jaxpar.training_step import shardings
 AXIS = "dp_shard"
 
 
-def shard(tree: Any, placements: Any, *, mesh: Mesh) -> Any:
-    """Say that gradients, parameters or moments are split over dp_shard."""
+def shard_parameters(tree: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """Say that parameters, or a tree like them of gradients or moments, are split over dp_shard."""
     return lax.with_sharding_constraint(tree, shardings(mesh, placements, sharded=True))
 
 
-def whole(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     """Say that parameters are whole along dp_shard, and take its padding off."""
     gathered = lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
-    return strip_padding(gathered, placements)
+    return unpad(gathered, placements)
 
 
-def whole_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
-    """`whole`, for a loop that adds up gradients: these are split again.
+def gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """`gather`, for a loop that accumulates gradients: these are split again.
 
-    The derivative of saying "whole" says it of the gradient, too, which would pile up whole.
+    The derivative of saying "whole" says it of the gradient, too, which would accumulate whole.
     """
 
     @jax.custom_vjp
-    def gather(params: Any) -> Any:
+    def whole(params: Any) -> Any:
         return lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
 
-    gather.defvjp(
-        lambda params: (gather(params), None),
-        lambda _, gradients: (shard(gradients, placements, mesh=mesh),),
+    whole.defvjp(
+        lambda params: (whole(params), None),
+        lambda _, gradients: (shard_parameters(gradients, placements, mesh=mesh),),
     )
-    return strip_padding(gather(params), placements)
+    return unpad(whole(params), placements)
 
 
-def strip_padding(params: Any, placements: Any) -> Any:
+def unpad(params: Any, placements: Any) -> Any:
     """Parameters without what only makes shards equal in size."""
-    return jax.tree.map(lambda p, x: p.strip_shards(x), placements, params)
+    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
 
 
 def gather_of_layer(placements: Any, *, mesh: Mesh, stages: str | None = None) -> IsGather:
@@ -95,7 +95,7 @@ def gather_layers(
 
     def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
         def gathering(x: Any, shards: Any) -> Any:
-            return layer(x, whole(shards, placements, mesh=mesh))
+            return layer(x, gather(shards, placements, mesh=mesh))
 
         return apply_remat(gathering, remat, is_gather=is_gather, keep_gathered=not reshard_after_forward)
 
@@ -113,10 +113,10 @@ def _split_dims(spec: Iterable[Any]) -> tuple[Any, ...]:
     return dims
 
 
-def gather_the_rest(
+def gather_non_layer_parameters(
     loss: Loss, placements: Any, *, mesh: Mesh, stacked: str, layers_too: bool = False
 ) -> Loss:
-    """The loss of a model whose layers want themselves whole: all else is gathered up front, and kept.
+    """The loss of a model whose layers gather themselves: all else is gathered up front, and kept.
 
     Args:
         loss: over whole parameters, layers aside.
@@ -128,9 +128,9 @@ def gather_the_rest(
 
     def gathering(params: Any, batch: Any) -> jax.Array:
         rest = {key: p for key, p in placements.items() if key != stacked}
-        params = {**params, **whole({key: params[key] for key in rest}, rest, mesh=mesh)}
+        params = {**params, **gather({key: params[key] for key in rest}, rest, mesh=mesh)}
         if layers_too:
-            params[stacked] = whole_before_loop(params[stacked], placements[stacked], mesh=mesh)
+            params[stacked] = gather_before_loop(params[stacked], placements[stacked], mesh=mesh)
         return loss(params, batch)
 
     return gathering

@@ -1,17 +1,14 @@
 """Pipeline parallelism by the compiler: stages are a dim of the arrays, and a roll along it is the network.
 
-Each device of pp has a stage of the layers. One array holds what the stages work on, a microbatch for each,
-and its first dim is split over pp. A tick is the same function on all of them, `vmap`ped, and a roll by
-one: XLA makes a collective permute of it. A scan over ticks is the pipeline, and its derivative, in reverse,
-is the backward pipeline: all forwards, then all backwards, which is GPipe. The order of backward is
-autodiff's, so there is no 1F1B: nothing can be said about it from here.
+One array holds a microbatch for each stage, and its first dim is split over pp. A tick is the same function
+on all stages, `vmap`ped, and a roll by one, of which XLA makes a collective permute. A scan over ticks is the
+pipeline. Its derivative, in reverse, is the backward pipeline: all forwards, then all backwards, as in GPipe.
+Autodiff orders the backward, so there is no 1F1B. With several chunks a device has stages r, r + p, r + 2p,
+..., and a microbatch goes round the ring as often.
 
-With several chunks a device has stages r, r + p, r + 2p, ..., and a microbatch goes round the ring as often.
-
-A ring needs no first and last device to do what the others do not. Microbatches wait in lanes across the
-stages, one of each lane on each stage. A lane rolls towards stage 0, which takes the next microbatch from it
-and puts one that is done in its place; when all have passed, each is where one was taken from. So every stage
-embeds its share of the microbatches, and makes its share of logits, which no device ever has all of.
+Microbatches wait in lanes across the stages, one of each lane on each stage. A lane rolls towards stage 0,
+which takes the next microbatch from it and puts a finished one in its place. So every stage embeds its share
+of the microbatches, and makes its share of the logits, which no device ever has all of.
 
 Sources: GSPMD (arXiv 2105.04663, section 3.3), praxis and MaxText for stages as a dim; Megatron-LM (arXiv
 2104.04473, section 2.2) for the order in which microbatches go through chunks.
@@ -38,135 +35,6 @@ AXIS = "pp"
 Tree = Any
 Stage = Callable[[Tree, jax.Array, jax.Array], jax.Array]
 """(layers_N, x, turn) -> x: of one device's layers (N, L, ...), and the number of the chunk that is on."""
-
-
-def one_pass(batch: Tree, *, microbatches: int) -> Tree:
-    """(A, B, ...) -> (1, M, b, ...): the microbatches of all accumulated passes, which share one schedule.
-
-    Microbatch i of a pass has the sequences i, i + M/A, ...: of a B that is split over devices each device
-    keeps its own.
-    """
-
-    def cut(x_AB: jax.Array) -> jax.Array:
-        passes, size, *rest = x_AB.shape
-        x_AbM = x_AB.reshape(passes, size // microbatches, microbatches, *rest)
-        return x_AbM.swapaxes(1, 2).reshape(1, passes * microbatches, size // microbatches, *rest)
-
-    return jax.tree.map(cut, batch)
-
-
-def pipelined(
-    pieces: Pieces,
-    *,
-    mesh: Mesh,
-    stacked: str,
-    chunks: int = 1,
-    remat: Remat = "none",
-    is_gather: IsGather | None = None,
-) -> Loss:
-    """The loss of a model whose stacked layers are spread over the stages of a pipeline.
-
-    Args:
-        pieces: the model. `pieces.layers` sees the layers of one chunk; it must be finite, and so must its
-            derivative, on the embedding of any microbatch: idle stages compute on one, for nothing.
-        mesh: has an axis pp.
-        stacked: the key of the parameters whose leaves stack layers, in the order of the devices that have
-            them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
-        chunks: stages of each device. If more than 1, pp must divide the microbatches.
-        remat: what forward may keep of a chunk (`jaxpar.remat`), if it picks or gathers its layers.
-        is_gather: which of its operations gather its layers, that none be kept from tick to tick.
-
-    Returns:
-        loss(params, batch) of a batch (M, b, ...): the mean over all of it.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jax.sharding import AxisType
-        >>> from jaxpar.problem import Pieces
-        >>> def layer(x, w):
-        ...     return jnp.tanh(x @ w), None
-        >>> pieces = Pieces(
-        ...     embed=lambda params, batch: batch["x"] @ params["first"],
-        ...     layers=lambda params, x: jax.lax.scan(layer, x, params["blocks"])[0],
-        ...     loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
-        ... )
-        >>> devices = jax.device_count()
-        >>> mesh = jax.make_mesh((devices,), ("pp",), axis_types=(AxisType.Auto,))
-        >>> loss = pipelined(pieces, mesh=mesh, stacked="blocks")
-        >>> params = {"first": jnp.ones((4, 8)), "blocks": jnp.ones((2 * devices, 8, 8))}
-        >>> batch = {"x": jnp.ones((6, 2, 4)), "y": jnp.zeros((6, 2, 4))}  # 6 microbatches of 2
-        >>> value, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
-    """
-    stages = mesh.shape[AXIS]
-
-    def loss(params: Tree, batch: Tree) -> jax.Array:
-        (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
-        if chunks > 1 and count % stages:
-            raise ValueError(f"{count} microbatches for {stages} stages of {chunks} chunks: must divide")
-        enters_SK, leaves_SK, counts_SK = lanes(count, stages)
-
-        def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
-            each = jax.vmap(jax.vmap(partial(piece, params)), spmd_axis_name=AXIS)
-            return each(*of_microbatch)
-
-        def chunk(layers: Tree, x: jax.Array) -> jax.Array:
-            return pieces.layers({**params, stacked: layers}, x)
-
-        stage = make_stage(chunk, chunks=chunks, remat=remat, is_gather=is_gather)
-        x_SK = on_every_stage(pieces.embed, jax.tree.map(lambda x: x[enters_SK], batch))
-        x_SK = run_pipeline(stage, params[stacked], x_SK, mesh=mesh, microbatches=count, chunks=chunks)
-        losses_SK = on_every_stage(pieces.loss, x_SK, jax.tree.map(lambda x: x[leaves_SK], batch))
-        return jnp.where(counts_SK, losses_SK, 0).sum() / count
-
-    return loss
-
-
-def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where microbatches wait, and where they are when they are done.
-
-    Returns:
-        Three arrays (S, K): the microbatch that enters from each place; the one that has been put into it
-        in the end; and whether there is one. Places that have none name any.
-    """
-    count = -(-microbatches // stages)
-    places_SK = np.arange(count * stages).reshape(count, stages).T
-    enters_SK = places_SK % microbatches
-
-    lane, place = np.divmod(np.arange(microbatches), stages)
-    # The last lane, if it is short, has not rolled all the way round when its last microbatch is done.
-    place = np.where(lane == count - 1, place - microbatches % -stages, place)
-    leaves_SK, counts_SK = np.zeros_like(enters_SK), np.zeros_like(enters_SK, bool)
-    leaves_SK[place, (lane + 1) % count] = np.arange(microbatches)
-    counts_SK[place, (lane + 1) % count] = True
-    return enters_SK, leaves_SK, counts_SK
-
-
-def make_stage(
-    chunk: Callable[[Tree, jax.Array], jax.Array], *, chunks: int, remat: Remat, is_gather: IsGather | None
-) -> Stage:
-    """What a device does at a tick: it picks the chunk whose turn it is, and applies it.
-
-    Args:
-        chunk: (layers, x) -> x.
-        chunks, remat, is_gather: see `pipelined`.
-    """
-    if chunks == 1 and is_gather is None:
-        return lambda layers_N, x, turn: chunk(jax.tree.map(lambda w_N: w_N[0], layers_N), x)
-
-    # A lone chunk that gathers its layers is picked, too: what is the same at every tick JAX takes out of
-    # the loop, and forward would gather all layers of a stage before it begins.
-    def stage(layers_N: Tree, x: jax.Array, turn: jax.Array) -> jax.Array:
-        pick = partial(lax.dynamic_index_in_dim, index=turn, keepdims=False)
-        return chunk(jax.tree.map(pick, layers_N), x)
-
-    def is_copy(primitive: Any, **parameters: Any) -> bool:
-        """Makes a tick's own copy of parameters, which is not to be kept: there would be one for each.
-
-        `vmap` makes a gather of picking by an index. (What else of a layer is one is computed anew, no more.)
-        """
-        return primitive.name == "gather" or (is_gather is not None and is_gather(primitive, **parameters))
-
-    return apply_remat(stage, remat, is_gather=is_copy)
 
 
 def run_pipeline(
@@ -236,3 +104,132 @@ shift.defvjp(
     lambda x_S, by: (shift(x_S, by), None),
     lambda by, _, gradient_S: (shift(gradient_S, -by),),
 )
+
+
+def pipelined(
+    pieces: Pieces,
+    *,
+    mesh: Mesh,
+    stacked: str,
+    chunks: int = 1,
+    remat: Remat = "none",
+    is_gather: IsGather | None = None,
+) -> Loss:
+    """The loss of a model whose stacked layers are spread over the stages of a pipeline.
+
+    Args:
+        pieces: the model. `pieces.layers` sees the layers of one chunk; it must be finite, and so must its
+            derivative, on the embedding of any microbatch: idle stages compute on one, for nothing.
+        mesh: has an axis pp.
+        stacked: the key of the parameters whose leaves stack layers, in the order of the devices that have
+            them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
+        chunks: stages of each device. If more than 1, pp must divide the microbatches.
+        remat: what forward may keep of a chunk (`jaxpar.remat`), if it picks or gathers its layers.
+        is_gather: which of its operations gather its layers, that none be kept from tick to tick.
+
+    Returns:
+        loss(params, batch) of a batch (M, b, ...): the mean over all of it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import AxisType
+        >>> from jaxpar.problem import Pieces
+        >>> def layer(x, w):
+        ...     return jnp.tanh(x @ w), None
+        >>> pieces = Pieces(
+        ...     embed=lambda params, batch: batch["x"] @ params["first"],
+        ...     layers=lambda params, x: jax.lax.scan(layer, x, params["blocks"])[0],
+        ...     loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
+        ... )
+        >>> devices = jax.device_count()
+        >>> mesh = jax.make_mesh((devices,), ("pp",), axis_types=(AxisType.Auto,))
+        >>> loss = pipelined(pieces, mesh=mesh, stacked="blocks")
+        >>> params = {"first": jnp.ones((4, 8)), "blocks": jnp.ones((2 * devices, 8, 8))}
+        >>> batch = {"x": jnp.ones((6, 2, 4)), "y": jnp.zeros((6, 2, 4))}  # 6 microbatches of 2
+        >>> value, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
+    """
+    stages = mesh.shape[AXIS]
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
+        if chunks > 1 and count % stages:
+            raise ValueError(f"{count} microbatches for {stages} stages of {chunks} chunks: must divide")
+        enters_SK, leaves_SK, counts_SK = lanes(count, stages)
+
+        def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
+            each = jax.vmap(jax.vmap(partial(piece, params)), spmd_axis_name=AXIS)
+            return each(*of_microbatch)
+
+        def chunk(layers: Tree, x: jax.Array) -> jax.Array:
+            return pieces.layers({**params, stacked: layers}, x)
+
+        stage = make_stage(chunk, chunks=chunks, remat=remat, is_gather=is_gather)
+        x_SK = on_every_stage(pieces.embed, jax.tree.map(lambda x: x[enters_SK], batch))
+        x_SK = run_pipeline(stage, params[stacked], x_SK, mesh=mesh, microbatches=count, chunks=chunks)
+        losses_SK = on_every_stage(pieces.loss, x_SK, jax.tree.map(lambda x: x[leaves_SK], batch))
+        return jnp.where(counts_SK, losses_SK, 0).sum() / count
+
+    return loss
+
+
+def one_pass(batch: Tree, *, microbatches: int) -> Tree:
+    """(A, B, ...) -> (1, M, b, ...): the microbatches of all accumulated passes, which share one schedule.
+
+    Microbatch i of a pass has the sequences i, i + M/A, ...: of a B that is split over devices each device
+    keeps its own.
+    """
+
+    def cut(x_AB: jax.Array) -> jax.Array:
+        passes, size, *rest = x_AB.shape
+        x_AbM = x_AB.reshape(passes, size // microbatches, microbatches, *rest)
+        return x_AbM.swapaxes(1, 2).reshape(1, passes * microbatches, size // microbatches, *rest)
+
+    return jax.tree.map(cut, batch)
+
+
+def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where microbatches wait, and where they are when they are done.
+
+    Returns:
+        Three arrays (S, K): the microbatch that enters from each place; the one that has been put into it
+        in the end; and whether there is one. Places that have none name any.
+    """
+    count = -(-microbatches // stages)
+    places_SK = np.arange(count * stages).reshape(count, stages).T
+    enters_SK = places_SK % microbatches
+
+    lane, place = np.divmod(np.arange(microbatches), stages)
+    # The last lane, if it is short, has not rolled all the way round when its last microbatch is done.
+    place = np.where(lane == count - 1, place - microbatches % -stages, place)
+    leaves_SK, counts_SK = np.zeros_like(enters_SK), np.zeros_like(enters_SK, bool)
+    leaves_SK[place, (lane + 1) % count] = np.arange(microbatches)
+    counts_SK[place, (lane + 1) % count] = True
+    return enters_SK, leaves_SK, counts_SK
+
+
+def make_stage(
+    chunk: Callable[[Tree, jax.Array], jax.Array], *, chunks: int, remat: Remat, is_gather: IsGather | None
+) -> Stage:
+    """The function of a device at a tick: it picks the chunk whose turn it is, and applies it.
+
+    Args:
+        chunk: (layers, x) -> x.
+        chunks, remat, is_gather: see `pipelined`.
+    """
+    if chunks == 1 and is_gather is None:
+        return lambda layers_N, x, turn: chunk(jax.tree.map(lambda w_N: w_N[0], layers_N), x)
+
+    # A lone chunk that gathers its layers is picked, too: JAX takes out of the loop what is the same at every
+    # tick, and forward would gather all layers of a stage before it begins.
+    def stage(layers_N: Tree, x: jax.Array, turn: jax.Array) -> jax.Array:
+        pick = partial(lax.dynamic_index_in_dim, index=turn, keepdims=False)
+        return chunk(jax.tree.map(pick, layers_N), x)
+
+    def is_copy(primitive: Any, **parameters: Any) -> bool:
+        """Makes a tick's own copy of parameters, which is not to be kept: there would be one for each.
+
+        `vmap` makes a gather of picking by an index. (A layer's own gathers are computed anew, no more.)
+        """
+        return primitive.name == "gather" or (is_gather is not None and is_gather(primitive, **parameters))
+
+    return apply_remat(stage, remat, is_gather=is_copy)

@@ -1,8 +1,8 @@
 """Tensor parallelism by the compiler: one table says which dims are split, and XLA does Megatron's split.
 
-The parameters' placement follows from the table. What has to be said beyond it is where activations live,
-at the borders of the split work: left to itself XLA splits q, k and v by position and not by head, and
-moves them with all-to-alls. And, where the vocabulary does not divide, that padded logits do not count.
+The parameters' placement follows from the table. The code says beyond it where activations live at both ends
+of a region of split work: left to itself XLA splits q, k and v by position and not by head, and moves them
+with all-to-alls. It also says that padded logits do not count, where the vocabulary does not divide.
 
 Legend: B batch, T position, C n_embd, V vocabulary.
 """
@@ -26,6 +26,28 @@ SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
 
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
 POSITION_DIM = 1
+
+
+def split_layers(problem: Problem, placements: Any, *, mesh: Mesh, sequence_parallel: bool) -> Edit:
+    """An edit of the model: activations at both ends of a region of split work say where they live.
+
+    Args:
+        problem: what is trained.
+        placements: of its leaves.
+        mesh: has an axis tp.
+        sequence_parallel: between the regions, positions are split.
+    """
+    where: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+
+    def edit(model: Any) -> None:
+        for site in find_sites(model, problem, placements):
+            is_table = isinstance(site.module, Embedding)
+            module = PlacedEmbedding(site.module, **where) if is_table else PlacedLinear(site, **where)
+            site.replace(model, module)
+        if problem.vocab_size:
+            model.cross_entropy = without_padding(model.cross_entropy, vocab_size=problem.vocab_size)
+
+    return edit
 
 
 class PlacedLinear(Linear):
@@ -78,25 +100,3 @@ def without_padding(cross_entropy: Callable[..., jax.Array], *, vocab_size: int)
         return cross_entropy(logits, targets)
 
     return unpadded
-
-
-def place_activations(problem: Problem, placements: Any, *, mesh: Mesh, sequence_parallel: bool) -> Edit:
-    """An edit of the model: activations at the borders of split work say where they live.
-
-    Args:
-        problem: what is trained.
-        placements: of its leaves.
-        mesh: has an axis tp.
-        sequence_parallel: between the regions, positions are split.
-    """
-    where: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
-
-    def edit(model: Any) -> None:
-        for site in find_sites(model, problem, placements):
-            is_table = isinstance(site.module, Embedding)
-            module = PlacedEmbedding(site.module, **where) if is_table else PlacedLinear(site, **where)
-            site.replace(model, module)
-        if problem.vocab_size:
-            model.cross_entropy = without_padding(model.cross_entropy, vocab_size=problem.vocab_size)
-
-    return edit

@@ -74,35 +74,35 @@ def _step(
     placements: Any,
     layout: Layout,
 ) -> Callable[..., Any]:
-    """What each device runs: gradients of its share, their reduction, the update of its shards."""
+    """The step of each device: gradients of its share, their reduction, the update of its shards."""
     gradients_of = (_pipelined if layout.pp > 1 else _accumulated)(problem, placements, layout)
     gathers_layers = _gathers_layers(problem, layout)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
-        value, gradients = gradients_of(_own_copies(params, placements, layout), batch)
+        value, gradients = gradients_of(_mark_varying(params, placements, layout), batch)
         gradients = _synchronize(gradients, placements, layout)
         grad_norm = global_norm(gradients, placements)
-        shards = params if layout.zero == 3 else fully_sharded.own_shards(params, placements)
+        shards = params if layout.zero == 3 else fully_sharded.shard_parameters(params, placements)
         updates, opt_state = optimizer.update(
             gradients, opt_state, shards, grad_norm=grad_norm, scalars=scalars
         )
         shards = optax.apply_updates(shards, updates)
-        params = shards if layout.zero == 3 else fully_sharded.whole_again(shards, placements)
+        params = shards if layout.zero == 3 else fully_sharded.all_gather_parameters(shards, placements)
         metrics = {"loss": collectives.all_reduce_mean(value, (REPLICATE, SHARD)), "grad_norm": grad_norm}
         return params, opt_state, metrics, gradients
 
     return step
 
 
-def _own_copies(params: Any, placements: Any, layout: Layout) -> Any:
+def _mark_varying(params: Any, placements: Any, layout: Layout) -> Any:
     """Parameters whose gradients are each device's own, along all axes over which we reduce them."""
     params = collectives.to_varying(params, REPLICATE)
-    params = fully_sharded.own_copies(params, placements, stage=layout.zero)
+    params = fully_sharded.mark_varying(params, placements, stage=layout.zero)
     if layout.sequence_parallel:
-        params = tensor_parallel.own_copies(params, placements)
+        params = tensor_parallel.mark_varying(params, placements)
     if layout.pp > 1:
-        params = pipeline_parallel.own_copies(params, placements)
+        params = pipeline_parallel.mark_varying(params, placements)
     return params
 
 
@@ -113,7 +113,7 @@ def _accumulated(problem: Problem, placements: Any, layout: Layout) -> Gradients
 
     def gradients_of(params: Any, batch: Any):
         if layout.zero == 2:
-            like = fully_sharded.own_shards(params, placements)
+            like = fully_sharded.shard_parameters(params, placements)
             return accumulated_gradients(loss, params, batch, reduce=scatter, like=like)
         value, gradients = accumulated_gradients(loss, params, batch)
         return value, gradients if layout.zero == 3 else scatter(gradients)
@@ -125,15 +125,15 @@ def _loss(problem: Problem, placements: Any, layout: Layout) -> Loss:
     """The problem's loss over one device's stored parameters."""
     loss = problem.edited(_edits(problem, placements, layout))
     if layout.zero == 3:
-        return fully_sharded.gather_the_rest(loss, placements, stacked=problem.stacked)
-    return lambda params, batch: loss(fully_sharded.strip_padding(params, placements), batch)
+        return fully_sharded.gather_non_layer_parameters(loss, placements, stacked=problem.stacked)
+    return lambda params, batch: loss(fully_sharded.unpad(params, placements), batch)
 
 
 def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
     """With a pipeline: this device's stages, for all microbatches of a step."""
     pieces = _pieces(problem, placements, layout)
     up_front = {key: p for key, p in placements.items() if _gathered_up_front(key, problem, layout)}
-    # What dp_shard scatters once a microbatch: what gathers itself in the ticks autodiff scatters.
+    # Gradients that dp_shard scatters once a microbatch; autodiff scatters those of layers gathered in ticks.
     in_ticks = {2: placements, 3: up_front}.get(layout.zero, {})
 
     def scatter(gradients: Any) -> Any:
@@ -142,11 +142,11 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
 
     def gradients_of(params: Any, batch: Any):
         batch = pipeline_parallel.microbatches(batch, each=layout.microbatches)
-        like = fully_sharded.own_shards(params, placements) if layout.zero == 2 else params
+        like = fully_sharded.shard_parameters(params, placements) if layout.zero == 2 else params
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.
             params = params | fully_sharded.gather_stored({key: params[key] for key in up_front}, up_front)
-        value, gradients = pipeline_parallel.pipelined_gradients(
+        value, gradients = pipeline_parallel.run_pipeline(
             pieces,
             _ticks(layout, batch),
             params,
@@ -192,25 +192,25 @@ def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
         key: p for key, p in placements.items() if layout.zero < 3 or _gathered_up_front(key, problem, layout)
     }
 
-    def strip(params: Any) -> Any:
-        return params | fully_sharded.strip_padding({key: params[key] for key in padded}, padded)
+    def unpad(params: Any) -> Any:
+        return params | fully_sharded.unpad({key: params[key] for key in padded}, padded)
 
     return Pieces(
-        embed=lambda params, batch: pieces.embed(strip(params), batch),
-        layers=lambda params, x: pieces.layers(strip(params), x),
-        loss=lambda params, x, batch: pieces.loss(strip(params), x, batch),
+        embed=lambda params, batch: pieces.embed(unpad(params), batch),
+        layers=lambda params, x: pieces.layers(unpad(params), x),
+        loss=lambda params, x, batch: pieces.loss(unpad(params), x, batch),
     )
 
 
 def _edits(problem: Problem, placements: Any, layout: Layout) -> list[Edit]:
-    """What is swapped in the model: what pp computes anew, what tp splits, then what dp_shard gathers."""
+    """Edits of the model in order: pp's recomputation, tp's split layers, then dp_shard's gathers."""
     edits, remat = [], problem.remat
     if layout.pp > 1:
         remat = pipeline_parallel.WITHIN_A_TICK
         edits.append(pipeline_parallel.keep_within_a_tick)
     if layout.tp > 1:
         edits.append(
-            tensor_parallel.split_modules(problem, placements, sequence_parallel=layout.sequence_parallel)
+            tensor_parallel.split_layers(problem, placements, sequence_parallel=layout.sequence_parallel)
         )
     if _gathers_layers(problem, layout):
         edits.append(

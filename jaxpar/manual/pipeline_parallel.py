@@ -1,38 +1,15 @@
 """Pipeline parallelism by hand: devices hold a share of the layers each, and microbatches pass through them.
 
-All devices run one program, a scan over the ticks of a schedule (`pipeline.ticks`). At each tick a
-device looks up what it has to do, does it (a forward, a backward or nothing, in a `lax.cond`), and two
-permutes carry what came out to its neighbours: activations one place on, gradients one place back.
+All devices run one program, a scan over the ticks of a schedule (`pipeline.ticks`). At each tick a device
+looks up its task, does it (a forward, a backward or nothing, in a `lax.cond`), and two permutes carry the
+results to its neighbours: activations one place on, gradients one place back.
 
-Autodiff never sees the pipeline: a backward is a task like a forward, written out in `pipeline.stage`.
-It computes the stage's forward anew from its input, which alone was kept: that is layout.remat = full,
-whatever the layers keep until the end of the tick. What the last stage's forward finds nobody needs, so it is
-left to its backward.
-
-Every device has all of what pp does not split (embeddings, the last norm), as one program wants equal
-shapes; only the first and the last one use it, each for its end, and their gradients are added up once a
-step. A tied embedding needs nothing else: its copies get the same gradient, and stay equal for ever.
-
-For any model in pieces, inside `shard_map`; the stacked leaves are in the order of the devices
-(`jaxpar.placement`), and only this device's are here:
-
-    pieces = Pieces(
-        embed=lambda params, batch: batch["x"] @ params["embedding"],
-        layers=lambda params, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0],
-        loss=lambda params, x, batch: jnp.square(x @ params["embedding"].T - batch["y"]).mean(),
-    )
-    ticks = lock_step(make_schedule("1f1b", ranks=4, microbatches=8))
-
-    def gradients_of(params, batch):                # batch: {"x": (M, B, in), "y": (M, B, in)}
-        local = own_copies(params, placements)
-        value, gradients = pipelined_gradients(pieces, ticks, local, batch)
-        return value, sum_tied_gradients(gradients, placements)
-
-    specs = {"embedding": P(), "blocks": P("pp")}
-    step = jax.jit(per_device(gradients_of, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs)))
+Autodiff never sees the pipeline: a backward is a task like a forward, written out in `pipeline.stage`. It
+computes the stage's forward anew from its input, the only thing kept: that is layout.remat = full. One
+program wants equal shapes, so every device has all that pp does not split (embeddings, the last norm). Only
+the two ends use it; their gradients are summed once a step, so copies of a tied embedding stay equal.
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473).
-
 Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a rank.
 """
 
@@ -54,49 +31,11 @@ from jaxpar.remat import Remat, apply_remat
 
 AXIS = "pp"
 WITHIN_A_TICK: Remat = "dots"
-"""What a stage's forward keeps until its backward, which follows in the same tick: enough not to compute
-matrix products a third time. It is of one microbatch, and gone at the end of the tick."""
+"""Activations that a stage's forward keeps until its backward in the same tick: enough not to compute matrix
+products a third time. They are of one microbatch, and gone at the end of the tick."""
 
 
-class Carry(NamedTuple):
-    """What a tick leaves to the next."""
-
-    inputs_S: jax.Array
-    """Inputs of stages, and last the bin."""
-    gradients_S: jax.Array
-    """Gradients of stages' outputs, and last the bin."""
-    sums: tuple[Any, EndSums]
-    """Gradients of this device's layers by chunk, leaves (v, layers of a stage, ...); and the ends'."""
-
-
-def keep_within_a_tick(model: Any) -> None:
-    """An edit of the model: its layers keep what is worth keeping for the rest of a tick."""
-    model.wrap_layer = partial(apply_remat, remat=WITHIN_A_TICK)
-
-
-def own_copies(params: Any, placements: Any) -> Any:
-    """Mark what pp does not split as each device's own: its gradient stays local, and out of the ticks."""
-    return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
-
-
-def sum_tied_gradients(gradients: Any, placements: Any) -> Any:
-    """The sums over pp of gradients of what pp does not split: the lookup's and the head's, once a step."""
-    # Looked up when called, not now: a test may put a wrong sum in.
-    return map_repeated(lambda g: sum_over_ends(g), AXIS, placements, gradients)
-
-
-def sum_over_ends(gradient: jax.Array) -> jax.Array:
-    """The sum of the first and the last device's part; those in between have zeros."""
-    with jax.named_scope("for_tied_gradients"):
-        return collectives.all_reduce(gradient, AXIS)
-
-
-def microbatches(batch: Any, *, each: int) -> Any:
-    """Cut every accumulated pass into `each` microbatches: arrays (A, b, ...) -> (A each, b / each, ...)."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * each, -1, *x.shape[2:]), batch)
-
-
-def pipelined_gradients(
+def run_pipeline(
     pieces: Pieces,
     ticks: Ticks,
     params: Any,
@@ -112,12 +51,12 @@ def pipelined_gradients(
         pieces: the model.
         ticks: `lock_step` of the schedule.
         params: a dict; the leaves under `stacked` are this device's layers, chunk after chunk, and all
-            others are marked as its own (`own_copies`).
+            others are marked as its own (`mark_varying`).
         batch: a pytree of arrays (M, B, ...), the same on all devices of pp.
         stacked: the key of the stacked layers.
-        reduce: applied to the gradients of each microbatch before they are added up: to a dict that has
-            some of the keys of `params`.
-        like: a pytree like what `reduce` makes of the gradients of all of `params`; these by default.
+        reduce: applied to the gradients of each microbatch before they accumulate: to a dict that has some
+            of the keys of `params`.
+        like: a pytree like the reduced gradients of all of `params`; these by default.
 
     Returns:
         The loss, on all devices; and gradients as `reduce` leaves them: means over M, of the layers this
@@ -125,6 +64,23 @@ def pipelined_gradients(
 
     Raises:
         ValueError: the schedule is for another number of devices or microbatches.
+
+    Example, inside `shard_map`; the stacked leaves are in the order of the devices (`jaxpar.placement`):
+
+        pieces = Pieces(
+            embed=lambda params, batch: batch["x"] @ params["embedding"],
+            layers=lambda params, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0],
+            loss=lambda params, x, batch: jnp.square(x @ params["embedding"].T - batch["y"]).mean(),
+        )
+        ticks = lock_step(make_schedule("1f1b", ranks=4, microbatches=8))
+
+        def gradients_of(params, batch):                # batch: {"x": (M, B, in), "y": (M, B, in)}
+            local = mark_varying(params, placements)
+            value, gradients = run_pipeline(pieces, ticks, local, batch)
+            return value, sum_tied_gradients(gradients, placements)
+
+        specs = {"embedding": P(), "blocks": P("pp")}
+        step = jax.jit(per_device(gradients_of, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs)))
     """
     (count,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
     devices = collectives.axis_size(AXIS)
@@ -137,15 +93,26 @@ def pipelined_gradients(
     work_T = jax.tree.map(lambda work_TR: jnp.asarray(work_TR)[:, lax.axis_index(AXIS)], ticks.work)
     sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
-    carry = device.before(jax.tree.map(lambda x: x[0], work_T), zeros)
-    _, _, (of_layers, ends) = lax.scan(device.tick, carry, (work_T, *sends_T))[0]
+    carry = device.initial_carry(jax.tree.map(lambda x: x[0], work_T), zeros)
+    _, _, (of_layers, ends) = lax.scan(device.step, carry, (work_T, *sends_T))[0]
     gradients = {**ends.gradients, stacked: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
     loss = collectives.all_reduce(ends.loss, AXIS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
 
 
+class Carry(NamedTuple):
+    """State of a device between two ticks."""
+
+    inputs_S: jax.Array
+    """Inputs of stages, and last the scratch slot."""
+    gradients_S: jax.Array
+    """Gradients of stages' outputs, and last the scratch slot."""
+    sums: tuple[Any, EndSums]
+    """Gradients of this device's layers by chunk, leaves (v, layers of a stage, ...); and the ends'."""
+
+
 class _Device(NamedTuple):
-    """One device's part in the ticks. Arguments of `pipelined_gradients`."""
+    """One device's part in the ticks. Arguments of `run_pipeline`."""
 
     pieces: Pieces
     ticks: Ticks
@@ -154,10 +121,10 @@ class _Device(NamedTuple):
     stacked: str
     reduce: Callable[[Any], Any]
 
-    def before(self, work: Work, zeros: Any) -> Carry:
-        """Before the first tick, and its work: empty slots, and sums of zero; `zeros` is like gradients."""
+    def initial_carry(self, work: Work, zeros: Any) -> Carry:
+        """Empty slots, and sums of zero; given the first tick's work, and zeros like gradients."""
         stage = self.stage(work)
-        # Only their types are wanted, the axes along which they vary included; XLA drops the numbers.
+        # For their types alone, the axes along which they vary included; XLA drops the numbers.
         x = self.pieces.embed(stage.params(stage.rest), stage.batch)
         loss = self.pieces.loss(stage.params(stage.rest), x, stage.batch)
         zero_rest = {key: zeros[key] for key in zeros if key != self.stacked}
@@ -167,8 +134,8 @@ class _Device(NamedTuple):
             (self.by_chunk(zeros[self.stacked]), EndSums(jnp.zeros_like(loss), zero_rest)),
         )
 
-    def tick(self, carry: Carry, now: tuple[Work, jax.Array, jax.Array]) -> tuple[Carry, None]:
-        """Do what there is to do, hand on what came out of it, and store what arrives."""
+    def step(self, carry: Carry, now: tuple[Work, jax.Array, jax.Array]) -> tuple[Carry, None]:
+        """One tick: do the task, hand on its result, and store what arrives."""
         inputs_S, gradients_S, sums = carry
         work, sends_activations, sends_gradients = now
         x, g = inputs_S[work.input_slot], gradients_S[work.gradient_slot]
@@ -181,31 +148,33 @@ class _Device(NamedTuple):
             lambda work, x, g, sums: (jnp.zeros_like(x), sums),
             *(work, x, g, sums),
         )
-        with jax.named_scope("for_activations"), self.runs(self.ticks.sends_activations.sum()):
-            y = _shifted_if(sends_activations, y, by=-1)
-        with jax.named_scope("for_activation_gradients"), self.runs(self.ticks.sends_gradients.sum()):
-            of_x = _shifted_if(sends_gradients, of_x, by=1)
+        from_previous, from_next = (partial(collectives.shift, axis=AXIS, by=by) for by in (-1, 1))
+        # All devices agree on whether one of them sends.
+        with jax.named_scope("for_activations"), self.turns_scope(self.ticks.sends_activations.sum()):
+            y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
+        with jax.named_scope("for_activation_gradients"), self.turns_scope(self.ticks.sends_gradients.sum()):
+            of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums), None
 
     def forward(self, work: Work, x: jax.Array) -> jax.Array:
         """The output of the stage at work."""
-        with self.runs(self.tasks):
+        with self.turns_scope(self.tasks):
             return self.stage(work).forward(x)
 
     def backward(self, work: Work, x: jax.Array, g: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
-        """The gradient of its input; those of its parameters are added up."""
+        """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
-        with self.runs(self.tasks):
+        with self.turns_scope(self.tasks):
             of_x, of_layers, ends = self.stage(work).backward(x, g, ends)
             of_layers = self.reduce({self.stacked: of_layers})[self.stacked]
             chunk = work.stage // self.ticks.ranks
-            before = jax.tree.map(lambda x: _at(x, chunk), of_chunks)
+            total = jax.tree.map(lambda x: _at(x, chunk), of_chunks)
             of_chunks = jax.tree.map(
                 lambda x, after: lax.dynamic_update_index_in_dim(x, after, chunk, 0),
                 of_chunks,
-                add(before, of_layers),
+                add(total, of_layers),
             )
         return of_x, (of_chunks, ends)
 
@@ -220,8 +189,8 @@ class _Device(NamedTuple):
             batch=jax.tree.map(lambda x: _at(x, work.microbatch), self.batch),
             is_first=work.stage == 0,
             is_last=work.stage == self.ticks.stages - 1,
-            pile_up=lambda total, gradients: add(total, self.reduce(gradients)),
-            at_an_end=lambda: self.runs(self.ticks.microbatches),
+            accumulate=lambda total, gradients: add(total, self.reduce(gradients)),
+            end_scope=lambda: self.turns_scope(self.ticks.microbatches),
         )
 
     def by_chunk(self, layers: Any) -> Any:
@@ -234,9 +203,30 @@ class _Device(NamedTuple):
         """A device's forwards in a step; and its backwards."""
         return self.ticks.microbatches * self.ticks.stages // self.ticks.ranks
 
-    def runs(self, turns: int) -> AbstractContextManager:
-        """A scope that tells the ledger at how many of the ticks what is in it runs."""
+    def turns_scope(self, turns: int) -> AbstractContextManager:
+        """A scope that tells the ledger at how many of the ticks its content runs."""
         return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.work.kind)}")
+
+
+def microbatches(batch: Any, *, each: int) -> Any:
+    """Cut every accumulated pass into `each` microbatches: arrays (A, b, ...) -> (A each, b / each, ...)."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * each, -1, *x.shape[2:]), batch)
+
+
+def keep_within_a_tick(model: Any) -> None:
+    """An edit of the model: its layers keep matrix products for the rest of a tick."""
+    model.wrap_layer = partial(apply_remat, remat=WITHIN_A_TICK)
+
+
+def mark_varying(params: Any, placements: Any) -> Any:
+    """Mark what pp does not split as each device's own: its gradient stays local, out of the ticks."""
+    return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
+
+
+def sum_tied_gradients(gradients: Any, placements: Any) -> Any:
+    """The sums over pp of gradients of what pp does not split: the lookup's and the head's, once a step."""
+    with jax.named_scope("for_tied_gradients"):
+        return map_repeated(lambda g: collectives.all_reduce(g, AXIS), AXIS, placements, gradients)
 
 
 def add(total: Any, gradients: Any) -> Any:
@@ -246,8 +236,3 @@ def add(total: Any, gradients: Any) -> Any:
 
 def _at(x: jax.Array, index: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(x, index, keepdims=False)
-
-
-def _shifted_if(anybody_sends: jax.Array, x: jax.Array, *, by: int) -> jax.Array:
-    """What the device `by` places further sends: all devices agree on whether anybody does."""
-    return lax.cond(anybody_sends, partial(collectives.shift, axis=AXIS, by=by), jnp.zeros_like, x)

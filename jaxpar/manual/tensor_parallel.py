@@ -1,14 +1,16 @@
 """Tensor parallelism by hand: Megatron's split of heads, MLP and vocabulary, by swapping the model's modules.
 
-A region of split work begins with `enter` and ends with `leave`, which are each other's transposes:
+A region of split work begins with f and ends with g, which are each other's transposes:
 
-                         enter (backward)                    leave (backward)
-    tp                   mark as own (all_reduce)            all_reduce (mark as own)
+                         f: copy_to_region                   g: reduce_from_region
+    tp                   mark varying (all_reduce)           all_reduce (mark varying)
+
+                         all_gather_to_region                reduce_scatter_from_region
     sequence parallel    all_gather T (reduce_scatter T)     reduce_scatter T (all_gather T)
 
-Two regions a layer: attention and MLP; one each for the embedding, which only leaves, and for the head,
-which only enters: its logits stay split, and the loss is computed on them as they are. q, k and v are one
-product, so that entering costs one reduction in backward, and not three.
+Backward is in brackets. A layer has two regions, attention and MLP. The embedding needs g alone; the head
+needs f alone, as its logits stay split, and the loss is computed on them as they are. q, k and v are one
+product, so that f costs one reduction in backward, and not three.
 
 Without sequence parallelism everything outside the regions is equal on all devices of tp, gradients too.
 With it each device normalises its own positions: the gradients of LayerNorms, row biases and positions are
@@ -39,72 +41,92 @@ POSITION_DIM = 1
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
 """Logical axis -> mesh axis: what is split, in every leaf that has it."""
 
-Border = Callable[[jax.Array], jax.Array]
+RegionMapping = Callable[[jax.Array], jax.Array]
+"""Into a region, or out of one."""
 
 
-def enter(x_BTC: jax.Array) -> jax.Array:
+def copy_to_region(x_BTC: jax.Array) -> jax.Array:
     """Megatron's f: the identity; its transpose is an all-reduce."""
     return collectives.to_varying(x_BTC, AXIS)
 
 
-def leave(partial_BTC: jax.Array) -> jax.Array:
+def reduce_from_region(partial_BTC: jax.Array) -> jax.Array:
     """Megatron's g: an all-reduce; its transpose is the identity."""
     return collectives.all_reduce(partial_BTC, AXIS)
 
 
-def enter_from_sequence(x_BTC: jax.Array) -> jax.Array:
-    """All positions from each device's own; the transpose is a reduce-scatter."""
+def all_gather_to_region(x_BTC: jax.Array) -> jax.Array:
+    """f under sequence parallelism: an all-gather of positions; its transpose is a reduce-scatter."""
     return collectives.all_gather(x_BTC, AXIS, dim=POSITION_DIM)
 
 
-def leave_to_sequence(partial_BTC: jax.Array) -> jax.Array:
-    """This device's positions of the sum; the transpose is an all-gather."""
+def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
+    """g under sequence parallelism: a reduce-scatter of positions; its transpose is an all-gather."""
     return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM)
+
+
+def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
+    """An edit of the model: its linear layers, embeddings and loss work on this device's part."""
+
+    def edit(model: Any) -> None:
+        f = all_gather_to_region if sequence_parallel else copy_to_region
+        g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
+        for site in find_sites(model, problem, placements):
+            if isinstance(site.module, Embedding):
+                site.replace(model, VocabParallelEmbedding(site.module, f=f, g=g))
+            elif site.splits_inputs:
+                site.replace(model, RowParallelLinear(site.module, g=g))
+            else:
+                site.replace(model, ColumnParallelLinear(site.module, f=f))
+        if problem.vocab_size:
+            model.cross_entropy = partial(cross_entropy, vocab_size=problem.vocab_size)
+
+    return edit
 
 
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split: of the weight and bias each device has its columns."""
 
-    def __init__(self, linear: Linear, *, enter: Border):
+    def __init__(self, linear: Linear, *, f: RegionMapping):
         self.contracted, self.compute = linear.contracted, linear.compute
         self.weight, self.bias = linear.weight, linear.bias
-        self.enter = enter
+        self.f = f
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(self.enter(x))
+        return super().__call__(self.f(x))
 
 
 class RowParallelLinear(Linear):
     """A Linear whose inputs are split: partial products are summed, then the bias is added, once."""
 
-    def __init__(self, linear: Linear, *, leave: Border):
+    def __init__(self, linear: Linear, *, g: RegionMapping):
         self.contracted, self.compute = linear.contracted, linear.compute
         self.weight, self.bias = linear.weight, linear.bias
-        self.leave = leave
+        self.g = g
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.leave(self.product(x))
+        y = self.g(self.product(x))
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
 
 class VocabParallelEmbedding(Embedding):
     """Each device looks up the tokens whose rows it has; the head gives it its part of the logits."""
 
-    def __init__(self, embedding: Embedding, *, enter: Border, leave: Border):
+    def __init__(self, embedding: Embedding, *, f: RegionMapping, g: RegionMapping):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
-        self.enter, self.leave = enter, leave
+        self.f, self.g = f, g
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         row_BT, mine_BT = own_rows(tokens_BT, self.token.shape[0])
         partial_BTC = jnp.where(mine_BT[..., None], self.token[...][row_BT], 0)
-        x_BTC = self.leave(partial_BTC)
+        x_BTC = self.g(partial_BTC)
         position_TC = self.position[...][: tokens_BT.shape[1]]
         if x_BTC.shape[POSITION_DIM] < position_TC.shape[0]:  # sequence parallel
             position_TC = collectives.own_shard(position_TC, AXIS, dim=0)
         return x_BTC + position_TC
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
-        return super().logits(self.enter(x_BTC))
+        return super().logits(self.f(x_BTC))
 
 
 def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -133,27 +155,7 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: i
     return (jnp.log(total_BT) + top_BT - target_BT).mean()
 
 
-def split_modules(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
-    """An edit of the model: its linear layers, embeddings and loss work on this device's part."""
-    # Looked up when called, not now: a test may put a wrong border in.
-    into: Border = (lambda x: enter_from_sequence(x)) if sequence_parallel else (lambda x: enter(x))
-    out_of: Border = (lambda x: leave_to_sequence(x)) if sequence_parallel else (lambda x: leave(x))
-
-    def edit(model: Any) -> None:
-        for site in find_sites(model, problem, placements):
-            if isinstance(site.module, Embedding):
-                site.replace(model, VocabParallelEmbedding(site.module, enter=into, leave=out_of))
-            elif site.splits_inputs:
-                site.replace(model, RowParallelLinear(site.module, leave=out_of))
-            else:
-                site.replace(model, ColumnParallelLinear(site.module, enter=into))
-        if problem.vocab_size:
-            model.cross_entropy = partial(cross_entropy, vocab_size=problem.vocab_size)
-
-    return edit
-
-
-def own_copies(params: Any, placements: Any) -> Any:
+def mark_varying(params: Any, placements: Any) -> Any:
     """Sequence parallel: mark what tp does not split as each device's own, so that gradients stay partial."""
     return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
 

@@ -105,7 +105,7 @@ def step(parallelize, layout, build=build, axes=AXES, shapes=SHAPES):
     run = jax.jit(plan.step, compiler_options=plan.compiler_options)
     scalars = msgspec.structs.asdict(step_scalars(spec, 0))
     params, _, metrics, gradients = run(params, state, jax.device_put(batch, plan.batch), scalars)
-    return float(metrics["loss"]), plan.strip(gradients), plan.strip(params)
+    return float(metrics["loss"]), plan.unpad(gradients), plan.unpad(params)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
 
     np.testing.assert_allclose(found, value, rtol=1e-13)
     np.testing.assert_allclose(of_stored["first"], gradients["first"], rtol=1e-12)
-    np.testing.assert_allclose(place.strip(np.asarray(of_stored["stack"])), gradients["stack"], atol=1e-13)
+    np.testing.assert_allclose(place.unpad(np.asarray(of_stored["stack"])), gradients["stack"], atol=1e-13)
     ledger = {(e.kind, e.purpose): (e.calls, e.bytes) for e in communications(compiled.as_text(), mesh.shape)}
     if stages > 1:  # a roll of the stages and one of a lane at every tick, and the lane's first
         rolls = 2 * (microbatches * chunks + stages - 1) + 1
@@ -183,7 +183,7 @@ def test_no_parameter_is_kept_for_every_tick(name):
 
 
 @pytest.mark.parametrize("name", ["zero2_pp", "fsdp_pp", "shard_grad_op_pp"])
-def test_gradients_of_layers_pile_up_as_shards(name):
+def test_gradients_of_layers_accumulate_as_shards(name):
     """The loop over ticks carries those of a stage's two layers: of the MLP's weights, half of each."""
     loops = [
         line.partition(" while(")[0] for line in run(LAYOUTS[name]).hlo.splitlines() if " while(" in line

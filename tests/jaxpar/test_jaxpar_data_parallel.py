@@ -75,7 +75,7 @@ def compile_by_hand(params, batch, **how):
 def compile_by_compiler(params, batch):
     mesh = make_mesh(Layout(dp_replicate=REPLICAS), platform="cpu")
     gradients_of = functools.partial(
-        by_compiler.reduce_after_accumulation, functools.partial(accumulated_gradients, loss), mesh=mesh
+        by_compiler.synchronize_gradients, functools.partial(accumulated_gradients, loss), mesh=mesh
     )
     whole = NamedSharding(mesh, P())
     jitted = jax.jit(

@@ -82,7 +82,7 @@ def test_slots(case):
 
 @dataclass
 class Rank:
-    """A rank's slots: what lies where, the bin last."""
+    """A rank's slots: what lies where, the scratch slot last."""
 
     inputs: list
     gradients: list
@@ -111,7 +111,7 @@ def carry_out(ticks: Ticks) -> None:
             activation, gradient = sent[(rank - 1) % p][0], sent[(rank + 1) % p][1]
             own.inputs[work.arriving_input[tick, rank]] = activation
             own.gradients[work.arriving_gradient[tick, rank]] = gradient
-            own.inputs[-1] = own.gradients[-1] = None  # the bin
+            own.inputs[-1] = own.gradients[-1] = None  # the scratch slot
 
 
 def test_every_stage_finds_what_was_meant_for_it(case):
@@ -127,7 +127,7 @@ def test_a_slot_given_twice_is_noticed():
     squeezed = {}
     for name in ("input_slot", "arriving_input"):
         slots = getattr(work, name)
-        assert set(slots.flat) == {0, 1, 2, 3, 4}  # the last is the bin
+        assert set(slots.flat) == {0, 1, 2, 3, 4}  # the last is the scratch slot
         squeezed[name] = np.where(slots == 3, 2, slots)
     with pytest.raises(AssertionError):
         carry_out(ticks._replace(work=work._replace(**squeezed)))

@@ -62,7 +62,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
         )
         numbers |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
         for kind, tree in {"gradient": gradients, "weight": state.params}.items():
-            named = weights.to_canonical(plan.strip(tree), model)
+            named = weights.to_canonical(plan.unpad(tree), model)
             numbers |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
     trees = {
         "parameters": state.params,

@@ -7,14 +7,14 @@ from modules import normal, share
 from ranks import RANKS, axis, on_ranks
 
 from torchpar.manual.megatron.mappings import (
-    Split,
-    all_gather_to,
-    copy_to,
-    gather_from,
-    reduce_from,
-    reduce_scatter_from,
-    scatter_to,
+    all_gather_to_region,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
 )
+from torchpar.manual.megatron.split import Split
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
@@ -27,12 +27,12 @@ def test_each_function_and_its_backward(rank: int) -> None:
     joined = torch.cat([normal(3, 8, seed=r) for r in range(RANKS)], 1)
     wide, narrow = normal(3, 8 * RANKS, seed=9), share(weight, rank, 1)
     for function, value, cotangent, gradient in (
-        (copy_to, mine, weight, RANKS * weight),
-        (reduce_from, total, weight, weight),
-        (scatter_to, share(mine, rank, 1), narrow, weight),
-        (gather_from, joined, wide, share(wide, rank, 1)),
-        (partial(all_gather_to, dim=1), joined, wide, RANKS * share(wide, rank, 1)),
-        (partial(reduce_scatter_from, dim=1), share(total, rank, 1), narrow, weight),
+        (copy_to_region, mine, weight, RANKS * weight),
+        (reduce_from_region, total, weight, weight),
+        (scatter_to_region, share(mine, rank, 1), narrow, weight),
+        (gather_from_region, joined, wide, share(wide, rank, 1)),
+        (partial(all_gather_to_region, dim=1), joined, wide, RANKS * share(wide, rank, 1)),
+        (partial(reduce_scatter_from_region, dim=1), share(total, rank, 1), narrow, weight),
     ):
         leaf = mine.clone().requires_grad_()
         output = function(leaf, axis())
@@ -66,12 +66,12 @@ def test_second_derivatives(rank: int) -> None:
     (second,) = torch.autograd.grad(first.sum(), x)
 
     def by_sum() -> torch.Tensor:
-        return reduce_from((rank + 1) * copy_to(x, axis()) ** 2, axis())
+        return reduce_from_region((rank + 1) * copy_to_region(x, axis()) ** 2, axis())
 
     def by_parts() -> torch.Tensor:
         factors = torch.full((RANKS,), total / RANKS, dtype=torch.float64)
         repeated = (factors * x.unsqueeze(-1) ** 2).contiguous()
-        return gather_from(scatter_to(repeated, axis()), axis()).sum(-1)
+        return gather_from_region(scatter_to_region(repeated, axis()), axis()).sum(-1)
 
     for function in (by_sum, by_parts):
         (gradient,) = torch.autograd.grad(function().square().sum(), x, create_graph=True)

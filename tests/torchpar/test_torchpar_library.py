@@ -20,7 +20,7 @@ from torchpar.comm import process_groups
 from torchpar.comm.counter import Call, Traffic
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
-from torchpar.library.tensor_parallel import restore_order, tensor_parallel
+from torchpar.library.tensor_parallel import restore_order, split_layers
 from torchpar.measure.ledger import CommunicationMode
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
@@ -205,7 +205,7 @@ def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
     mesh = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=("tp",))
     tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
     with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
-        tensor_parallel(tiny, mesh)
+        split_layers(tiny, mesh)
 
 
 def test_reordered_heads_are_put_back():

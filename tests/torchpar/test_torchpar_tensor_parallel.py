@@ -12,7 +12,7 @@ from ranks import axis, on_ranks
 from torch import nn
 
 from torchpar.comm.collectives import Axis
-from torchpar.manual.megatron.mappings import scatter_to
+from torchpar.manual.megatron.mappings import scatter_to_region
 from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.tensor_parallel import (
     ColumnParallelLinear,
@@ -135,7 +135,7 @@ def test_what_does_not_divide_names_both_numbers(rank: int) -> None:
     with pytest.raises(ValueError, match="= 4 x groups = 3 does not divide the 18 features"):
         ColumnParallelLinear.from_linear(nn.Linear(8, 18), axis(), groups=3)
     with pytest.raises(ValueError, match=r"= 4 does not divide dim 1 of a tensor \(2, 6\)"):
-        scatter_to(torch.zeros(2, 6), axis(), dim=1)
+        scatter_to_region(torch.zeros(2, 6), axis(), dim=1)
     with pytest.raises(ValueError, match="padding_idx"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, padding_idx=0), axis())
 

@@ -13,7 +13,7 @@ from torchpar.comm.counter import Call
 from torchpar.manual.megatron import mappings
 from torchpar.manual.tensor_parallel import (
     TensorParallel,
-    tensor_parallel,
+    split_layers,
 )
 from torchpar.model import GPT
 from torchpar.parallel_model import Plan
@@ -41,12 +41,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_of(model: GPT, tp: TensorParallel) -> Plan:
     optimizer = torch.optim.SGD(model.parameters())
-    return tp.around(Plan(module=model, optimizer=optimizer, parameters=dict(model.named_parameters())))
+    return tp.wrap(Plan(module=model, optimizer=optimizer, parameters=dict(model.named_parameters())))
 
 
 def gpt_gradients(*, sequence_parallel: bool, remat: str = "none") -> tuple[torch.Tensor, dict]:
     model = make_gpt()
-    tp = tensor_parallel(model, axis(), sequence_parallel=sequence_parallel)
+    tp = split_layers(model, axis(), sequence_parallel=sequence_parallel)
     apply_remat(model.blocks, remat)
     plan = plan_of(model, tp)
     for _ in range(2):  # accumulated
@@ -91,7 +91,7 @@ def test_ledger_is_the_closed_form(rank: int) -> None:
     parts = 3 * RANKS * 2 * 8 * 8  # maximum, sum and target logit of every token and rank
     for sequence_parallel in (False, True):
         model, line = make_gpt(), axis()
-        tp = tensor_parallel(model, line, sequence_parallel=sequence_parallel)
+        tp = split_layers(model, line, sequence_parallel=sequence_parallel)
         line.traffic.clear()
         model(*batch())[1].backward()
         plan_of(model, tp).finish_gradient_synchronization()
@@ -111,6 +111,6 @@ def test_ledger_is_the_closed_form(rank: int) -> None:
 @on_ranks
 def test_gpt_without_targets_is_refused(rank: int) -> None:
     model = make_gpt()
-    tensor_parallel(model, axis())
+    split_layers(model, axis())
     with pytest.raises(ValueError, match="needs targets"):
         model(batch()[0])

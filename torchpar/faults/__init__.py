@@ -18,10 +18,11 @@ from torchpar import library, optimizer, train, weights
 from torchpar.comm.collectives import Axis
 from torchpar.faults import pipeline_faults
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
+from torchpar.library import data_parallel as library_data_parallel
 from torchpar.library import tensor_parallel as library_tensor_parallel
 from torchpar.manual import data_parallel, tensor_parallel
 from torchpar.manual.buckets import Buckets
-from torchpar.manual.megatron.mappings import scatter_to
+from torchpar.manual.megatron.mappings import scatter_to_region
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.parallel_model import local
@@ -106,12 +107,12 @@ def _ddp_with_hook(hook: Callable[[Axis, Any], torch.futures.Future]) -> Abstrac
     The hooks are not annotated: DDP would insist on `torch.distributed`'s own class.
     """
 
-    class Faulty(library.DataParallel):
+    class Faulty(library_data_parallel.DistributedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self.register_comm_hook(Axis.of(self.process_group), hook)
 
-    return patch.object(library, "DataParallel", Faulty)
+    return patch.object(library_data_parallel, "DistributedDataParallel", Faulty)
 
 
 def _keep_local(axis: Axis, bucket):
@@ -134,7 +135,9 @@ def _dropped_tp_all_reduce(engine: str) -> AbstractContextManager:
     """Each rank goes on with its own part of what attention and MLP add to the stream."""
     if engine == "torch-library":
         return patch.object(library_tensor_parallel, "RowwiseParallel", unsummed)
-    return patch.multiple(tensor_parallel, reduce_from=lambda x, axis: x, reduce_scatter_from=scatter_to)
+    return patch.multiple(
+        tensor_parallel, reduce_from_region=lambda x, axis: x, reduce_scatter_from_region=scatter_to_region
+    )
 
 
 def _doubled_row_bias(engine: str) -> AbstractContextManager:
@@ -145,8 +148,8 @@ def _doubled_row_bias(engine: str) -> AbstractContextManager:
     def forward(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         partial = torch.nn.functional.linear(x, self.weight, self.bias)
         if self.sequence_dim is None:
-            return tensor_parallel.reduce_from(partial, self.axis)
-        return tensor_parallel.reduce_scatter_from(partial, self.axis, dim=self.sequence_dim)
+            return tensor_parallel.reduce_from_region(partial, self.axis)
+        return tensor_parallel.reduce_scatter_from_region(partial, self.axis, dim=self.sequence_dim)
 
     return patch.object(RowParallelLinear, "forward", forward)
 

@@ -14,12 +14,11 @@ from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import RECORD
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
-from torchpar.library.data_parallel import DataParallel
-from torchpar.library.fully_sharded import FSDP, ShardedOptimizer
+from torchpar.library.data_parallel import synchronize_gradients
+from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, shard_parameters
 from torchpar.library.meshes import axes_of, dtensor_optimizer, full_tensors, make_device_mesh
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
-from torchpar.library.tensor_parallel import complete_gradients, restore_order
-from torchpar.library.tensor_parallel import tensor_parallel as split_layers
+from torchpar.library.tensor_parallel import complete_gradients, restore_order, split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
@@ -53,7 +52,7 @@ def _replicated(
     parameters = _named_parameters(models)
     if mesh.data.size == 1:
         return Plan(module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters)
-    wrap = partial(DataParallel, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
+    wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
     replicas = [wrap(model, group=mesh.data.group) for model in models]
     if layout.zero:
         make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh.dp_shard.group))
@@ -62,9 +61,8 @@ def _replicated(
         optimizer=make_optimizer(parameters),
         parameters=parameters,
         no_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
-        finish_gradient_synchronization=replicas[0].finish_gradient_synchronization,
     )
-    return DealtStatePlan(**vars(plan), state_axis=mesh.dp_shard) if layout.zero else plan
+    return PartitionedStatePlan(**vars(plan), state_axis=mesh.dp_shard) if layout.zero else plan
 
 
 def _distributed(
@@ -75,13 +73,14 @@ def _distributed(
     layout: Layout,
     make_optimizer: OptimizerMaker,
 ) -> Plan:
-    """Parameters as DTensors: FSDP2 over what tensor parallelism has left of them."""
-    no_sync = nullcontext
+    """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
+    skip_sync = nullcontext
     if mesh.data.size > 1:
         data = ("dp_replicate", "dp_shard") if mesh.dp_replicate.size > 1 else "dp_shard"
         reshards = layout.zero == 3 and layout.reshard_after_forward
-        sharded = [FSDP(model, devices[data], reshard_after_forward=reshards) for model in models]
-        no_sync = sharded[0].no_sync
+        for model in models:
+            shard_parameters(model, devices[data], reshard_after_forward=reshards)
+        skip_sync = partial(no_sync, models[0])
     parameters = _named_parameters(models)
     axes = {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
     module = _as_one(models)
@@ -89,7 +88,7 @@ def _distributed(
         module=module,
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
         parameters=parameters,
-        no_sync=no_sync,
+        no_sync=skip_sync,
         finish_gradient_synchronization=partial(complete_gradients, module),
         sharded_over=axes.__getitem__,
         gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),
@@ -126,8 +125,8 @@ def _as_one(modules: Sequence[nn.Module]) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DealtStatePlan(Plan):
-    """Whole parameters whose optimizer state is dealt out: each of them has it on one rank of an axis."""
+class PartitionedStatePlan(Plan):
+    """Whole parameters with partitioned optimizer state: each has it on one rank of an axis."""
 
     state_axis: Axis
 

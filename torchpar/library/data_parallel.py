@@ -8,8 +8,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 
-class DataParallel(DistributedDataParallel):
-    """DDP under the interface of `torchpar.manual.data_parallel.DataParallel`.
+def synchronize_gradients(
+    module: nn.Module,
+    *,
+    bucket_size_mb: float = 25.0,
+    group: ProcessGroup | None = None,
+    keeps_buckets: bool = False,
+) -> DistributedDataParallel:
+    """Wrap a module so that backward leaves the mean of its gradients over the replicas: it waits for them.
 
     Args:
         module: any module.
@@ -18,23 +24,11 @@ class DataParallel(DistributedDataParallel):
         keeps_buckets: do not put parameters into other buckets after the first step. In a pipeline DDP then
             counts the backwards that it is told not to synchronise too, and fails in the second step.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        bucket_size_mb: float = 25.0,
-        group: ProcessGroup | None = None,
-        keeps_buckets: bool = False,
-    ):
-        mebibytes = bucket_size_mb * 1e6 / 2**20  # DDP's "MB" is 2^20 bytes
-        super().__init__(
-            module,
-            process_group=group,
-            bucket_cap_mb=mebibytes,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=keeps_buckets,
-        )
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing is left to do: DDP waits for its buckets at the end of backward."""
+    mebibytes = bucket_size_mb * 1e6 / 2**20  # DDP's "MB" is 2^20 bytes
+    return DistributedDataParallel(
+        module,
+        process_group=group,
+        bucket_cap_mb=mebibytes,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=keeps_buckets,
+    )

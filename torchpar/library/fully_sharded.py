@@ -1,13 +1,14 @@
 """Sharded data parallelism by PyTorch: ZeroRedundancyOptimizer for ZeRO-1, FSDP2 `fully_shard` for the rest.
 
-FSDP2 keeps parameters split between steps whatever the stage: what it leaves to choose is whether they are
-gathered once a step (ZeRO-2, SHARD_GRAD_OP) or again for backward (ZeRO-3, FULL_SHARD).
+FSDP2 keeps parameters split between steps in both stages. The choice is whether they are gathered once a step
+(ZeRO-2, SHARD_GRAD_OP) or again for backward (ZeRO-3, FULL_SHARD).
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -17,11 +18,40 @@ from torchpar.gpt_stages import GPTStages
 from torchpar.model import GPT
 
 
+def shard_parameters(model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
+    """Split a GPT's parameters, gradients and optimizer state over ranks, block by block.
+
+    The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
+    gradients are the mean over all of the mesh.
+
+    Args:
+        model: the same on all ranks; may have been split by `split_layers` before.
+        mesh: one-dimensional, or (replicas, shards): hybrid sharding. A shard axis of one is plain
+            replication, which DistributedDataParallel does not offer for DTensors.
+        reshard_after_forward: free gathered blocks after forward and gather them again for backward.
+    """
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # Backward begins where forward ended: with the root's own parameters, the embeddings.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Generator[None]:
+    """Only accumulate: put it around forward and backward of every pass of a step but the last."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """ZeRO-1: each rank keeps the state of some parameters, updates these, and broadcasts them.
 
-    Whole parameters are dealt out, the largest first: where one of them, such as an embedding, is more than
-    a rank's share, the shares differ: the largest is what a rank must have room for.
+    Whole parameters are partitioned, the largest first: where one of them, such as an embedding, is more than
+    a rank's share, the shares differ, and a rank must have room for the largest.
 
     Args:
         params: parameters or groups of them, whole on every rank, with the same gradients.
@@ -34,35 +64,4 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         self, params, optimizer_cls: type[torch.optim.Optimizer], *, group: ProcessGroup | None, **kwargs
     ):
         super().__init__(params, optimizer_cls, process_group=group, parameters_as_bucket_view=True, **kwargs)
-        self.state = self.optim.state  # what this rank keeps; else it would stay empty
-
-
-class FSDP:
-    """A GPT whose parameters, gradients and optimizer state are split over ranks, block by block.
-
-    The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
-    gradients are the mean over all of the mesh.
-
-    Args:
-        model: the same on all ranks; may have been split by `tensor_parallel` before.
-        mesh: one-dimensional, or (replicas, shards): hybrid sharding. A shard axis of one is plain
-            replication, which DistributedDataParallel does not offer for DTensors.
-        reshard_after_forward: free gathered blocks after forward and gather them again for backward.
-    """
-
-    def __init__(self, model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_forward: bool):
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        # Backward begins where forward ended: with the root's own parameters, the embeddings.
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        self.module = model
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.module.set_requires_gradient_sync(True)
+        self.state = self.optim.state  # this rank's; else it would stay empty

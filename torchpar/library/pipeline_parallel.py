@@ -1,13 +1,14 @@
 """Pipeline parallelism by PyTorch: `torch.distributed.pipelining` has the schedules and moves the data.
 
-What it does not know is a weight that two stages share: a user sums its gradients himself, after the
-schedule (`gpt_stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a
-backward in autograd's graph.
+It does not know of a weight that two stages share: its gradients are summed after the schedule
+(`gpt_stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a backward in
+autograd's graph.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,11 +28,31 @@ MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterlea
 Context = Callable[[], AbstractContextManager]
 
 
+def run_pipeline(
+    schedule: Any, inputs: torch.Tensor | None, targets: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Forward and backward of a batch: PyTorch's schedule computes, sends and receives.
+
+    Args:
+        schedule: one of `SINGLE` or `MULTI`, over this rank's stages.
+        inputs: whole, on the rank that has the first stage; None on the others.
+        targets: whole, on the rank that has the last stage; None on the others.
+
+    Returns:
+        The microbatches' losses, on the rank that has the last stage.
+    """
+    losses: list[torch.Tensor] = []
+    first = () if inputs is None else (inputs,)
+    last = {} if targets is None else {"target": targets, "losses": losses}
+    schedule.step(*first, **last, return_outputs=False)
+    return losses
+
+
 class PipelineParallel:
     """The stages of one rank, and PyTorch's schedule that takes microbatches through them.
 
     Args:
-        stages: this rank's modules by their place along the model, plain or wrapped by DDP or FSDP2, which
+        stages: this rank's modules by their number along the model, plain or wrapped by DDP or FSDP2, which
             PyTorch's stages hold back from reducing before their last backward.
         count: of all stages.
         schedule: gpipe, 1f1b, interleaved or zero_bubble.
@@ -77,10 +98,9 @@ class PipelineParallel:
         Returns:
             The mean loss, a scalar, the same on all ranks.
         """
-        losses: list[torch.Tensor] = []
-        self._made = schedule = self._made or self._make(microbatches, context)
-        last = {"target": targets, "losses": losses} if self._has_last else {}
-        schedule.step(*((inputs,) if self._has_first else ()), **last, return_outputs=False)
+        self._made = self._made or self._make(microbatches, context)
+        first, last = inputs if self._has_first else None, targets if self._has_last else None
+        losses = run_pipeline(self._made, first, last)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for share in losses:
             total += share.detach() / microbatches

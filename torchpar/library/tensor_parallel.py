@@ -2,14 +2,14 @@
 
 Every parameter becomes a DTensor, also those that stay whole, because an optimizer takes no mixture.
 
-Two things DTensor does not know, and what a user does about them:
+Two things are left to the user:
 
 - A fused q, k, v is one (3 C, C) weight, and Shard(0) would cut it across the three. Its rows are reordered
   once, so that each rank's contiguous part holds the q, k and v of its own heads. It costs a weight whose
   order depends on the degree: a checkpoint has to be put back in order (`restore_order`). Three projections
   instead, as torchtitan's models have, would keep their order, and all-reduce three times in backward.
 - The custom operators of `loss_parallel` have to be there in backward too, which starts in the training
-  loop: they are switched on for good.
+  loop: they stay switched on.
 """
 
 from contextlib import ExitStack
@@ -35,13 +35,57 @@ from torchpar.model import GPT
 from torchpar.parallel_model import Named
 
 _FUSED = ".attn.c_attn."
-_for_good = ExitStack()  # keeps loss_parallel on
+_loss_parallel_on = ExitStack()
 
 
-class Whole(ParallelStyle):
+def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
+    """Split a GPT by head, by the MLP's inner features and by vocabulary; names of parameters stay.
+
+    Args:
+        model: whole, and the same on all ranks.
+        mesh: one-dimensional; its size divides the heads.
+        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
+
+    Raises:
+        ValueError: a vocabulary so small that a rank would have none of it: `loss_parallel` skips its
+            all-reduce there, and the others would hang.
+    """
+    ranks, vocab = mesh.size(), model.config.vocab_size
+    if -(-vocab // ranks) * (ranks - 1) >= vocab:
+        raise ValueError(
+            f"tp = {ranks} leaves a rank without any of vocab_size = {vocab}: loss_parallel would hang"
+        )
+    for block in model.blocks:
+        _reorder(block.get_submodule("attn.c_attn"), ranks)
+    stream = Shard(1) if sequence_parallel else Replicate()  # (B, T, C) between the split layers
+    column = partial(ColwiseParallel, input_layouts=stream)
+    row = partial(RowwiseParallel, output_layouts=stream)
+    norm = SequenceParallel(use_local_output=True) if sequence_parallel else NoParallel()
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "transformer.wte": row(input_layouts=Replicate()),
+            "transformer.wpe": NoParallel(scatter=sequence_parallel),
+            "transformer.h.*.ln_1": norm,
+            "transformer.h.*.attn.c_attn": column(),
+            "transformer.h.*.attn.c_proj": row(),
+            "transformer.h.*.ln_2": norm,
+            "transformer.h.*.mlp.c_fc": column(),
+            "transformer.h.*.mlp.c_proj": row(),
+            "transformer.ln_f": norm,
+            "lm_head": column(output_layouts=Shard(-1), use_local_output=False),
+            "loss": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate()),
+        },
+    )
+    model.transformer["wte"].weight = model.lm_head.weight  # each was distributed for itself: tied again
+    _loss_parallel_on.enter_context(loss_parallel())
+
+
+class NoParallel(ParallelStyle):
     """Parameters that every rank keeps whole; the input is cut along dim 0 first where `scatter` says so.
 
-    Plain tensors go in and come out: what is between two split layers need not know of DTensor.
+    Plain tensors go in and come out: modules between two split layers need not know of DTensor.
     """
 
     def __init__(self, *, scatter: bool = False):
@@ -60,50 +104,6 @@ class Whole(ParallelStyle):
     @staticmethod
     def _unwrap(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
         return output.to_local()
-
-
-def tensor_parallel(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
-    """Split a GPT by head, by the MLP's inner features and by vocabulary; names of parameters stay.
-
-    Args:
-        model: whole, and the same on all ranks.
-        mesh: one-dimensional; its size divides the heads.
-        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
-
-    Raises:
-        ValueError: a vocabulary so small that a rank would have none of it: `loss_parallel` skips its
-            all-reduce there, and the others would wait for ever.
-    """
-    ranks, vocab = mesh.size(), model.config.vocab_size
-    if -(-vocab // ranks) * (ranks - 1) >= vocab:
-        raise ValueError(
-            f"tp = {ranks} leaves a rank without any of vocab_size = {vocab}: loss_parallel would hang"
-        )
-    for block in model.blocks:
-        _reorder(block.get_submodule("attn.c_attn"), ranks)
-    stream = Shard(1) if sequence_parallel else Replicate()  # (B, T, C) between the split layers
-    column = partial(ColwiseParallel, input_layouts=stream)
-    row = partial(RowwiseParallel, output_layouts=stream)
-    norm = SequenceParallel(use_local_output=True) if sequence_parallel else Whole()
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "transformer.wte": row(input_layouts=Replicate()),
-            "transformer.wpe": Whole(scatter=sequence_parallel),
-            "transformer.h.*.ln_1": norm,
-            "transformer.h.*.attn.c_attn": column(),
-            "transformer.h.*.attn.c_proj": row(),
-            "transformer.h.*.ln_2": norm,
-            "transformer.h.*.mlp.c_fc": column(),
-            "transformer.h.*.mlp.c_proj": row(),
-            "transformer.ln_f": norm,
-            "lm_head": column(output_layouts=Shard(-1), use_local_output=False),
-            "loss": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate()),
-        },
-    )
-    model.transformer["wte"].weight = model.lm_head.weight  # each was distributed for itself: tied again
-    _for_good.enter_context(loss_parallel())
 
 
 def complete_gradients(model: nn.Module) -> None:

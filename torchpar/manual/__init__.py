@@ -12,7 +12,7 @@ from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.pipeline.gpt_runner import make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
-from torchpar.manual.tensor_parallel import tensor_parallel as split_layers
+from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import Named, OptimizerMaker, Plan
 from torchpar.remat import apply_remat, resolve_remat
@@ -37,7 +37,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
         plan = _replicated(part, mesh, layout, make_optimizer)
     if isinstance(part, GPTStages):
         plan = as_pipeline(plan, axis=mesh.pp, run=make_runner(part, plan, axis=mesh.pp, layout=layout))
-    return split.around(plan) if split else plan
+    return split.wrap(plan) if split else plan
 
 
 def _replicated(model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:

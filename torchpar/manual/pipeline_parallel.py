@@ -1,24 +1,97 @@
 """Pipeline parallelism by hand: ranks hold a share of the layers each, and microbatches pass through them.
 
-A schedule is plain data (`compare.contract.schedules`): for each rank the tasks in the order in which it does
-them. `PipelineParallel` carries out any such list for any modules. Sends are asynchronous; each receive is
-posted one computation ahead, so that data moves while the rank computes.
+A schedule is plain data (`compare.contract.schedules`): for each rank its tasks in order. So is the list of
+instructions that a rank makes of it (`pipeline.instructions`), sends and receives included. `run_pipeline`
+carries out any such list for any modules: data moves while the rank computes.
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473), zero bubble (2401.10241).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
-from compare.contract.schedule_simulator import check_complete, with_communication
-from compare.contract.schedules import Kind, Schedule, Task
+from compare.contract.schedule_simulator import check_complete
+from compare.contract.schedules import Kind, Schedule
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
-from torchpar.manual.pipeline.p2p import Mailbox, Message
+from torchpar.comm.counter import ACTIVATIONS, LOSS
+from torchpar.comm.handles import Work
+from torchpar.manual.pipeline.instructions import (
+    Backward,
+    BackwardWeight,
+    FinishReceive,
+    Forward,
+    Instruction,
+    Message,
+    Send,
+    StartReceive,
+    activation,
+    gradient,
+    make_instructions,
+)
+from torchpar.manual.pipeline.mailbox import Mailbox
 from torchpar.manual.pipeline.stage import Stage
+
+Context = Callable[[], AbstractContextManager]
+
+
+def run_pipeline(
+    instructions: Iterable[Instruction],
+    stages: Mapping[int, Stage],
+    mail: Mailbox,
+    axis: Axis,
+    *,
+    finish: Callable[[int, int, torch.Tensor], torch.Tensor] = lambda stage, microbatch, y: y,
+    forward_context: Context = nullcontext,
+    no_sync: Context = nullcontext,
+) -> int:
+    """Carry out a rank's instructions of one step, in order.
+
+    Args:
+        instructions: from `make_instructions`.
+        stages: this rank's, by number along the model.
+        mail: holds what the first stage takes and then what the last one leaves.
+        axis: the ranks.
+        finish: from a stage's number, a microbatch and its module's output to the stage's output.
+        forward_context: around every forward.
+        no_sync: around every backward but each stage's last.
+
+    Returns:
+        The most microbatches whose activations were held at once.
+    """
+    receiving: dict[Message, Work] = {}
+    sending: dict[Message, Work] = {}
+    peak_in_flight = 0
+    for instruction in instructions:
+        match instruction:
+            case StartReceive(message, source, tag):
+                receiving[message] = axis.start_receive(mail.buffer(message), source=source, tag=tag)
+            case FinishReceive(message, arrived):
+                receiving.pop(message).wait()
+                for earlier in arrived:
+                    sending.pop(earlier).wait()  # returns at once
+                    mail.take(earlier)  # and nothing keeps it any longer
+            case Forward(stage, m):
+                x, y = activation(stage, m), activation(stage + 1, m)
+                with forward_context():
+                    mail.put(y, stages[stage].forward(m, mail.take(x), finish=partial(finish, stage, m)))
+                peak_in_flight = max(peak_in_flight, sum(held.in_flight for held in stages.values()))
+            case Backward(stage, m, is_last):
+                of_y, of_x = gradient(stage, m), gradient(stage - 1, m)
+                with nullcontext() if is_last else no_sync():
+                    mail.put(of_x, stages[stage].backward(m, mail.take(of_y)))
+            case BackwardWeight(stage, m):
+                with no_sync():
+                    stages[stage].backward_weight(m)
+            case Send(message, to, tag):
+                sending[message] = axis.start_send(mail.peek(message), to=to, tag=tag, purpose=message.what)
+    for message, work in sending.items():
+        work.wait()
+        mail.take(message)
+    return peak_in_flight
 
 
 class PipelineParallel:
@@ -39,7 +112,7 @@ class PipelineParallel:
         ...     optimizer.zero_grad()
 
     Args:
-        stages: this rank's modules by their place along the model; rank r of p has the stages r, r + p, ...
+        stages: this rank's modules by their number along the model; rank r of p has the stages r, r + p, ...
             Each takes one tensor and returns one: a microbatch's inputs on the first stage.
         schedule: of all ranks, such as `make_schedule("1f1b", ranks=4, microbatches=8)`.
         loss: from the last stage's output and a microbatch's targets to their mean loss, a scalar.
@@ -65,7 +138,7 @@ class PipelineParallel:
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         boundary: Callable[[int, torch.Tensor], torch.Tensor],
         group: Axis | ProcessGroup | None = None,
-        no_sync: Callable[[], AbstractContextManager] = nullcontext,
+        no_sync: Context = nullcontext,
     ):
         self._axis = Axis.of(group)
         self._last_stage = check_complete(schedule) - 1
@@ -79,10 +152,7 @@ class PipelineParallel:
         splits = any(task.kind == Kind.BACKWARD_WEIGHT for task in tasks)
         self._stages = {n: Stage(module, splits_backward=splits) for n, module in stages.items()}
         self._microbatches = 1 + max(task.microbatch for task in tasks)
-        self._actions = with_communication(schedule)
-        # Halves of a backward leave gradients at different times: then nothing is reduced before the end.
-        final = {} if splits else {(task.kind, task.stage): task for task in tasks}
-        self._final = set(final.values())
+        self._instructions = make_instructions(schedule, self._axis.rank)
         self._loss, self._boundary, self._no_sync = loss, boundary, no_sync
         self.peak_in_flight = 0
 
@@ -91,7 +161,7 @@ class PipelineParallel:
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         *,
-        forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        forward_context: Context = nullcontext,
     ) -> torch.Tensor:
         """Forward and backward of all microbatches; adds the gradients of their mean loss to the parameters'.
 
@@ -113,70 +183,46 @@ class PipelineParallel:
                 f"microbatches"
             )
 
-        def buffer(message: Message) -> torch.Tensor:
+        def empty(message: Message) -> torch.Tensor:
             sender = message.stage - (message.what == ACTIVATIONS)  # a gradient is like what it is of
             like = self._boundary(sender, inputs[message.microbatch])
             return torch.empty_like(like, device=inputs[0].device, memory_format=torch.contiguous_format)
 
-        mailbox = Mailbox(self._axis, self._actions, buffer=buffer)
-        losses: list[torch.Tensor] = []
-        for place, action in enumerate(self._actions[self._axis.rank]):
-            if action.what != "compute":
-                mailbox.carry_out(action)
-                continue
-            mailbox.post_receives(place + 1)
-            if action.task.kind == Kind.FORWARD:
-                with forward_context():
-                    losses += self._forward(action.task, mailbox, inputs, targets)
-            else:
-                with nullcontext() if action.task in self._final else self._no_sync():
-                    self._backward(action.task, mailbox)
-            held = sum(stage.in_flight for stage in self._stages.values())
-            self.peak_in_flight = max(self.peak_in_flight, held)
-        mailbox.close()
-        return self._share_loss(losses, inputs[0].device)
+        def finish(stage: int, microbatch: int, y: torch.Tensor) -> torch.Tensor:
+            if stage == self._last_stage:
+                return self._loss(y, targets[microbatch]) / self._microbatches
+            _require_like(stage, y, self._boundary(stage, inputs[microbatch]))
+            return y
 
-    def _forward(
-        self,
-        task: Task,
-        mailbox: Mailbox,
-        inputs: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """One microbatch through one stage. Returns its share of the loss, if the stage is the last."""
-        _, number, microbatch = task
-        stage = self._stages[number]
-        x = mailbox.take(Message(ACTIVATIONS, number, microbatch)) if number else inputs[microbatch]
-        if number < self._last_stage:
-            y = stage.forward(microbatch, x)
-            _require_like(number, y, self._boundary(number, inputs[microbatch]))
-            mailbox.put(Message(ACTIVATIONS, number + 1, microbatch), y)
-            return []
-        share = stage.forward(
-            microbatch, x, finish=lambda y: self._loss(y, targets[microbatch]) / self._microbatches
+        mail = Mailbox(self._given(inputs), empty=empty)
+        peak = run_pipeline(
+            self._instructions,
+            self._stages,
+            mail,
+            self._axis,
+            finish=finish,
+            forward_context=forward_context,
+            no_sync=self._no_sync,
         )
-        return [share]
+        self.peak_in_flight = max(self.peak_in_flight, peak)
+        return self._share_loss(mail, inputs[0].device)
 
-    def _backward(self, task: Task, mailbox: Mailbox) -> None:
-        """Backward of one microbatch through one stage, or one of its halves."""
-        kind, number, microbatch = task
-        stage = self._stages[number]
-        if kind == Kind.BACKWARD_WEIGHT:
-            stage.backward_weight(microbatch)
-            return
-        gradient = None
-        if number < self._last_stage:
-            gradient = mailbox.take(Message(ACTIVATION_GRADIENTS, number, microbatch))
-        of_input = stage.backward(microbatch, gradient)
-        if number:
-            assert of_input is not None
-            mailbox.put(Message(ACTIVATION_GRADIENTS, number - 1, microbatch), of_input)
+    def _given(self, inputs: Sequence[torch.Tensor]) -> dict[Message, torch.Tensor | None]:
+        """Inputs of the first stage, and for the last one None as the gradient of its loss."""
+        given: dict[Message, torch.Tensor | None] = {}
+        if 0 in self._stages:
+            given.update({activation(0, microbatch): x for microbatch, x in enumerate(inputs)})
+        if self._last_stage in self._stages:
+            given.update({gradient(self._last_stage, microbatch): None for microbatch in range(len(inputs))})
+        return given
 
-    def _share_loss(self, shares: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The sum of what only the last stage has, on all ranks."""
+    def _share_loss(self, mail: Mailbox, device: torch.device) -> torch.Tensor:
+        """The sum of the last stage's losses, on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=device)  # whatever the loss has, it fits
-        for share in shares:
-            total += share
+        if self._last_stage in self._stages:
+            for microbatch in range(self._microbatches):
+                total += mail.take(activation(self._last_stage + 1, microbatch))
+        mail.require_empty()
         if self._axis.size > 1:
             self._axis.all_reduce(total, purpose=LOSS)
         return total

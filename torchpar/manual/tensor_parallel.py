@@ -1,9 +1,11 @@
 """Tensor parallelism by hand: linear layers, embedding and loss split over an axis, for any module.
 
-A column-parallel layer begins with f (`copy_to`) and a row-parallel one ends with g (`reduce_from`), so that
-an MLP or an attention costs one all-reduce forward and one backward. Under sequence parallelism each of these
-becomes an all-gather and a reduce-scatter of the same bytes, and what lies between two such regions
-(LayerNorm, residual stream) is split along the sequence.
+    ColumnParallelLinear    copy_to_region (f), then a product of all inputs and some outputs
+    RowParallelLinear       a product of some inputs and all outputs, then reduce_from_region (g)
+
+So an attention or an MLP, a column-parallel layer and then a row-parallel one, costs one all-reduce forward
+and one backward. Under sequence parallelism f and g become an all-gather and a reduce-scatter of the same
+bytes, and LayerNorms and the residual stream between two regions are split along the sequence.
 
 B batch, T position, C embedding.
 Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198).
@@ -22,19 +24,55 @@ from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import REPLICATED_GRADIENTS
 from torchpar.manual.megatron.mappings import (
     SEQUENCE_DIM,
-    Split,
-    all_gather_to,
-    copy_to,
-    gather_from,
-    reduce_from,
-    reduce_scatter_from,
-    scatter_to,
-    take_parameter,
+    all_gather_to_region,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
 )
+from torchpar.manual.megatron.split import Split, take_parameter
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
 from torchpar.parallel_model import Named, Plan
 from torchpar.swap import swap
+
+
+def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> "TensorParallel":
+    """Swap the layers of a GPT for split ones, from outside; names of parameters stay.
+
+    Attention is split by head, the MLP by its inner features, embedding, head and loss by vocabulary, which
+    is padded where the ranks do not divide it.
+
+    Args:
+        model: whole, and the same on all ranks. Call it with targets: without any, no rank has the logits.
+        axis: its size divides the heads, and under sequence parallelism the positions of a batch.
+        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
+    """
+    sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+    column = partial(ColumnParallelLinear.from_linear, axis=axis, sequence_dim=sequence_dim)
+    row = partial(RowParallelLinear.from_linear, axis=axis, sequence_dim=sequence_dim)
+    embedding = partial(VocabParallelEmbedding.from_embedding, axis=axis, sequence_dim=sequence_dim)
+    loss = VocabParallelCrossEntropy(axis, vocab_size=model.config.vocab_size)
+    swap(
+        model,
+        {
+            "transformer.wte": embedding,
+            "transformer.h.*.attn.c_attn": partial(column, groups=QKV),
+            "transformer.h.*.attn.c_proj": row,
+            "transformer.h.*.mlp.c_fc": column,
+            "transformer.h.*.mlp.c_proj": row,
+            "lm_head": partial(column, padded=True),
+            "loss": lambda whole: loss,
+        },
+    )
+    if sequence_parallel:
+        positions = model.get_submodule("transformer.wpe")
+        positions.register_forward_pre_hook(lambda module, args: (scatter_to_region(args[0], axis, dim=0),))
+    model.register_forward_pre_hook(_require_targets, with_kwargs=True)
+    splits = _splits(model)
+    whole = frozenset(name for name, _ in model.named_parameters() if name not in splits)
+    return TensorParallel(axis, splits, whole if sequence_parallel else frozenset())
 
 
 class ColumnParallelLinear(nn.Module):
@@ -97,14 +135,14 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence_dim is None:
-            x = copy_to(x, self.axis)
+            x = copy_to_region(x, self.axis)
         else:
-            x = all_gather_to(x, self.axis, dim=self.sequence_dim)
+            x = all_gather_to_region(x, self.axis, dim=self.sequence_dim)
         y = F.linear(x, self.weight, self.bias)
         if not self.gather_output:
             return y
         group = self.split.size // self.split.groups
-        grouped = gather_from(y.unflatten(-1, (self.split.groups, -1)), self.axis)
+        grouped = gather_from_region(y.unflatten(-1, (self.split.groups, -1)), self.axis)
         return grouped[..., :group].flatten(-2)
 
 
@@ -158,17 +196,17 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
-            x = scatter_to(x, self.axis)
+            x = scatter_to_region(x, self.axis)
         partial = F.linear(x, self.weight)
         if self.sequence_dim is None:
-            y = reduce_from(partial, self.axis)
+            y = reduce_from_region(partial, self.axis)
         else:
-            y = reduce_scatter_from(partial, self.axis, dim=self.sequence_dim)
+            y = reduce_scatter_from_region(partial, self.axis, dim=self.sequence_dim)
         return y if self.bias is None else y + self.bias
 
 
 def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:
-    """Sum gradients of whole parameters, of which each rank saw a part of the sequence, in one all-reduce.
+    """Sum gradients of whole parameters over ranks that each saw a part of the sequence, in one all-reduce.
 
     Args:
         gradients: of LayerNorms, row-parallel biases, position embeddings; of one dtype and device.
@@ -184,11 +222,11 @@ def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Ax
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What `tensor_parallel` did to a module.
+    """A module after `split_layers`: which of its parameters are split, and how.
 
     Attributes:
         axis: the ranks.
-        splits: how a parameter is cut, by its name; the others are whole.
+        splits: how a parameter is split, by its name; the others are whole.
         partial: names of whole parameters whose gradient is this rank's part of it.
     """
 
@@ -196,12 +234,12 @@ class TensorParallel:
     splits: Mapping[str, Split]
     partial: frozenset[str]
 
-    def around(self, plan: Plan) -> Plan:
-        """The plan of what is done to each rank's share of the model, completed by what that share is."""
+    def wrap(self, plan: Plan) -> Plan:
+        """The plan of each rank's part of the model as a plan of the whole model."""
 
         def finish() -> None:
             plan.finish_gradient_synchronization()
-            # Whole or this rank's piece of it: pieces are cut alike on all ranks of this axis.
+            # Each is whole, or a piece that all ranks of this axis cut alike.
             parameters = [parameter for name, parameter in plan.parameters.items() if name in self.partial]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             synchronize_replicated_gradients(gradients, self.axis)
@@ -222,43 +260,6 @@ class TensorParallel:
             name: self.splits[name].gather(part, self.axis) if name in self.splits else part
             for name, part in parts.items()
         }
-
-
-def tensor_parallel(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> TensorParallel:
-    """Swap the layers of a GPT for split ones, from outside; names of parameters stay.
-
-    Attention is split by head, the MLP by its inner features, embedding, head and loss by vocabulary, which
-    is padded where the ranks do not divide it.
-
-    Args:
-        model: whole, and the same on all ranks. Call it with targets: without any, no rank has the logits.
-        axis: its size divides the heads, and under sequence parallelism the positions of a batch.
-        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
-    """
-    sequence_dim = SEQUENCE_DIM if sequence_parallel else None
-    column = partial(ColumnParallelLinear.from_linear, axis=axis, sequence_dim=sequence_dim)
-    row = partial(RowParallelLinear.from_linear, axis=axis, sequence_dim=sequence_dim)
-    embedding = partial(VocabParallelEmbedding.from_embedding, axis=axis, sequence_dim=sequence_dim)
-    vocab_size = model.config.vocab_size
-    swap(
-        model,
-        {
-            "transformer.h.*.attn.c_attn": partial(column, groups=QKV),
-            "transformer.h.*.attn.c_proj": row,
-            "transformer.h.*.mlp.c_fc": column,
-            "transformer.h.*.mlp.c_proj": row,
-            "transformer.wte": embedding,
-            "lm_head": partial(column, padded=True),
-            "loss": lambda loss: VocabParallelCrossEntropy(axis, vocab_size=vocab_size),
-        },
-    )
-    if sequence_parallel:
-        position = model.get_submodule("transformer.wpe")
-        position.register_forward_pre_hook(lambda module, args: (scatter_to(args[0], axis, dim=0),))
-    model.register_forward_pre_hook(_require_targets, with_kwargs=True)
-    splits = _splits(model)
-    whole = frozenset(name for name, _ in model.named_parameters() if name not in splits)
-    return TensorParallel(axis, splits, whole if sequence_parallel else frozenset())
 
 
 def _splits(model: nn.Module) -> dict[str, Split]:

@@ -1,1 +1,1 @@
-"""What the pipeline by hand is made of: one stage, and the table of ticks."""
+"""Helpers of the pipeline by hand: one stage, and the table of ticks."""

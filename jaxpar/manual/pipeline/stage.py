@@ -1,11 +1,11 @@
-"""One stage of a pipeline at work on one microbatch: forward, and backward as the chain rule, by hand.
+"""One stage of a pipeline at work on one microbatch: forward, and backward as the chain rule by hand.
 
 A stage is some of the model's layers; the first one begins with the embedding, the last one ends with the
-loss. Backward starts from the stage's input, which alone was kept, and computes its forward anew.
+loss. Backward starts from the stage's input, the only thing kept, and computes its forward anew.
 
 Autodiff sees each piece by itself, never a `lax.cond`: differentiated, that would write zeros on every device
-in place of what only the last one has to remember, its logits among them. So the pieces are joined here, and
-only the device that has an end computes it.
+in place of the last one's residuals, logits among them. So the pieces are joined here, and an end is computed
+only on the device that has it.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jaxpar.problem import Pieces
 
 
 class EndSums(NamedTuple):
-    """What the two ends of a pipeline add up over microbatches."""
+    """Sums over microbatches at the two ends of a pipeline."""
 
     loss: jax.Array
     """The last one's."""
@@ -41,10 +41,10 @@ class Stage(NamedTuple):
     """The microbatch: leaves (B, ...)."""
     is_first: jax.Array
     is_last: jax.Array
-    pile_up: Callable[[Any, Any], Any]
+    accumulate: Callable[[Any, Any], Any]
     """(sums, gradients of `rest` for this microbatch) -> sums."""
-    at_an_end: Callable[[], AbstractContextManager]
-    """A scope for what only one end computes."""
+    end_scope: Callable[[], AbstractContextManager]
+    """A scope around the computations of only one end, for the ledger."""
 
     def forward(self, x: jax.Array) -> jax.Array:
         """The stage's output, for the next one; of the first stage, x is ignored."""
@@ -63,10 +63,10 @@ class Stage(NamedTuple):
         return of_x, of_layers, sums
 
     def start(self, x: jax.Array) -> jax.Array:
-        """What the stage's layers begin with: the embedding on the first, on the others what arrived."""
+        """The input of the stage's layers: the embedding on the first, on the others what arrived."""
 
         def embed(x: jax.Array) -> jax.Array:
-            with self.at_an_end():
+            with self.end_scope():
                 return self.pieces.embed(self.params(self.rest), self.batch)
 
         return lax.cond(self.is_first, embed, lambda x: x, x)
@@ -81,9 +81,9 @@ class Stage(NamedTuple):
         def loss(rest: Any, y: jax.Array) -> jax.Array:
             return self.pieces.loss(self.params(rest), y, self.batch)
 
-        with self.at_an_end():
+        with self.end_scope():
             value, (of_rest, of_y) = jax.value_and_grad(loss, argnums=(0, 1))(self.rest, y)
-            return of_y, EndSums(sums.loss + value, self.pile_up(sums.gradients, of_rest))
+            return of_y, EndSums(sums.loss + value, self.accumulate(sums.gradients, of_rest))
 
     def embed_backward(self, g: jax.Array, sums: EndSums) -> EndSums:
         """Add the embedding's gradients, given those of its output."""
@@ -91,10 +91,10 @@ class Stage(NamedTuple):
         def embed(rest: Any) -> jax.Array:
             return self.pieces.embed(self.params(rest), self.batch)
 
-        with self.at_an_end():
+        with self.end_scope():
             _, back = jax.vjp(embed, self.rest)
             (of_rest,) = back(g)
-            return sums._replace(gradients=self.pile_up(sums.gradients, of_rest))
+            return sums._replace(gradients=self.accumulate(sums.gradients, of_rest))
 
     def params(self, rest: Any) -> Any:
         """The whole tree, as the pieces take it."""

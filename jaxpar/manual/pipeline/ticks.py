@@ -1,10 +1,9 @@
-"""A pipeline schedule for devices that run one program in lock-step: who does what at which tick, as arrays.
+"""Table of ticks: a pipeline schedule as arrays, for devices that run one program in lock-step.
 
-At a tick every rank does one task at most. Then, if anybody has one, every rank hands an activation on to
-the next rank; and likewise a gradient back to the rank before. Ranks are a ring, so that the last rank's
-chunk k feeds the first rank's chunk k + 1. What arrives has to lie somewhere until it is used. Slots are
-given out here, by lifetimes, so that a device looks up where to read and where to write, and decides
-nothing:
+At a tick every rank does one task at most. Then, if there is one to send, every rank hands an activation on
+to the next rank, and likewise a gradient back to the rank before. Ranks are a ring, so that the last rank's
+chunk k feeds the first rank's chunk k + 1. Slots for what arrives are given out here, by lifetimes: a device
+looks up where to read and where to write, and decides nothing:
 
     input of a stage          until the microbatch's backward, which computes the stage's forward anew;
                               the first stage has none: its input is the batch
@@ -13,7 +12,7 @@ nothing:
 Each rank keeps the schedule's order, and does a task as soon as what it needs was done at an earlier tick:
 with p ranks, m microbatches and one chunk, 2(m + p - 1) ticks. A tick is as long as the longest task in it.
 GPipe's ticks are all forward or all backward; in 1F1B neighbours alternate, so that nearly every tick has a
-backward in it: that is what its small stash costs where devices walk in step.
+backward in it: that is the price of its small stash in lock-step.
 
 Plain NumPy: `tests/jaxpar/test_jaxpar_ticks.py` proves it without a device.
 """
@@ -31,7 +30,7 @@ CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD}
 
 
 class Work(NamedTuple):
-    """What ranks do: int arrays (ticks, ranks); 0, or the bin for a slot, where there is nothing to say."""
+    """Tasks of the ranks: int arrays (ticks, ranks); without a task 0, or the scratch slot for a slot."""
 
     kind: np.ndarray
     """IDLE, FORWARD or BACKWARD."""
@@ -52,15 +51,15 @@ class Ticks(NamedTuple):
 
     work: Work
     sends_activations: np.ndarray
-    """Whether anybody has one to send, by tick."""
+    """Whether a rank has one to send, by tick."""
     sends_gradients: np.ndarray
     ranks: int
     stages: int
     """Along the model."""
     microbatches: int
     input_slots: int
-    """The most inputs of stages that a rank has at once. The slot after them is the bin: what is of no use
-    is put there, and nobody looks for anything in it."""
+    """The most inputs of stages that a rank has at once. The slot after them is the scratch slot: it is
+    written where nothing of use arrives, and its content is never used."""
     gradient_slots: int
     """The same for gradients of outputs."""
 
@@ -72,7 +71,7 @@ def lock_step(schedule: Schedule) -> Ticks:
         schedule: forwards and whole backwards, such as `make_schedule("1f1b", ranks=4, microbatches=8)`.
 
     Raises:
-        ScheduleError: it is incomplete, in a knot, or has backward in halves.
+        ScheduleError: it is incomplete, deadlocked, or has backward in halves.
     """
     stages, ranks = check_complete(schedule), len(schedule)
     tick_of = _ticks(schedule, stages)
@@ -105,7 +104,7 @@ def lock_step(schedule: Schedule) -> Ticks:
 
 
 def _ticks(schedule: Schedule, stages: int) -> dict[Task, int]:
-    """The tick of every task: in each rank's order, after whatever it needs."""
+    """The tick of every task: in each rank's order, after all that it needs."""
     tick_of: dict[Task, int] = {}
     position = [0] * len(schedule)
     tick = 0
@@ -118,7 +117,7 @@ def _ticks(schedule: Schedule, stages: int) -> dict[Task, int]:
                     raise ScheduleError(f"{task}: in lock-step backward is one task; use another schedule")
                 ready.append((rank, task))
         if not ready:
-            raise ScheduleError(f"deadlock: nobody can go on after {tick} ticks")
+            raise ScheduleError(f"deadlock: no rank can go on after {tick} ticks")
         for rank, task in ready:
             tick_of[task] = tick
             position[rank] += 1
@@ -127,14 +126,14 @@ def _ticks(schedule: Schedule, stages: int) -> dict[Task, int]:
 
 
 class _Message(NamedTuple):
-    """What one rank sends to another, and when."""
+    """One message, and when it is sent and read."""
 
     arrives: int
     """At the end of this tick."""
     rank: int
-    """Whom it reaches."""
+    """The receiver."""
     read: tuple[int, ...]
-    """The ticks that need it, in order; after the last its slot is free, also for what then arrives."""
+    """The ticks that need it, in order; at the end of the last its slot is free for another message."""
 
 
 def _give_slots(messages: list[_Message], shape: tuple[int, int]) -> tuple[int, np.ndarray, np.ndarray]:
@@ -153,5 +152,5 @@ def _give_slots(messages: list[_Message], shape: tuple[int, int]) -> tuple[int, 
         heapq.heappush(held, (message.read[-1], slot))
         write[message.arrives, message.rank] = slot
         read[list(message.read), message.rank] = slot
-    read[read == nowhere] = write[write == nowhere] = count  # the bin
+    read[read == nowhere] = write[write == nowhere] = count  # the scratch slot
     return count, read, write

@@ -1,1 +1,1 @@
-"""Megatron's mappings f and g, and what is split over the vocabulary."""
+"""Helpers of tensor parallelism by hand: Megatron's mappings, split parameters, vocabulary."""

@@ -1,15 +1,16 @@
-"""What tensor parallelism moves: pairs of functions that are each other's backward, and cuts of parameters.
+"""Megatron's mappings f and g: collectives with a derivative, at both ends of a region of split work.
 
-    copy_to              forward: as it is        backward: all-reduce      Megatron's f
-    reduce_from          forward: all-reduce      backward: as it is        Megatron's g
-    scatter_to           forward: this rank's     backward: all-gather
-    gather_from          forward: all-gather      backward: this rank's
-    all_gather_to        forward: all-gather      backward: reduce-scatter  f under sequence parallelism
-    reduce_scatter_from  forward: reduce-scatter  backward: all-gather      g under sequence parallelism
+                                forward            backward
+    copy_to_region              as it is           all-reduce           f
+    reduce_from_region          all-reduce         as it is             g
+    scatter_to_region           this rank's part   all-gather
+    gather_from_region          all-gather         this rank's part
+    all_gather_to_region        all-gather         reduce-scatter       f under sequence parallelism
+    reduce_scatter_from_region  reduce-scatter     all-gather           g under sequence parallelism
 
     >>> axis = Axis.of(None)
     >>> x = torch.ones(3, requires_grad=True)               # the same on all ranks
-    >>> y = reduce_from(copy_to(x, axis) * (axis.rank + 1), axis)
+    >>> y = reduce_from_region(copy_to_region(x, axis) * (axis.rank + 1), axis)
     >>> y.sum().backward()
     >>> y.tolist(), x.grad.tolist()                         # on four ranks: 1 + 2 + 3 + 4
     ([10.0, 10.0, 10.0], [10.0, 10.0, 10.0])
@@ -24,54 +25,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS, RECORD
+from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS
 from torchpar.manual.any_module.untraced import untraced
 
 _Movement = Callable[[torch.Tensor, Axis, str], torch.Tensor]
 SEQUENCE_DIM = 1  # of activations (B, T, C)
 
 
-def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def copy_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Hand a tensor that all ranks share to computations that differ by rank: f."""
     return x if axis.size == 1 else _move(x, axis, _same, _all_reduce)
 
 
-def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum what the ranks computed; all share the result: g."""
     return x if axis.size == 1 else _move(x, axis, _all_reduce, _same)
 
 
-def scatter_to(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
+def scatter_to_region(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
     """This rank's part of a tensor that all share. ValueError if the ranks do not divide `dim`."""
-    return x if axis.size == 1 else _move(x, axis, _Along(dim).take, _Along(dim).all_gather)
+    return x if axis.size == 1 else _move(x, axis, _AlongDim(dim).take, _AlongDim(dim).all_gather)
 
 
-def gather_from(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
+def gather_from_region(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
     """The ranks' parts put together along `dim`, for computations that all ranks repeat."""
-    return x if axis.size == 1 else _move(x, axis, _Along(dim).all_gather, _Along(dim).take)
+    return x if axis.size == 1 else _move(x, axis, _AlongDim(dim).all_gather, _AlongDim(dim).take)
 
 
-def all_gather_to(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
+def all_gather_to_region(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
     """The ranks' parts put together along `dim`, for computations that differ by rank."""
-    along = _Along(dim)
+    along = _AlongDim(dim)
     return x if axis.size == 1 else _move(x, axis, along.all_gather, along.reduce_scatter)
 
 
-def reduce_scatter_from(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
+def reduce_scatter_from_region(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
     """This rank's part, along `dim`, of the sum of what the ranks computed."""
-    along = _Along(dim)
+    along = _AlongDim(dim)
     return x if axis.size == 1 else _move(x, axis, along.reduce_scatter, along.all_gather)
 
 
 @untraced
 def _move(x: torch.Tensor, axis: Axis, forward: _Movement, backward: _Movement) -> torch.Tensor:
-    return _Conjugate.apply(x, axis, forward, backward)
+    return _Mapping.apply(x, axis, forward, backward)
 
 
-class _Conjugate(torch.autograd.Function):
+class _Mapping(torch.autograd.Function):
     """One movement of data forward, and its transpose backward, which can be differentiated again."""
 
     @staticmethod
@@ -83,7 +83,7 @@ class _Conjugate(torch.autograd.Function):
     def backward(ctx: Any, *gradients):
         # Not the plain move: a second derivative goes through this one, whose transpose is the forward's.
         moves = (ctx.backward_move, ctx.forward_move)
-        gradient = _Conjugate.apply(gradients[0], ctx.axis, *moves, ACTIVATION_GRADIENTS)
+        gradient = _Mapping.apply(gradients[0], ctx.axis, *moves, ACTIVATION_GRADIENTS)
         return gradient, None, None, None, None
 
 
@@ -92,14 +92,14 @@ def _same(x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
-    # A copy: whoever made x may have kept it for backward, as selective recomputation keeps products.
+    # A copy: x may be kept for a backward, as selective recomputation keeps products.
     total = x.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total, purpose=purpose)
     return total
 
 
 @dataclass(frozen=True)
-class _Along:
+class _AlongDim:
     """Movements along one dim of a tensor."""
 
     dim: int
@@ -129,45 +129,3 @@ def gather_parts(x: torch.Tensor, axis: Axis, purpose: str) -> list[torch.Tensor
     whole = x.new_empty((axis.size, *x.shape))
     axis.all_gather(whole.view(-1), x.contiguous().view(-1), purpose=purpose)
     return list(whole.unbind())
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a parameter is cut over an axis.
-
-    Attributes:
-        dim: along which.
-        size: of the whole along `dim`.
-        groups: `dim` holds this many equal parts (q, k and v), and each of them is cut for itself.
-        padded: zeros fill up what the ranks do not divide, and `gather` drops them; else ValueError.
-    """
-
-    dim: int
-    size: int
-    groups: int = 1
-    padded: bool = False
-
-    def take(self, whole: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """This rank's part: a copy, so that the whole can be freed."""
-        group, rest = divmod(self.size, self.groups)
-        if rest or (group % axis.size and not self.padded):
-            by = f"{axis.name} = {axis.size}" + (f" x groups = {self.groups}" if self.groups > 1 else "")
-            raise ValueError(f"{by} does not divide the {self.size} features of dim {self.dim}")
-        share = -(-group // axis.size)
-        grouped = whole.detach().unflatten(self.dim, (self.groups, group))
-        part = grouped.new_zeros((*whole.shape[: self.dim], self.groups, share, *whole.shape[self.dim + 1 :]))
-        start, stop = min(axis.rank * share, group), min((axis.rank + 1) * share, group)
-        within = self.dim + 1
-        part.narrow(within, 0, stop - start).copy_(grouped.narrow(within, start, stop - start))
-        return part.flatten(self.dim, within)
-
-    def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """The whole from every rank's part: the inverse of `take`, on all ranks."""
-        parts = (p.unflatten(self.dim, (self.groups, -1)) for p in gather_parts(part, axis, RECORD))
-        joined = torch.cat(list(parts), dim=self.dim + 1)
-        return joined.narrow(self.dim + 1, 0, self.size // self.groups).flatten(self.dim, self.dim + 1)
-
-
-def take_parameter(whole: torch.Tensor, split: Split, axis: Axis) -> nn.Parameter:
-    """This rank's part of a parameter, as a parameter of its own; frozen if that is."""
-    return nn.Parameter(split.take(whole, axis), requires_grad=whole.requires_grad)

@@ -1,4 +1,4 @@
-"""An embedding and a cross-entropy split over the vocabulary, for any module: no rank ever has all logits.
+"""Vocabulary-parallel embedding and cross-entropy, for any module: no rank ever has all logits.
 
 N tokens, V this rank's part of the vocabulary, R ranks of the axis, M tokens whose target is this rank's.
 Source: Megatron-LM (arXiv 1909.08053), section 3.
@@ -13,15 +13,10 @@ from torch.nn import functional as F
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import LOSS
 from torchpar.manual.any_module.untraced import untraced
-from torchpar.manual.megatron.mappings import (
-    Split,
-    gather_parts,
-    reduce_from,
-    reduce_scatter_from,
-    take_parameter,
-)
+from torchpar.manual.megatron.mappings import gather_parts, reduce_from_region, reduce_scatter_from_region
+from torchpar.manual.megatron.split import Split, take_parameter
 
-ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # what a split embedding has not
+ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # options that a split embedding lacks
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -73,8 +68,8 @@ class VocabParallelEmbedding(nn.Module):
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_dim is None:
-            return reduce_from(x, self.axis)
-        return reduce_scatter_from(x, self.axis, dim=self.sequence_dim)
+            return reduce_from_region(x, self.axis)
+        return reduce_scatter_from_region(x, self.axis, dim=self.sequence_dim)
 
 
 class VocabParallelCrossEntropy(nn.Module):

@@ -1,1 +1,1 @@
-"""What the pipeline by hand is made of: one stage, messages, weight gradients put off."""
+"""Helpers of the pipeline by hand: instructions, mailbox, one stage, deferred weight gradients."""

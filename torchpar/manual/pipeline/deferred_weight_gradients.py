@@ -1,7 +1,7 @@
-"""Weight gradients of linear layers put off until they are asked for: what a zero-bubble schedule needs.
+"""Deferred weight gradients of linear layers, for zero-bubble schedules.
 
-A linear layer's backward is two products. The one for its input is needed by the layers before it, at once;
-the one for its weight by nobody but the optimizer. This takes the second out of backward, for any module,
+A linear layer's backward is two products. The layers before it need the one for its input at once; only the
+optimizer needs the one for its weight. This takes the second out of backward, for any module,
 and keeps the two factors. Everything else (norms, embeddings, attention) is differentiated as always.
 
 N rows (all dims but the last), I input features, O output features.
@@ -22,7 +22,7 @@ from torchpar.manual.any_module.untraced import untraced
 
 
 class Factors(NamedTuple):
-    """What the gradients of one linear layer are made of."""
+    """Factors of the gradients of one linear layer."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""How `PipelineParallel` runs the stages of a GPT.
+"""Runner of a GPT's stages in a `PipelineParallel`.
 
 A accumulated passes, b sequences of a data-parallel share, M microbatches of a step, B sequences of one,
 T positions, C embedding.
@@ -19,7 +19,7 @@ from torchpar.parallel_model import Plan
 
 
 def make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> Callable[..., torch.Tensor]:
-    """What `Plan.run_pipeline` is to be.
+    """A function for `Plan.run_pipeline`.
 
     Args:
         part: this rank's stages, which `plan.module` is, or wraps.
@@ -55,7 +55,7 @@ def make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> C
 
 
 def boundary(stage: int, ids_BT: torch.Tensor, *, part: GPTStages, layout: Layout) -> torch.Tensor:
-    """What passes between two stages for a microbatch of these ids: the stream (B, T, C), without data."""
+    """The residual stream (B, T, C) between two stages for a microbatch of ids, without data."""
     count, length = ids_BT.shape
     length //= layout.tp if layout.sequence_parallel else 1
     return torch.empty(count, length, part.width, dtype=part.dtype, device="meta")

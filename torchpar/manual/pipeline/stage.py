@@ -16,7 +16,7 @@ from torchpar.manual.pipeline.deferred_weight_gradients import DeferredWeightGra
 
 @dataclass(frozen=True)
 class _Activations:
-    """What backward needs of one microbatch; dropping it frees the graph behind `y`."""
+    """Tensors that backward needs of one microbatch; dropping them frees the graph behind `y`."""
 
     x: torch.Tensor
     y: torch.Tensor

@@ -1,0 +1,52 @@
+"""Split of a parameter over the ranks of an axis: its parts, and the whole again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchpar.comm.collectives import Axis
+from torchpar.comm.counter import RECORD
+from torchpar.manual.megatron.mappings import gather_parts
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is cut over an axis.
+
+    Attributes:
+        dim: along which.
+        size: of the whole along `dim`.
+        groups: `dim` holds this many equal parts (q, k and v), and each of them is cut for itself.
+        padded: zeros fill up what the ranks do not divide, and `gather` drops them; else ValueError.
+    """
+
+    dim: int
+    size: int
+    groups: int = 1
+    padded: bool = False
+
+    def take(self, whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """This rank's part: a copy, so that the whole can be freed."""
+        group, rest = divmod(self.size, self.groups)
+        if rest or (group % axis.size and not self.padded):
+            by = f"{axis.name} = {axis.size}" + (f" x groups = {self.groups}" if self.groups > 1 else "")
+            raise ValueError(f"{by} does not divide the {self.size} features of dim {self.dim}")
+        share = -(-group // axis.size)
+        grouped = whole.detach().unflatten(self.dim, (self.groups, group))
+        part = grouped.new_zeros((*whole.shape[: self.dim], self.groups, share, *whole.shape[self.dim + 1 :]))
+        start, stop = min(axis.rank * share, group), min((axis.rank + 1) * share, group)
+        within = self.dim + 1
+        part.narrow(within, 0, stop - start).copy_(grouped.narrow(within, start, stop - start))
+        return part.flatten(self.dim, within)
+
+    def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """The whole from every rank's part: the inverse of `take`, on all ranks."""
+        parts = (p.unflatten(self.dim, (self.groups, -1)) for p in gather_parts(part, axis, RECORD))
+        joined = torch.cat(list(parts), dim=self.dim + 1)
+        return joined.narrow(self.dim + 1, 0, self.size // self.groups).flatten(self.dim, self.dim + 1)
+
+
+def take_parameter(whole: torch.Tensor, split: Split, axis: Axis) -> nn.Parameter:
+    """This rank's part of a parameter, as a parameter of its own; frozen if that is."""
+    return nn.Parameter(split.take(whole, axis), requires_grad=whole.requires_grad)
