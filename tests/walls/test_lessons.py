@@ -15,8 +15,11 @@ LESSONS = {
     "data_parallel": {"all_reduce"},
     "fully_sharded": {"all_gather", "reduce_scatter", "all_reduce"},
     "sharded_optimizer": {"reduce_scatter_gradients", "unshard"},
+    # Megatron's f and g, which are collectives with a derivative: megatron/mappings.py.
+    "tensor_parallel": {"copy_to_region", "reduce_from_region"},
+    "pipeline_parallel": {"send", "receive"},
 }
-HELPERS = ("buckets.py", "zero", "any_module")
+HELPERS = ("buckets.py", "zero", "any_module", "pipeline")
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"}
 SUPPORT = {"UNUSED", "BUFFERS", "REPLICATE", "RECORD"}
 
