@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from compare.contract.axes import BATCH, TP
 from compare.contract.experiment import ExperimentError, Layout, Model
 from jaxpar import optimizer, weights
 from jaxpar.comm import collectives
@@ -27,7 +28,6 @@ from jaxpar.model import Linear
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 MANUAL, BOTH = ("jax-manual",), ("jax-compiler", "jax-manual")
-AXES = (data_parallel.AXIS, fully_sharded.AXIS, tensor_parallel.AXIS)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _norm_counts_replicas_twice() -> AbstractContextManager:
     """Squares are summed over every axis, whether a leaf is split over it or repeated."""
 
     def wrong(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        for axis in AXES:
+        for axis in (*BATCH, TP):
             total = collectives.all_reduce(total, axis)
         return total
 

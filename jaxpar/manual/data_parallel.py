@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from compare.contract.axes import DP_REPLICATE
 from jaxpar.comm.collectives import all_reduce, axis_size
 
-AXIS = "dp_replicate"
+AXIS = DP_REPLICATE
 BYTES_PER_MB = 1_000_000
 METHODS = ("naive", "flat", "bucketed")
 

@@ -21,12 +21,13 @@ from typing import Any
 import jax
 from jax import lax
 
+from compare.contract.axes import DP_SHARD
 from jaxpar.comm import collectives
 from jaxpar.placement import Placement, one_layer
 from jaxpar.problem import Edit, Loss
 from jaxpar.remat import Remat, apply_remat
 
-AXIS = "dp_shard"
+AXIS = DP_SHARD
 
 
 def gather(shards: Any, placements: Any) -> Any:

@@ -45,6 +45,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compare.contract.axes import PP
 from jaxpar.comm import collectives
 from jaxpar.manual.pipeline.stage import EndSums, Stage
 from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, Work
@@ -52,7 +53,7 @@ from jaxpar.placement import map_repeated
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
 
-AXIS = "pp"
+AXIS = PP
 WITHIN_A_TICK: Remat = "dots"
 """What a stage's forward keeps until its backward, which follows in the same tick: enough not to compute
 matrix products a third time. It is of one microbatch, and gone at the end of the tick."""

@@ -28,13 +28,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compare.contract.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Edit, Problem
 from jaxpar.tracing.sites import find_sites
 
-AXIS = "tp"
+AXIS = TP
 POSITION_DIM = 1
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
 """Logical axis -> mesh axis: what is split, in every leaf that has it."""

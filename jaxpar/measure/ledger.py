@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 
+from compare.contract.axes import PP, TP, joined
 from compare.contract.record import Communication, ring_wire_bytes
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.replica_groups import groups_along
@@ -54,9 +55,9 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
 def _purpose(collective: Collective, axis: str) -> str:
     if max(collective.arrays) <= 8:
         return "metrics"
-    if axis == "tp":
+    if axis == TP:
         return "activations"
-    if axis == "pp" and collective.kind == "permute":
+    if axis == PP and collective.kind == "permute":
         return "activation gradients" if collective.backward else "activations"
     return "parameters" if collective.kind == "all_gather" else "gradients"
 
@@ -71,7 +72,7 @@ def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, i
             candidates = [frozenset(group) for group in groups_along(axes, axis_sizes)]
             if collective.kind == "permute":
                 if all(any(pair <= group for group in candidates) for pair in groups):
-                    return "+".join(axes), len(candidates[0])
+                    return joined(*axes), len(candidates[0])
             elif groups == set(candidates) and len(candidates[0]) > 1:
-                return "+".join(axes), len(candidates[0])
+                return joined(*axes), len(candidates[0])
     return "?", max(map(len, groups))

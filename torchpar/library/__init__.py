@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compare.contract.axes import BATCH, DP_SHARD, TP
 from compare.contract.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import RECORD
@@ -35,7 +36,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     devices = make_device_mesh(mesh) if mesh.tp.size > 1 or layout.zero > 1 else None
     if mesh.tp.size > 1:
         assert devices is not None
-        split_layers(model, devices["tp"], sequence_parallel=layout.sequence_parallel)
+        split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
     stages = cut_each(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else {}
     models = list(stages.values()) or [model]
@@ -78,7 +79,7 @@ def _distributed(
     """Parameters as DTensors: FSDP2 over what tensor parallelism has left of them."""
     no_sync = nullcontext
     if mesh.data.size > 1:
-        data = ("dp_replicate", "dp_shard") if mesh.dp_replicate.size > 1 else "dp_shard"
+        data = BATCH if mesh.dp_replicate.size > 1 else DP_SHARD
         reshards = layout.zero == 3 and layout.reshard_after_forward
         sharded = [FSDP(model, devices[data], reshard_after_forward=reshards) for model in models]
         no_sync = sharded[0].no_sync

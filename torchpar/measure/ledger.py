@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from compare.contract.axes import DP_SHARD, PP, TP
 from compare.contract.record import Communication
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call, Traffic
@@ -38,12 +39,12 @@ _KINDS = {
 }
 # What PyTorch's wrappers use a collective for, where that is not to reduce gradients.
 _WRAPPERS = {
-    ("dp_shard", "all_gather"): "parameters",
-    ("dp_shard", "broadcast"): "parameters",
-    ("pp", "permute"): "activations and their gradients",
-    ("tp", "all_gather"): "activations",
-    ("tp", "all_reduce"): "activations",
-    ("tp", "reduce_scatter"): "activations",
+    (DP_SHARD, "all_gather"): "parameters",
+    (DP_SHARD, "broadcast"): "parameters",
+    (PP, "permute"): "activations and their gradients",
+    (TP, "all_gather"): "activations",
+    (TP, "all_reduce"): "activations",
+    (TP, "reduce_scatter"): "activations",
 }
 _IGNORED = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 

@@ -12,13 +12,13 @@ every device of tp repeats.
 
 from collections.abc import Iterable, Mapping
 
+from compare.contract.axes import SHARDED_FROM, SPLIT, TP
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 
 KINDS = ("parameters", "gradients", "optimizer")
-SPLIT_BY_TP = frozenset({"heads", "mlp", "vocab"})
 TOLERANCE = 0.05
 """Of a device's bytes: padding, scalars such as Adam's step, and shards that cannot all be equal."""
 
@@ -32,7 +32,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = {"parameters": ENGINES[engine].shards_parameters_from, "gradients": 2, "optimizer": 1}
+    split_from = SHARDED_FROM | {"parameters": ENGINES[engine].shards_parameters_from}
     return {
         kind: [
             itemsize
@@ -73,6 +73,6 @@ def _elements(engine: str, experiment: Experiment, *, stage: int) -> float:
     held += final_norm if last else []
 
     def on_one_of_tp(parameters: Iterable[Parameter]) -> float:
-        return sum(p.size / (layout.tp if SPLIT_BY_TP & set(p.axes) else 1) for p in parameters)
+        return sum(p.size / (layout.tp if TP in map(SPLIT.get, p.axes) else 1) for p in parameters)
 
     return on_one_of_tp(held) + model.n_layer // layout.pp * on_one_of_tp(block_parameters(model, 0))
