@@ -20,6 +20,7 @@ import optax
 from jax import lax
 
 from compare.contract.axes import BATCH, TP
+from compare.contract.communication import NORM
 from compare.contract.experiment import ExperimentError, Layout, Model
 from jaxpar import optimizer, weights
 from jaxpar.comm import collectives
@@ -71,8 +72,10 @@ def _without_sum(module: Any, *names: str, axis: str) -> AbstractContextManager:
     for name in names:
         reduce = getattr(module, name)
 
-        def wrong(x: jax.Array, *arguments: Any, reduce: Callable[..., Any] = reduce) -> jax.Array:
-            return reduce(_first_only(x, axis), *arguments)
+        def wrong(
+            x: jax.Array, *arguments: Any, reduce: Callable[..., Any] = reduce, **options: Any
+        ) -> jax.Array:
+            return reduce(_first_only(x, axis), *arguments, **options)
 
         stack.enter_context(patch.object(module, name, wrong))
     return stack
@@ -135,7 +138,7 @@ def _norm_counts_replicas_twice() -> AbstractContextManager:
 
     def wrong(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         for axis in (*BATCH, TP):
-            total = collectives.all_reduce(total, axis)
+            total = collectives.all_reduce(total, axis, purpose=NORM)
         return total
 
     return patch.object(norm, "sum_over", wrong)

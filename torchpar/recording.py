@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compare.contract.communication import Communication
 from compare.contract.data import Corpus
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Communication, Manifest, Recorder, Request, Rung
+from compare.contract.record import Manifest, Recorder, Request, Rung
 from compare.contract.stream import OwnBatches
 from torchpar.comm.mesh import Mesh
 from torchpar.comm.rank import Rank

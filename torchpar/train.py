@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compare.contract.communication import GRADIENTS, LOSS
 from compare.contract.divergence import end_if_diverged
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.learning_rate import learning_rate
@@ -18,7 +19,6 @@ from compare.contract.record import Recorder, Request, Step
 from compare.contract.stream import Batches, open_stream
 from torchpar import library, manual
 from torchpar.comm import process_groups
-from torchpar.comm.counter import GRADIENTS, LOSS
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
 from torchpar.divergence import first_gradient_not_finite

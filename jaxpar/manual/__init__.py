@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.axes import BATCH
+from compare.contract.communication import LOSS
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from jaxpar.comm import collectives
@@ -89,7 +90,8 @@ def _step(
         )
         shards = optax.apply_updates(shards, updates)
         params = shards if layout.zero == 3 else fully_sharded.whole_again(shards, placements)
-        metrics = {"loss": collectives.all_reduce_mean(value, BATCH), "grad_norm": grad_norm}
+        loss = collectives.all_reduce_mean(value, BATCH, purpose=LOSS)
+        metrics = {"loss": loss, "grad_norm": grad_norm}
         return params, opt_state, metrics, gradients
 
     return step

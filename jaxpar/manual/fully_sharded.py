@@ -22,6 +22,7 @@ import jax
 from jax import lax
 
 from compare.contract.axes import DP_SHARD
+from compare.contract.communication import GRADIENTS, PARAMETERS
 from jaxpar.comm import collectives
 from jaxpar.placement import Placement, one_layer
 from jaxpar.problem import Edit, Loss
@@ -39,7 +40,9 @@ def gather_stored(shards: Any, placements: Any) -> Any:
     """Parameters of stored size, each device's own copy: for gradients that `scatter_gradients` reduces."""
 
     def join(p: Placement, shard: jax.Array) -> jax.Array:
-        return shard if p.shard_dim is None else collectives.all_gather(shard, AXIS, dim=p.shard_dim)
+        if p.shard_dim is None:
+            return shard
+        return collectives.all_gather(shard, AXIS, dim=p.shard_dim, purpose=PARAMETERS)
 
     return jax.tree.map(join, placements, shards)
 
@@ -57,7 +60,9 @@ def scatter_gradients(gradients: Any, placements: Any) -> Any:
     """This device's shards of the sums, over dp_shard, of whole gradients of stored size."""
 
     def scatter(p: Placement, g: jax.Array) -> jax.Array:
-        return g if p.shard_dim is None else collectives.reduce_scatter(g, AXIS, dim=p.shard_dim)
+        if p.shard_dim is None:
+            return g
+        return collectives.reduce_scatter(g, AXIS, dim=p.shard_dim, purpose=GRADIENTS)
 
     return jax.tree.map(scatter, placements, gradients)
 
@@ -67,7 +72,7 @@ def mean_gradients(gradients: Any, placements: Any) -> Any:
     n = collectives.axis_size(AXIS)
 
     def mean(p: Placement, g: jax.Array) -> jax.Array:
-        return (collectives.all_reduce(g, AXIS) if p.shard_dim is None else g) / n
+        return (collectives.all_reduce(g, AXIS, purpose=GRADIENTS) if p.shard_dim is None else g) / n
 
     return jax.tree.map(mean, placements, gradients)
 
@@ -85,7 +90,9 @@ def whole_again(shards: Any, placements: Any) -> Any:
     """Whole parameters of stored size after an update of the shards (stages 1 and 2)."""
 
     def join(p: Placement, x: jax.Array) -> jax.Array:
-        return x if p.shard_dim is None else collectives.all_gather_equal(x, AXIS, dim=p.shard_dim)
+        if p.shard_dim is None:
+            return x
+        return collectives.all_gather_equal(x, AXIS, dim=p.shard_dim, purpose=PARAMETERS)
 
     return jax.tree.map(join, placements, shards)
 

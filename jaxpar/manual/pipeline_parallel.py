@@ -46,6 +46,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compare.contract.axes import PP
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, TIED_GRADIENTS
 from jaxpar.comm import collectives
 from jaxpar.manual.pipeline.stage import EndSums, Stage
 from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, Work
@@ -88,8 +89,7 @@ def sum_tied_gradients(gradients: Any, placements: Any) -> Any:
 
 def sum_over_ends(gradient: jax.Array) -> jax.Array:
     """The sum of the first and the last device's part; those in between have zeros."""
-    with jax.named_scope("for_tied_gradients"):
-        return collectives.all_reduce(gradient, AXIS)
+    return collectives.all_reduce(gradient, AXIS, purpose=TIED_GRADIENTS)
 
 
 def microbatches(batch: Any, *, each: int) -> Any:
@@ -141,7 +141,7 @@ def pipelined_gradients(
     carry = device.before(jax.tree.map(lambda x: x[0], work_T), zeros)
     _, _, (of_layers, ends) = lax.scan(device.tick, carry, (work_T, *sends_T))[0]
     gradients = {**ends.gradients, stacked: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
-    loss = collectives.all_reduce(ends.loss, AXIS)  # the last stage's; zero elsewhere
+    loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
 
 
@@ -182,10 +182,10 @@ class _Device(NamedTuple):
             lambda work, x, g, sums: (jnp.zeros_like(x), sums),
             *(work, x, g, sums),
         )
-        with jax.named_scope("for_activations"), self.runs(self.ticks.sends_activations.sum()):
-            y = _shifted_if(sends_activations, y, by=-1)
-        with jax.named_scope("for_activation_gradients"), self.runs(self.ticks.sends_gradients.sum()):
-            of_x = _shifted_if(sends_gradients, of_x, by=1)
+        with self.runs(self.ticks.sends_activations.sum()):
+            y = _shifted_if(sends_activations, y, by=-1, purpose=ACTIVATIONS)
+        with self.runs(self.ticks.sends_gradients.sum()):
+            of_x = _shifted_if(sends_gradients, of_x, by=1, purpose=ACTIVATION_GRADIENTS)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums), None
@@ -249,6 +249,7 @@ def _at(x: jax.Array, index: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-def _shifted_if(anybody_sends: jax.Array, x: jax.Array, *, by: int) -> jax.Array:
+def _shifted_if(anybody_sends: jax.Array, x: jax.Array, *, by: int, purpose: str) -> jax.Array:
     """What the device `by` places further sends: all devices agree on whether anybody does."""
-    return lax.cond(anybody_sends, partial(collectives.shift, axis=AXIS, by=by), jnp.zeros_like, x)
+    shift = partial(collectives.shift, axis=AXIS, by=by, purpose=purpose)
+    return lax.cond(anybody_sends, shift, jnp.zeros_like, x)

@@ -12,6 +12,7 @@ from jax_steps import Outcome, size_of, two_steps, worst_errors
 from compare.contract.engines import ENGINES
 from compare.contract.experiment import Layout, Model
 from compare.contract.parameters import parameter_count
+from jaxpar.measure.hlo import collectives
 
 L = 3
 MODEL = Model(n_layer=L, n_head=2, n_embd=16, block_size=10, vocab_size=257, bias=True)
@@ -85,13 +86,24 @@ def test_tensor_parallel_closed_form(sequence_parallel):
     stream, positions = 8 * 4 * 10 * 16, 8 * 4 * 10
     borders = A * (4 * L + 2) * stream
     loss = A * 3 * positions  # maximum, normaliser, the target's logit; never the logits
-    found = {e.kind: e.bytes for e in ledger if e.purpose == "activations"}
-    if sequence_parallel:
-        assert found == {"all_gather": borders, "reduce_scatter": borders, "all_reduce": loss}
-        replicated = 8 * 16 * (L * 6 + 2 + 10)  # two norms and two row biases a layer, a norm, positions
-        assert size_of(ledger, kind="all_reduce", purpose="gradients") == replicated
-    else:
-        assert found == {"all_reduce": borders + loss}
+    for purpose in ("activations", "activation gradients"):
+        found = {e.kind: e.bytes for e in ledger if e.purpose == purpose}
+        kinds = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
+        assert found == dict.fromkeys(kinds, borders / 2)
+    assert size_of(ledger, kind="all_reduce", axis="tp", purpose="loss") == loss
+    replicated = 8 * 16 * (L * 6 + 2 + 10)  # two norms and two row biases a layer, a norm, positions
+    assert size_of(ledger, purpose="replicated gradients") == (replicated if sequence_parallel else 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_by_hand_every_collective_says_what_it_is_for(layout):
+    """So that the ledger infers nothing, and takes nothing small for a metric."""
+    silent = [
+        found
+        for found in collectives(run("jax-manual", layout).hlo, layout.axes)
+        if max(map(len, found.groups)) > 1 and not found.purpose
+    ]
+    assert silent == []
 
 
 FAULTS = {

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from compare.contract.communication import Communication
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
-from compare.contract.record import Communication
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant

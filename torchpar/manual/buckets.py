@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import nn
 
+from compare.contract.communication import GRADIENTS
 from torchpar.comm.collectives import Axis, Work
-from torchpar.comm.counter import GRADIENTS
 
 
 class Bucket:

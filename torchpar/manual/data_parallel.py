@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from compare.contract.communication import REPLICATE, UNUSED
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import REPLICATE, UNUSED
 from torchpar.manual.any_module.buffers import Buffers
 from torchpar.manual.any_module.claims import claim, require_unclaimed
 from torchpar.manual.any_module.untraced import untraced

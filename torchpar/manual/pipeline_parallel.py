@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
 from compare.contract.schedule_simulator import check_complete, with_communication
 from compare.contract.schedules import Kind, Schedule, Task
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
 from torchpar.manual.pipeline.p2p import Mailbox, Message
 from torchpar.manual.pipeline.stage import Stage
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from compare.contract.communication import LOSS
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import LOSS
 from torchpar.manual.any_module.untraced import untraced
 from torchpar.manual.megatron.mappings import (
     Split,

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.contract.schedule_simulator import Action
 from compare.contract.schedules import Kind
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS
 from torchpar.comm.handles import Work
 
 

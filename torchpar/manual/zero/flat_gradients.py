@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from compare.contract.communication import GRADIENTS, UNUSED
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import GRADIENTS, UNUSED
 from torchpar.comm.handles import Work
 from torchpar.manual.any_module.awaited import Awaited
 from torchpar.manual.zero.flat_layout import Places

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from compare.contract.communication import PARAMETERS, RECORD, REPLICATE
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import PARAMETERS, RECORD, REPLICATE
 from torchpar.comm.handles import Work
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.manual.zero.flat_layout import Places
