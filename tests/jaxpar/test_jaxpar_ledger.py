@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.parameters import parameter_count
+from compare.judge.closed_forms.communication import data_parallel
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
@@ -204,7 +205,8 @@ def test_data_parallel_closed_form(gradient_sync):
     plan, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
     compiled = compile_step(plan, state, experiment)
     found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
-    size = 4 * parameter_count(experiment.model)
+    (size,) = data_parallel("jax-manual", experiment).values()
+    assert size == 4 * parameter_count(experiment.model)
     expected_calls = {"naive": 9, "flat": 1, "bucketed": -(-size // 10_000)}  # 9 leaves, layers stacked
     assert found["gradients"].calls == expected_calls[gradient_sync]
     assert found["gradients"].bytes == size
