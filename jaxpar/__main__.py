@@ -99,6 +99,8 @@ def configure_jax(request: Request) -> None:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        # The ledger reads the names of scopes: a program kept with those of an older version is another one.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
 def doctor() -> dict[str, object]:

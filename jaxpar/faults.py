@@ -19,6 +19,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from compare.contract.axes import BATCH, TP
+from compare.contract.communication import NORM
 from compare.contract.experiment import ExperimentError, Layout, Model
 from jaxpar import optimizer, weights
 from jaxpar.comm import collectives
@@ -27,7 +29,6 @@ from jaxpar.model import Linear
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 MANUAL, BOTH = ("jax-manual",), ("jax-compiler", "jax-manual")
-AXES = (data_parallel.AXIS, fully_sharded.AXIS, tensor_parallel.AXIS)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ def _without_sum(module: Any, *names: str, axis: str) -> AbstractContextManager:
     for name in names:
         reduce = getattr(module, name)
 
-        def wrong(x: jax.Array, *arguments: Any, reduce: Callable[..., Any] = reduce) -> jax.Array:
-            return reduce(_first_only(x, axis), *arguments)
+        def wrong(
+            x: jax.Array, *arguments: Any, reduce: Callable[..., Any] = reduce, **options: Any
+        ) -> jax.Array:
+            return reduce(_first_only(x, axis), *arguments, **options)
 
         stack.enter_context(patch.object(module, name, wrong))
     return stack
@@ -136,8 +139,8 @@ def _norm_counts_replicas_twice() -> AbstractContextManager:
     """Squares are summed over every axis, whether a leaf is split over it or repeated."""
 
     def wrong(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        for axis in AXES:
-            total = collectives.all_reduce(total, axis)
+        for axis in (*BATCH, TP):
+            total = collectives.all_reduce(total, axis, purpose=NORM)
         return total
 
     return patch.object(norm, "sum_over", wrong)

@@ -11,14 +11,14 @@ that it stays zero: it costs bytes, at most one row less than there are devices,
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-PP, TP, SHARD = "pp", "tp", "dp_shard"
-LAYER = "layer"
+from compare.contract.axes import DP_SHARD, LAYER, PP, TP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Placement:
         if self.tp_dim is not None:
             by_dim[self.tp_dim] = TP
         if sharded and self.shard_dim is not None:
-            by_dim[self.shard_dim] = SHARD if self.shard_dim != self.tp_dim else (TP, SHARD)
+            by_dim[self.shard_dim] = DP_SHARD if self.shard_dim != self.tp_dim else (TP, DP_SHARD)
         return P(*by_dim)
 
     def part(self, dim: int, *, sharded: bool) -> int:
@@ -131,20 +131,20 @@ def place(
         pp: the degree of pp.
         chunks: the stages on each device of pp.
     """
-    degrees = {"tp": tp, "shards": shards, "pp": pp, "chunks": chunks}
+    placement = partial(Placement, shape=shape, tp=tp, shards=shards, pp=pp, chunks=chunks)
     pp_dim = axes.index(LAYER) if pp > 1 and LAYER in axes else None
     tp_dims = [dim for dim, axis in enumerate(axes) if tp > 1 and split.get(axis) == TP]
     tp_dim = tp_dims[0] if tp_dims else None
     candidates = [dim for dim, axis in enumerate(axes) if axis != LAYER]
     if shards == 1 or not candidates or not math.prod(shape):
-        return Placement(shape=shape, tp_dim=tp_dim, pp_dim=pp_dim, **degrees)
+        return placement(tp_dim=tp_dim, pp_dim=pp_dim)
 
     def preference(dim: int) -> tuple[bool, bool, int]:
         size = -(-shape[dim] // tp) if dim == tp_dim else shape[dim]
         return size % shards == 0, dim != tp_dim, size
 
     shard_dim = max(candidates, key=preference)
-    return Placement(shape=shape, tp_dim=tp_dim, shard_dim=shard_dim, pp_dim=pp_dim, **degrees)
+    return placement(tp_dim=tp_dim, shard_dim=shard_dim, pp_dim=pp_dim)
 
 
 def map_alike(f: Callable[[list[Any], tuple[str, ...]], list[Any]], placements: Any, tree: Any) -> Any:
@@ -166,7 +166,7 @@ def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any)
 
 def split_axes(p: Placement) -> tuple[str, ...]:
     """The mesh axes whose devices hold different parts of a leaf; along the others it is repeated."""
-    dims = ((PP, p.pp_dim), (SHARD, p.shard_dim), (TP, p.tp_dim))
+    dims = ((PP, p.pp_dim), (DP_SHARD, p.shard_dim), (TP, p.tp_dim))
     return tuple(axis for axis, dim in dims if dim is not None)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict
 
+from compare.contract.axes import LAYER
 from compare.contract.experiment import Layout
 from jaxpar import placement
-from jaxpar.placement import LAYER, Placement
+from jaxpar.placement import Placement
 from jaxpar.remat import Remat
 
 Loss = Callable[[Any, Any], jax.Array]

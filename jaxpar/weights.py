@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from compare.contract.axes import LAYER
 from compare.contract.experiment import Model
 from compare.contract.parameters import Parameter, decays, parameter_table
-from jaxpar.placement import LAYER
 
 STACKED = "blocks"
 

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from compare.contract.communication import TIED_GRADIENTS
 from compare.contract.experiment import Layout
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import TIED_GRADIENTS
 from torchpar.model import GPT
 from torchpar.parallel_model import Named, Plan, local
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import nn
 
+from compare.contract.communication import NORM
 from compare.contract.experiment import Experiment, Optimizer
 from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import CLIP_EPS
 from compare.contract.parameters import decays, parameter_table
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import NORM
 from torchpar.parallel_model import Plan, local
 from torchpar.weights import nanogpt_name
 

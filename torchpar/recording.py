@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from compare.contract.communication import GRADIENTS, Communication
 from compare.contract.divergence import end_if_diverged
 from compare.contract.engines.registry import ENGINES
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Communication, Manifest, Recorder, Rung, Step
-from torchpar.comm.counter import GRADIENTS
+from compare.contract.record import Manifest, Recorder, Rung, Step
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import CommunicationMode, of_the_busiest

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compare.contract.communication import LOSS
 from compare.contract.engines.torch import TORCH
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.parameters import fingerprint
 from compare.contract.record import Recorder, Request
 from compare.contract.stream import Batches, open_stream
 from torchpar.comm import process_groups
-from torchpar.comm.counter import LOSS
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
 from torchpar.model import GPT

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from compare.contract.axes import BATCH
 from compare.contract.host.files import why_not_readable
 from compare.contract.sections import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 
@@ -145,7 +146,7 @@ def _check_floats(experiment: Experiment) -> None:
 
 
 def _check_layout(model: Model, train: Train, layout: Layout) -> None:
-    shares = {key: getattr(layout, key) for key in ("dp_replicate", "dp_shard")}
+    shares = {key: layout.axes[key] for key in BATCH}
     if train.batch_size % layout.data_parallel:
         degrees = " x ".join(f"layout.{key} = {degree}" for key, degree in shares.items() if degree > 1)
         raise ExperimentError(

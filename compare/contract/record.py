@@ -27,6 +27,7 @@ import numpy as np
 from msgspec import Struct, field
 from safetensors.numpy import save
 
+from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.optimizer import moment_names
@@ -98,22 +99,6 @@ class Step(Struct, frozen=True, kw_only=True):
     """The step was watched by the ledger and the memory tracker: its time does not count."""
 
 
-class Communication(Struct, frozen=True, kw_only=True):
-    """One kind of collective along one mesh axis in one steady step, summed over its calls, per device."""
-
-    kind: str
-    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, ..."""
-    axis: str
-    """The mesh axis it runs along, as in the layout: dp_replicate."""
-    calls: int
-    bytes: int
-    """Logical bytes: the size of the full (gathered) tensor, summed over the calls."""
-    wire_bytes: int
-    """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
-    purpose: str = ""
-    """What it is for: gradients, loss, ... where known."""
-
-
 class Manifest(Struct, frozen=True, kw_only=True):
     """How a run was made, and what it cost beyond its steps."""
 
@@ -168,22 +153,6 @@ class Record(Struct, frozen=True, kw_only=True):
     ledger: list[Communication] = field(default_factory=list)
     request: Request | None = None
     """What was asked for; None for numbers that no engine of ours made."""
-
-
-def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
-    """Bytes that one of `group_size` devices sends on a ring for a collective over `full_bytes`.
-
-    `full_bytes` is the size of the gathered tensor. Rounded down to whole bytes. Source: Thakur et al.,
-    "Optimization of collective communication operations in MPICH", and nccl-tests' conventions.
-    """
-    n = group_size
-    if n == 1:
-        return 0
-    if kind == "all_reduce":
-        return 2 * (n - 1) * full_bytes // n
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (n - 1) * full_bytes // n
-    return full_bytes  # broadcast, send, permute
 
 
 def write_json(path: Path, value: object) -> None:

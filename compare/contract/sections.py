@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from compare.contract.axes import AXES, BATCH
+
 MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
 MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
 MAX_SEED = 2**63 - 1  # TOML's largest integer; Philox would take 128 bits
@@ -144,13 +146,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh: degree by axis name, outermost first. tp talks most, so it is innermost."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "tp": self.tp,
-        }
+        """The mesh: degree by axis name, outermost first."""
+        return {name: getattr(self, name) for name in AXES}
 
     @property
     def devices(self) -> int:
@@ -159,8 +156,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def data_parallel(self) -> int:
-        """Shares that a batch is cut into, dp_replicate outermost."""
-        return self.dp_replicate * self.dp_shard
+        """Shares that a batch is cut into."""
+        return math.prod(self.axes[name] for name in BATCH)
 
 
 class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
+from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.contract.experiment import Experiment, ExperimentError, Layout, revalidate
 
 Fields = dict[str, object]
@@ -22,11 +23,11 @@ class Preset(Struct, frozen=True):
 
 
 def _ddp(sync: str) -> Callable[[int], Fields]:
-    return lambda devices: {"dp_replicate": devices, "gradient_sync": sync}
+    return lambda devices: {DP_REPLICATE: devices, "gradient_sync": sync}
 
 
 def _sharded(zero: int, **more: object) -> Callable[[int], Fields]:
-    return lambda devices: {"dp_shard": devices, "zero": zero, **more}
+    return lambda devices: {DP_SHARD: devices, "zero": zero, **more}
 
 
 def _halves(name: str, other: str, *, factor: int = 2, **more: object) -> Callable[[int], Fields]:
@@ -55,7 +56,7 @@ def _thirds(*, rest: str, **given: object) -> Callable[[int], Fields]:
 
 def _pipeline(schedule: str, *, chunks: int = 1) -> Callable[[int], Fields]:
     """All devices along the pipeline, with as many microbatches in a pass."""
-    return lambda devices: {"pp": devices, "schedule": schedule, "chunks": chunks, "microbatches": devices}
+    return lambda devices: {PP: devices, "schedule": schedule, "chunks": chunks, "microbatches": devices}
 
 
 PRESETS = {
@@ -70,51 +71,49 @@ PRESETS = {
     "shard_grad_op": Preset(
         "FSDP that keeps gathered parameters until backward", _sharded(3, reshard_after_forward=False)
     ),
-    "hsdp": Preset("fully sharded within replicas", _halves("dp_replicate", "dp_shard", zero=3)),
-    "tp": Preset("tensor parallel", lambda devices: {"tp": devices}),
-    "tp_sp": Preset(
-        "tensor and sequence parallel", lambda devices: {"tp": devices, "sequence_parallel": True}
-    ),
-    "ddp_tp": Preset("data x tensor parallel", _halves("dp_replicate", "tp")),
-    "fsdp_tp": Preset("fully sharded x tensor parallel", _halves("dp_shard", "tp", zero=3)),
+    "hsdp": Preset("fully sharded within replicas", _halves(DP_REPLICATE, DP_SHARD, zero=3)),
+    "tp": Preset("tensor parallel", lambda devices: {TP: devices}),
+    "tp_sp": Preset("tensor and sequence parallel", lambda devices: {TP: devices, "sequence_parallel": True}),
+    "ddp_tp": Preset("data x tensor parallel", _halves(DP_REPLICATE, TP)),
+    "fsdp_tp": Preset("fully sharded x tensor parallel", _halves(DP_SHARD, TP, zero=3)),
     "fsdp_tp_sp": Preset(
         "fully sharded x tensor and sequence parallel",
-        _halves("dp_shard", "tp", zero=3, sequence_parallel=True),
+        _halves(DP_SHARD, TP, zero=3, sequence_parallel=True),
     ),
     "hsdp_tp": Preset(
         "replicas x fully sharded x tensor parallel",
-        _thirds(dp_replicate=2, dp_shard=2, zero=3, rest="tp"),
+        _thirds(dp_replicate=2, dp_shard=2, zero=3, rest=TP),
         devices=8,
     ),
     "pp": Preset("pipeline, 1F1B", _pipeline("1f1b")),
     "pp_gpipe": Preset("pipeline, GPipe", _pipeline("gpipe")),
     "pp_interleaved": Preset("pipeline, interleaved 1F1B", _pipeline("interleaved", chunks=2), devices=2),
     "pp_zero_bubble": Preset("pipeline, zero bubble (ZB-H1)", _pipeline("zero_bubble")),
-    "ddp_pp": Preset("data x pipeline parallel", _halves("dp_replicate", "pp", microbatches=4)),
-    "fsdp_pp": Preset("fully sharded x pipeline parallel", _halves("dp_shard", "pp", zero=3, microbatches=4)),
-    "tp_pp": Preset("tensor x pipeline parallel", _halves("tp", "pp", microbatches=4)),
+    "ddp_pp": Preset("data x pipeline parallel", _halves(DP_REPLICATE, PP, microbatches=4)),
+    "fsdp_pp": Preset("fully sharded x pipeline parallel", _halves(DP_SHARD, PP, zero=3, microbatches=4)),
+    "tp_pp": Preset("tensor x pipeline parallel", _halves(TP, PP, microbatches=4)),
     "ddp_tp_pp": Preset(
         "data x tensor x pipeline parallel",
-        _thirds(dp_replicate=2, tp=2, microbatches=4, rest="pp"),
+        _thirds(dp_replicate=2, tp=2, microbatches=4, rest=PP),
         devices=8,
     ),
     "fsdp_tp_pp": Preset(
         "fully sharded x tensor x pipeline parallel",
-        _thirds(dp_shard=2, zero=3, tp=2, microbatches=4, rest="pp"),
+        _thirds(dp_shard=2, zero=3, tp=2, microbatches=4, rest=PP),
         devices=8,
     ),
 }
 
 _SPREAD_OVER_NOTHING: Fields = {
-    "pp": 1,
+    PP: 1,
     "schedule": "1f1b",
     "chunks": 1,
     "microbatches": 1,
-    "dp_replicate": 1,
-    "dp_shard": 1,
+    DP_REPLICATE: 1,
+    DP_SHARD: 1,
     "zero": 0,
     "reshard_after_forward": True,
-    "tp": 1,
+    TP: 1,
     "sequence_parallel": False,
 }
 
@@ -143,7 +142,7 @@ def preset_layout(layout: Layout, preset: str, devices: int) -> Layout:
     if devices < 1:
         raise ExperimentError(f"--devices {devices} must be at least 1")
     fields = PRESETS[preset].fields(devices)
-    is_any_pipeline = fields.get("pp", 1) != 1 and "schedule" not in fields
+    is_any_pipeline = fields.get(PP, 1) != 1 and "schedule" not in fields
     kept: Fields = {"schedule": layout.schedule, "chunks": layout.chunks} if is_any_pipeline else {}
     return msgspec.structs.replace(layout, **(_SPREAD_OVER_NOTHING | kept | fields))
 

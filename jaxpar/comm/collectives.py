@@ -1,9 +1,11 @@
 """Collectives of jax-manual, along a mesh axis: thin names over `jax.lax`.
 
-A strategy then reads like its description, and a collective can be swapped everywhere at once.
+A strategy then reads like its description, and a collective can be swapped everywhere at once. Each says
+its purpose, in a named scope that the ledger reads back.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,48 +25,60 @@ KEEP_COLLECTIVES_APART = {
 per_device: Callable[..., Any] = partial(jax.shard_map, check_vma=True)
 
 
+def ledger_scope(purpose: str) -> AbstractContextManager:
+    """A scope that tells the ledger what the collectives in it are for (`contract.communication`)."""
+    return jax.named_scope("for_" + purpose.replace(" ", "_")) if purpose else nullcontext()
+
+
 def axis_size(axis: str) -> int:
     """Devices along a mesh axis."""
     return lax.axis_size(axis)
 
 
-def all_reduce(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
     """The sum of x over a mesh axis, or several, on every device of it."""
-    return lax.psum(x, axis)
+    with ledger_scope(purpose):
+        return lax.psum(x, axis)
 
 
-def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
     """The mean of x over a mesh axis, or several, on every device of it."""
-    return lax.pmean(x, axis)
+    with ledger_scope(purpose):
+        return lax.pmean(x, axis)
 
 
-def all_reduce_max(x: jax.Array, axis: str) -> jax.Array:
+def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
     """The maximum of x over a mesh axis, on every device of it. Not differentiable."""
-    return lax.pmax(x, axis)
+    with ledger_scope(purpose):
+        return lax.pmax(x, axis)
 
 
-def to_varying(tree: Any, axis: str) -> Any:
-    """Mark values that are equal along an axis as each device's own.
+def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
+    """Mark values that are equal along an axis as each device's own. Its transpose is an all-reduce.
 
     Autodiff of a use of an invarying value by varying data inserts a psum of its gradient at that use.
     Of a value marked varying the gradient stays local, and reducing it is up to us.
     """
-    return jax.tree.map(lambda x: lax.pcast(x, axis, to="varying"), tree)
+    with ledger_scope(purpose):
+        return jax.tree.map(lambda x: lax.pcast(x, axis, to="varying"), tree)
 
 
-def all_gather(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
     """The shards of a dim, joined on every device of a mesh axis. Its transpose is `reduce_scatter`."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True)
+    with ledger_scope(purpose):
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def all_gather_equal(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+def all_gather_equal(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
     """`all_gather`, its result marked as equal on all devices: for parameters after an update."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+    with ledger_scope(purpose):
+        return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 
 
-def reduce_scatter(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
     """This device's shard, along a dim, of the sum over a mesh axis."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    with ledger_scope(purpose):
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
 def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
@@ -73,7 +87,8 @@ def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def shift(x: jax.Array, axis: str, *, by: int = 1) -> jax.Array:
+def shift(x: jax.Array, axis: str, *, by: int = 1, purpose: str = "") -> jax.Array:
     """The x of the device `by` places further along a mesh axis, a ring."""
     n = axis_size(axis)
-    return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])
+    with ledger_scope(purpose):
+        return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])

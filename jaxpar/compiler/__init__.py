@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from compare.contract.axes import BATCH
 from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.optimizer import global_norm
@@ -39,7 +40,7 @@ def parallelize(
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
     shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)
     # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
-    late = data_parallel.BATCH if layout.zero < 2 else (data_parallel.AXIS,)
+    late = BATCH if layout.zero < 2 else (data_parallel.AXIS,)
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
     gathers_layers = _gathers_layers(problem, layout)
 

@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXIS = "dp_replicate"
-BATCH = ("dp_replicate", "dp_shard")
+from compare.contract.axes import BATCH, DP_REPLICATE
+
+AXIS = DP_REPLICATE
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -18,12 +18,13 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from compare.contract.axes import DP_SHARD
 from jaxpar.placement import one_layer
 from jaxpar.problem import Edit, Loss
 from jaxpar.remat import IsGather, Remat, apply_remat
 from jaxpar.training_step import shardings
 
-AXIS = "dp_shard"
+AXIS = DP_SHARD
 
 
 def shard_parameters(tree: Any, placements: Any, *, mesh: Mesh) -> Any:

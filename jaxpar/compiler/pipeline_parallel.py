@@ -28,10 +28,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from compare.contract.axes import PP
 from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat, apply_remat
 
-AXIS = "pp"
+AXIS = PP
 Tree = Any
 Stage = Callable[[Tree, jax.Array, jax.Array], jax.Array]
 """(layers_N, x, turn) -> x: of one device's layers (N, L, ...), and the number of the chunk that is on."""

@@ -16,11 +16,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from compare.contract.axes import TP
 from jaxpar.model import Embedding, Linear
 from jaxpar.problem import Edit, Problem
 from jaxpar.tracing.sites import Site, find_sites
 
-AXIS = "tp"
+AXIS = TP
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
 """Logical axis -> mesh axis: what is split, in every leaf that has it."""
 

@@ -14,6 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from compare.contract.axes import BATCH
+from compare.contract.communication import LOSS
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from jaxpar.comm import collectives
@@ -26,7 +28,6 @@ from jaxpar.problem import Edit, Loss, Pieces, Problem
 from jaxpar.tracing.edits import require_edits
 from jaxpar.training_step import Plan, accumulated_gradients, shardings
 
-REPLICATE, SHARD = data_parallel.AXIS, fully_sharded.AXIS
 Gradients = Callable[[Any, Any], tuple[Any, Any]]
 """(this device's parameters, its share of a batch) -> mean loss and gradients, each device's own."""
 
@@ -47,7 +48,7 @@ def parallelize(
             uses parameters past the edits (`jaxpar.tracing.edits`).
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
-    batch_spec = P(None, (REPLICATE, SHARD))
+    batch_spec = P(None, BATCH)
     at_rest = specs(placements, sharded=layout.zero == 3)
     sharded = specs(placements, sharded=True)
     moments = state_like(optimizer, problem.shapes, sharded)
@@ -89,7 +90,8 @@ def _step(
         )
         shards = optax.apply_updates(shards, updates)
         params = shards if layout.zero == 3 else fully_sharded.all_gather_parameters(shards, placements)
-        metrics = {"loss": collectives.all_reduce_mean(value, (REPLICATE, SHARD)), "grad_norm": grad_norm}
+        loss = collectives.all_reduce_mean(value, BATCH, purpose=LOSS)
+        metrics = {"loss": loss, "grad_norm": grad_norm}
         return params, opt_state, metrics, gradients
 
     return step
@@ -97,7 +99,7 @@ def _step(
 
 def _mark_varying(params: Any, placements: Any, layout: Layout) -> Any:
     """Parameters whose gradients are each device's own, along all axes over which we reduce them."""
-    params = collectives.to_varying(params, REPLICATE)
+    params = collectives.to_varying(params, data_parallel.AXIS)
     params = fully_sharded.mark_varying(params, placements, stage=layout.zero)
     if layout.sequence_parallel:
         params = tensor_parallel.mark_varying(params, placements)

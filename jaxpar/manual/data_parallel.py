@@ -20,9 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from compare.contract.axes import DP_REPLICATE
+from compare.contract.communication import GRADIENTS
 from jaxpar.comm.collectives import all_reduce, axis_size
 
-AXIS = "dp_replicate"
+AXIS = DP_REPLICATE
 BYTES_PER_MB = 1_000_000
 METHODS = ("naive", "flat", "bucketed")
 
@@ -46,12 +48,11 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.
     leaves, structure = jax.tree.flatten(gradients)
     if method not in METHODS:
         raise ValueError(f"method = {method}: choose from {', '.join(METHODS)}")
-    with jax.named_scope("for_gradients"):  # the ledger would take one of 8 bytes or less for a metric
-        if method == "naive":
-            summed = [all_reduce(leaf, axis) for leaf in leaves]
-        else:
-            bucket_bytes = math.inf if method == "flat" else bucket_mb * BYTES_PER_MB
-            summed = _all_reduce_buckets(leaves, bucket_bytes=bucket_bytes, axis=axis)
+    if method == "naive":
+        summed = [all_reduce(leaf, axis, purpose=GRADIENTS) for leaf in leaves]
+    else:
+        bucket_bytes = math.inf if method == "flat" else bucket_mb * BYTES_PER_MB
+        summed = _all_reduce_buckets(leaves, bucket_bytes=bucket_bytes, axis=axis)
     replicas = axis_size(axis)
     return jax.tree.unflatten(structure, [leaf / replicas for leaf in summed])
 
@@ -91,11 +92,12 @@ def _all_reduce_buckets(leaves: list[jax.Array], *, bucket_bytes: float, axis: s
         capacity = max(1, int(min(bucket_bytes / dtype.itemsize, sum(sizes))))
         for bucket in bucket_plan(sizes, capacity=capacity):
             parts = [leaves[leaf].ravel()[start:stop] for leaf, start, stop in bucket]
-            summed = all_reduce(jnp.concatenate(parts), axis)
+            summed = all_reduce(jnp.concatenate(parts), axis, purpose=GRADIENTS)
             ends = list(itertools.accumulate(part.size for part in parts))[:-1]
             for (leaf, _, _), part in zip(bucket, jnp.split(summed, ends), strict=True):
                 pieces[leaf].append(part)
     return [
-        jnp.concatenate(parts).reshape(leaf.shape) if parts else all_reduce(leaf, axis)  # an empty leaf
+        # An empty leaf is in no bucket.
+        jnp.concatenate(parts).reshape(leaf.shape) if parts else all_reduce(leaf, axis, purpose=GRADIENTS)
         for leaf, parts in zip(leaves, pieces, strict=True)
     ]

@@ -16,17 +16,20 @@ whole everywhere, and its gradient is all-reduced.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
 
+from compare.contract.axes import DP_SHARD
+from compare.contract.communication import GRADIENTS, PARAMETERS
 from jaxpar.comm import collectives
 from jaxpar.placement import Placement, map_repeated, one_layer
 from jaxpar.problem import Edit, Loss
 from jaxpar.remat import Remat, apply_remat
 
-AXIS = "dp_shard"
+AXIS = DP_SHARD
 
 
 def shard_parameters(params: Any, placements: Any) -> Any:
@@ -36,7 +39,8 @@ def shard_parameters(params: Any, placements: Any) -> Any:
 
 def all_gather_parameters(shards: Any, placements: Any) -> Any:
     """Whole parameters of stored size after an update of the shards (stages 1 and 2)."""
-    return _along_split_dims(collectives.all_gather_equal, shards, placements)
+    join = partial(collectives.all_gather_equal, purpose=PARAMETERS)
+    return _along_split_dims(join, shards, placements)
 
 
 def gather(shards: Any, placements: Any) -> Any:
@@ -46,18 +50,21 @@ def gather(shards: Any, placements: Any) -> Any:
 
 def gather_stored(shards: Any, placements: Any) -> Any:
     """Parameters of stored size, each device's own copy: for gradients that `scatter_gradients` reduces."""
-    return _along_split_dims(collectives.all_gather, shards, placements)
+    join = partial(collectives.all_gather, purpose=PARAMETERS)
+    return _along_split_dims(join, shards, placements)
 
 
 def scatter_gradients(gradients: Any, placements: Any) -> Any:
     """This device's shards of the sums, over dp_shard, of whole gradients of stored size."""
-    return _along_split_dims(collectives.reduce_scatter, gradients, placements)
+    scatter = partial(collectives.reduce_scatter, purpose=GRADIENTS)
+    return _along_split_dims(scatter, gradients, placements)
 
 
 def mean_gradients(gradients: Any, placements: Any) -> Any:
     """Means over dp_shard from scattered sums; what could not be scattered is reduced now."""
     n = collectives.axis_size(AXIS)
-    sums = map_repeated(lambda g: collectives.all_reduce(g, AXIS), AXIS, placements, gradients)
+    reduce = partial(collectives.all_reduce, axis=AXIS, purpose=GRADIENTS)
+    sums = map_repeated(reduce, AXIS, placements, gradients)
     return jax.tree.map(lambda g: g / n, sums)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from compare.contract.communication import NORM
 from jaxpar.comm import collectives
 from jaxpar.placement import split_axes
 
@@ -25,4 +26,4 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
 
 def sum_over(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The sum of a scalar over mesh axes."""
-    return collectives.all_reduce(total, axes) if axes else total
+    return collectives.all_reduce(total, axes, purpose=NORM) if axes else total

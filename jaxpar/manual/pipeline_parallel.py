@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compare.contract.axes import PP
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, TIED_GRADIENTS
 from jaxpar.comm import collectives
 from jaxpar.manual.pipeline.stage import EndSums, Stage
 from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, Work
@@ -29,7 +31,7 @@ from jaxpar.placement import map_repeated
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
 
-AXIS = "pp"
+AXIS = PP
 WITHIN_A_TICK: Remat = "dots"
 """Activations that a stage's forward keeps until its backward in the same tick: enough not to compute matrix
 products a third time. They are of one microbatch, and gone at the end of the tick."""
@@ -96,7 +98,7 @@ def run_pipeline(
     carry = device.initial_carry(jax.tree.map(lambda x: x[0], work_T), zeros)
     _, _, (of_layers, ends) = lax.scan(device.step, carry, (work_T, *sends_T))[0]
     gradients = {**ends.gradients, stacked: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
-    loss = collectives.all_reduce(ends.loss, AXIS)  # the last stage's; zero elsewhere
+    loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
 
 
@@ -148,11 +150,12 @@ class _Device(NamedTuple):
             lambda work, x, g, sums: (jnp.zeros_like(x), sums),
             *(work, x, g, sums),
         )
-        from_previous, from_next = (partial(collectives.shift, axis=AXIS, by=by) for by in (-1, 1))
+        from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
+        from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
         # All devices agree on whether one of them sends.
-        with jax.named_scope("for_activations"), self.turns_scope(self.ticks.sends_activations.sum()):
+        with self.turns_scope(self.ticks.sends_activations.sum()):
             y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
-        with jax.named_scope("for_activation_gradients"), self.turns_scope(self.ticks.sends_gradients.sum()):
+        with self.turns_scope(self.ticks.sends_gradients.sum()):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
@@ -225,8 +228,8 @@ def mark_varying(params: Any, placements: Any) -> Any:
 
 def sum_tied_gradients(gradients: Any, placements: Any) -> Any:
     """The sums over pp of gradients of what pp does not split: the lookup's and the head's, once a step."""
-    with jax.named_scope("for_tied_gradients"):
-        return map_repeated(lambda g: collectives.all_reduce(g, AXIS), AXIS, placements, gradients)
+    reduce = partial(collectives.all_reduce, axis=AXIS, purpose=TIED_GRADIENTS)
+    return map_repeated(reduce, AXIS, placements, gradients)
 
 
 def add(total: Any, gradients: Any) -> Any:

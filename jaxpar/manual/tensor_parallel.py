@@ -30,13 +30,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compare.contract.axes import TP
+from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIENTS
 from jaxpar.comm import collectives
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Edit, Problem
 from jaxpar.tracing.sites import find_sites
 
-AXIS = "tp"
+AXIS = TP
 POSITION_DIM = 1
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
 """Logical axis -> mesh axis: what is split, in every leaf that has it."""
@@ -47,22 +49,22 @@ RegionMapping = Callable[[jax.Array], jax.Array]
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:
     """Megatron's f: the identity; its transpose is an all-reduce."""
-    return collectives.to_varying(x_BTC, AXIS)
+    return collectives.to_varying(x_BTC, AXIS, purpose=ACTIVATIONS)
 
 
 def reduce_from_region(partial_BTC: jax.Array) -> jax.Array:
     """Megatron's g: an all-reduce; its transpose is the identity."""
-    return collectives.all_reduce(partial_BTC, AXIS)
+    return collectives.all_reduce(partial_BTC, AXIS, purpose=ACTIVATIONS)
 
 
 def all_gather_to_region(x_BTC: jax.Array) -> jax.Array:
     """f under sequence parallelism: an all-gather of positions; its transpose is a reduce-scatter."""
-    return collectives.all_gather(x_BTC, AXIS, dim=POSITION_DIM)
+    return collectives.all_gather(x_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 
 def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
     """g under sequence parallelism: a reduce-scatter of positions; its transpose is an all-gather."""
-    return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM)
+    return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 
 def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
@@ -147,11 +149,12 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: i
     rows = logits_BTV.shape[-1]
     id_V = lax.axis_index(AXIS) * rows + jnp.arange(rows)
     logits_BTV = jnp.where(id_V < vocab_size, logits_BTV, -jnp.inf)
-    top_BT = collectives.all_reduce_max(lax.stop_gradient(logits_BTV).max(-1), AXIS)
-    total_BT = collectives.all_reduce(jnp.exp(logits_BTV - top_BT[..., None]).sum(-1), AXIS)
+    top_BT = collectives.all_reduce_max(lax.stop_gradient(logits_BTV).max(-1), AXIS, purpose=LOSS)
+    own_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
+    total_BT = collectives.all_reduce(own_BT, AXIS, purpose=LOSS)
     row_BT, mine_BT = own_rows(targets_BT, rows)
     picked_BT = jnp.take_along_axis(logits_BTV, row_BT[..., None], axis=-1)[..., 0]
-    target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS)
+    target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS, purpose=LOSS)
     return (jnp.log(total_BT) + top_BT - target_BT).mean()
 
 
@@ -162,5 +165,5 @@ def mark_varying(params: Any, placements: Any) -> Any:
 
 def sum_partial_gradients(gradients: Any, placements: Any) -> Any:
     """Sequence parallel: the sums over tp of gradients of what tp does not split."""
-    with jax.named_scope("for_gradients"):
-        return map_repeated(lambda g: collectives.all_reduce(g, AXIS), AXIS, placements, gradients)
+    add_up = partial(collectives.all_reduce, axis=AXIS, purpose=REPLICATED_GRADIENTS)
+    return map_repeated(add_up, AXIS, placements, gradients)

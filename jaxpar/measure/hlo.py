@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from compare.contract.communication import OF_DERIVATIVE, SAID
 from jaxpar.measure.replica_groups import replica_groups
 
 KINDS = {
@@ -28,8 +29,10 @@ _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SHARE = re.compile(r"\bruns_(\d+)_of_(\d+)\b")
-_BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
-_PURPOSE = re.compile(r'op_name="[^"]*\bfor_(\w+?)\b')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+# The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
+_PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
+_REMATTED = "rematted_computation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,9 @@ class Collective:
         arrays: bytes of each array that it moves, full (gathered) size.
         calls: how often it runs in one step.
         share: (N, M) if the branch that it is in is taken at N of M turns of the loop around it.
-        purpose: from a named scope `for_PURPOSE` around what made it; or "".
-        backward: whether autodiff made it.
+        purpose: from the named scope `for_PURPOSE` around what made it (the innermost one counts), or of
+            its derivative, if that is what it is; or "".
+        backward: whether autodiff made it: it is the derivative of something, and no forward computed anew.
     """
 
     kind: str
@@ -128,16 +132,24 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         arrays = arrays[len(arrays) // 2 :]  # (operands, results)
     if kind == "reduce_scatter":
         arrays = [array * len(groups[0]) for array in arrays]
-    said = _PURPOSE.search(text)
+    op_name = _OP_NAME.search(text)
+    backward = bool(op_name) and "transpose(" in op_name[1] and _REMATTED not in op_name[1]
     turns, of_turns = (_SHARE.findall(text) or [(1, 1)])[-1]
     return Collective(
         kind=kind,
         groups=groups,
         arrays=tuple(arrays),
         share=(int(turns), int(of_turns)),
-        purpose=said[1].replace("_", " ") if said else "",
-        backward=bool(_BACKWARD.search(text)),
+        purpose=_purpose(op_name[1] if op_name else "", backward=backward),
+        backward=backward,
     )
+
+
+def _purpose(op_name: str, *, backward: bool) -> str:
+    said = [name.replace("_", " ") for name in _PURPOSE.findall(op_name)]
+    if not said:
+        return ""
+    return OF_DERIVATIVE.get(said[-1], said[-1]) if backward else said[-1]
 
 
 def _bytes(dtype: str, dims: str) -> int:

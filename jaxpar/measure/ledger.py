@@ -8,9 +8,20 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 
-from compare.contract.record import Communication, ring_wire_bytes
+from compare.contract.axes import PP, TP, joined
+from compare.contract.communication import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    METRICS,
+    PARAMETERS,
+    Communication,
+    ring_wire_bytes,
+)
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.replica_groups import groups_along
+
+SCALAR = 8  # bytes of a float64
 
 
 def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communication]:
@@ -21,11 +32,9 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
         axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
 
     Returns:
-        One entry per kind, axis and purpose, per device and per call of the function. Purpose: what a
-        named scope `for_PURPOSE` says; else scalars are for the loss and its like, "metrics", what runs
-        along tp is for "activations", a permute along pp for these or, in backward, for "activation
-        gradients", a gather along dp for "parameters", and a reduction for "gradients". A collective over
-        one device is none.
+        One entry per kind, axis and purpose, per device and per call of the function: the purpose that
+        the collective was given (`comm.collectives`), else the inferred one. A collective over one device
+        is none.
 
     Raises:
         ValueError: a collective in a loop of unknown length, or replica groups in an unknown spelling.
@@ -37,7 +46,7 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
         axis, group_size = _axis(collective, axis_sizes)
         if group_size == 1:
             continue
-        purpose = collective.purpose or _purpose(collective, axis)
+        purpose = collective.purpose or _inferred_purpose(collective, axis)
         key = (collective.kind, axis, purpose)
         calls[key] += collective.calls
         size[key] += collective.calls * sum(collective.arrays)
@@ -51,14 +60,21 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
     ]
 
 
-def _purpose(collective: Collective, axis: str) -> str:
-    if max(collective.arrays) <= 8:
-        return "metrics"
-    if axis == "tp":
-        return "activations"
-    if axis == "pp" and collective.kind == "permute":
-        return "activation gradients" if collective.backward else "activations"
-    return "parameters" if collective.kind == "all_gather" else "gradients"
+def _inferred_purpose(collective: Collective, axis: str) -> str:
+    """A guess, for what XLA put there by itself: nobody said what it is for.
+
+    By size: scalars are of the loss or the norm. By axis: along tp go activations, and permutes along pp
+    carry these or, in what autodiff made, their gradients. By kind: other gathers are of parameters, and all
+    else is of gradients. It is wrong where XLA does as it likes: along tp gradients of activations count as
+    activations, and so does a gradient that XLA reduces along tp.
+    """
+    if max(collective.arrays) <= SCALAR:
+        return METRICS
+    if axis == TP:
+        return ACTIVATIONS
+    if axis == PP and collective.kind == "permute":
+        return ACTIVATION_GRADIENTS if collective.backward else ACTIVATIONS
+    return PARAMETERS if collective.kind == "all_gather" else GRADIENTS
 
 
 def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, int]:
@@ -71,7 +87,7 @@ def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, i
             candidates = [frozenset(group) for group in groups_along(axes, axis_sizes)]
             if collective.kind == "permute":
                 if all(any(pair <= group for group in candidates) for pair in groups):
-                    return "+".join(axes), len(candidates[0])
+                    return joined(*axes), len(candidates[0])
             elif groups == set(candidates) and len(candidates[0]) > 1:
-                return "+".join(axes), len(candidates[0])
+                return joined(*axes), len(candidates[0])
     return "?", max(map(len, groups))

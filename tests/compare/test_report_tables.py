@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from records import make_record
 
+from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, edited
-from compare.contract.record import Communication
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost, cost_of

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compare.contract.communication import ring_wire_bytes
 from compare.contract.data import open_corpus
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import (
@@ -25,7 +26,6 @@ from compare.contract.experiment import (
 from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import reference_step, step_scalars
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count, parameter_table
-from compare.contract.record import ring_wire_bytes
 
 SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=True))
 

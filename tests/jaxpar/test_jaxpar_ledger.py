@@ -6,9 +6,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Communication
+from compare.judge.closed_forms.communication import data_parallel
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
@@ -173,6 +174,25 @@ def test_a_real_scan():
     assert (found["metrics"].calls, found["metrics"].bytes) == (1, 4)
 
 
+DERIVED = {
+    "jit(step)/jvp(for_parameters)/all_gather": "parameters",
+    "jit(step)/transpose(jvp(for_parameters))/reduce_scatter": "gradients",
+    "jit(step)/transpose(jvp())/checkpoint/rematted_computation/for_parameters/all_gather": "parameters",
+    "jit(step)/transpose(jvp())/checkpoint/for_activations/psum": "activation gradients",
+    "jit(step)/for_replicated_gradients/for_norm/psum": "norm",
+    "jit(step)/transpose(jvp())/for_tied_gradients/psum": "tied gradients",
+    "jit(step)/for_good/psum": "activations",
+}
+
+
+@pytest.mark.parametrize(("op_name", "purpose"), DERIVED.items())
+def test_a_purpose_that_was_said_or_that_of_its_derivative(op_name, purpose):
+    """Autodiff's transpose has the scope of what it is derived from; so has a forward computed anew."""
+    reduce = "%x = f64[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add"
+    text = f'{reduce}, metadata={{op_name="{op_name}"}}'
+    assert [entry.purpose for entry in communications(module(text), GRID)] == [purpose]
+
+
 @pytest.mark.parametrize("gradient_sync", ["naive", "flat", "bucketed"])
 def test_data_parallel_closed_form(gradient_sync):
     """Every gradient once, in float32, whatever the accumulation: 4 N bytes, and 4 for the loss."""
@@ -185,9 +205,10 @@ def test_data_parallel_closed_form(gradient_sync):
     plan, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
     compiled = compile_step(plan, state, experiment)
     found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
-    size = 4 * parameter_count(experiment.model)
+    (size,) = data_parallel("jax-manual", experiment).values()
+    assert size == 4 * parameter_count(experiment.model)
     expected_calls = {"naive": 9, "flat": 1, "bucketed": -(-size // 10_000)}  # 9 leaves, layers stacked
     assert found["gradients"].calls == expected_calls[gradient_sync]
     assert found["gradients"].bytes == size
     assert found["gradients"].wire_bytes == pytest.approx(2 * 3 / 4 * size, abs=found["gradients"].calls)
-    assert (found["metrics"].calls, found["metrics"].bytes) == (1, 4)
+    assert (found["loss"].calls, found["loss"].bytes) == (1, 4)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.placement import LAYER, one_layer, place, split_axes
+from compare.contract.axes import LAYER
+from jaxpar.placement import one_layer, place, split_axes
 
 SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
 AXES = ("vocab", "embed", "heads", "mlp", "position")

@@ -114,7 +114,7 @@ def test_record_of_four_devices_against_one(tmp_path, cache_dir, longer):
     assert (reference.ledger, reference.manifest.gradient_sync) == ([], "none")
     gradients, loss = record.ledger
     assert (gradients.purpose, gradients.bytes) == ("gradients", 8 * parameter_count(longer.model))
-    assert (loss.purpose, loss.calls) == ("metrics", 1)
+    assert (loss.purpose, loss.calls) == ("loss", 1)
     assert record.manifest.gradient_sync == "bucketed"
     assert len(record.manifest.peak_memory_bytes) == record.manifest.devices == 4
     assert record.manifest.peak_memory_bytes[0] > 3 * 8 * parameter_count(longer.model)  # weights, m, v

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from compare.contract.communication import Communication
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
-from compare.contract.record import Communication
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant
@@ -38,10 +38,9 @@ class Outcome(NamedTuple):
     """As they are placed."""
 
 
-@cache
-def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fault: str = "") -> Outcome:
-    """Train in float64, with clipping that bites and every step at the full rate."""
-    spec = Experiment(
+def experiment_of(layout: Layout, *, model: Model, batch_size: int) -> Experiment:
+    """What `two_steps` trains."""
+    return Experiment(
         model=model,
         data=Data(source="synthetic"),
         optimizer=Optimizer(warmup_iters=0, grad_clip=0.1),
@@ -49,6 +48,12 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
         precision=Precision(dtype="float64"),
         layout=layout,
     )
+
+
+@cache
+def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fault: str = "") -> Outcome:
+    """Train in float64, with clipping that bites and every step at the full rate."""
+    spec = experiment_of(layout, model=model, batch_size=batch_size)
     mesh = make_mesh(layout, platform="cpu")
     with plant(fault, engine=engine, layout=layout):
         plan, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout, engine=engine))

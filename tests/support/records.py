@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from compare.contract.communication import Communication
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
@@ -11,7 +12,6 @@ from compare.contract.optimizer import global_norm, moment_names
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count
 from compare.contract.record import (
     REQUEST,
-    Communication,
     Manifest,
     Record,
     Recorder,

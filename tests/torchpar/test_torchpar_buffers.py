@@ -9,8 +9,9 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from compare.contract.communication import BUFFERS
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import BUFFERS, Call, Traffic
+from torchpar.comm.counter import Call, Traffic
 from torchpar.manual.any_module.buffers import broadcast_buffers
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP

@@ -8,7 +8,8 @@ import torch
 from modules import normal
 from ranks import RANKS, axis, on_ranks
 
-from compare.contract.experiment import Model
+from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
+from compare.judge.closed_forms import communication as closed_form
 from torchpar.comm.counter import Call
 from torchpar.manual.megatron import mappings
 from torchpar.manual.tensor_parallel import (
@@ -87,22 +88,27 @@ def test_the_oracle_would_see_mistakes(rank: int) -> None:
 
 @on_ranks
 def test_ledger_is_the_closed_form(rank: int) -> None:
-    layers, stream = CONFIG.n_layer, 2 * 8 * CONFIG.n_embd * 8  # bytes of (B, T, C) in float64
-    parts = 3 * RANKS * 2 * 8 * 8  # maximum, sum and target logit of every token and rank
+    layers = CONFIG.n_layer
     for sequence_parallel in (False, True):
         model, line = make_gpt(), axis()
         tp = split_layers(model, line, sequence_parallel=sequence_parallel)
         line.traffic.clear()
         model(*batch())[1].backward()
         plan_of(model, tp).finish_gradient_synchronization()
-        calls = line.traffic.calls
+        calls, sent = line.traffic.calls, line.traffic.bytes
+        experiment = Experiment(
+            model=CONFIG,
+            train=Train(batch_size=2),
+            precision=Precision(dtype="float64"),
+            layout=Layout(tp=RANKS, sequence_parallel=sequence_parallel, remat="none"),
+        )
+        expected = closed_form.tensor_parallel("torch-manual", experiment)
+        assert sent == {Call(kind, "world", purpose): size for (kind, _, purpose), size in expected.items()}
         assert calls[Call("all_gather", "world", "loss")] == 1
-        assert line.traffic.bytes[Call("all_gather", "world", "loss")] == parts
         reduces, gathers = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce", None)
         for purpose in ("activations", "activation gradients"):
             # 2 a layer; forward also the embedding, backward also the head
             assert calls[Call(reduces, "world", purpose)] == 2 * layers + 1
-            assert line.traffic.bytes[Call(reduces, "world", purpose)] == (2 * layers + 1) * stream
             if gathers:
                 assert calls[Call(gathers, "world", purpose)] == 2 * layers + 1
         assert calls[Call("all_reduce", "world", "replicated gradients")] == int(sequence_parallel)

@@ -5,16 +5,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from compare.contract.record import Communication, ring_wire_bytes
-
-# The purposes there are.
-PARAMETERS, GRADIENTS = "parameters", "gradients"
-ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "activation gradients"
-REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts of the data
-TIED_GRADIENTS = "tied gradients"  # of the two copies of a weight on the ends of a pipeline
-BUFFERS = "buffers"  # such as BatchNorm's statistics
-LOSS, NORM, UNUSED = "loss", "norm", "unused parameters"
-REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
+from compare.contract.communication import Communication, ring_wire_bytes
 
 
 class Call(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compare.contract.axes import AXES, BATCH, DP_SHARD, joined
 from compare.contract.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Traffic
@@ -40,7 +41,7 @@ class Mesh:
     @property
     def axes(self) -> list[Axis]:
         """Those along which a step communicates, each once."""
-        return list(dict.fromkeys((self.pp, self.dp_replicate, self.dp_shard, self.tp, self.data)))
+        return list(dict.fromkeys((*(getattr(self, name) for name in AXES), self.data)))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -58,8 +59,8 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
     """
     traffic, sizes = Traffic(), layout.axes
     axes = {name: _make_axis((name,), sizes, rank, traffic) for name in sizes}
-    real = [name for name in ("dp_replicate", "dp_shard") if sizes[name] > 1]
-    data = _make_axis(tuple(real), sizes, rank, traffic) if len(real) == 2 else axes[(*real, "dp_shard")[0]]
+    real = [name for name in BATCH if sizes[name] > 1]
+    data = _make_axis(tuple(real), sizes, rank, traffic) if len(real) > 1 else axes[(*real, DP_SHARD)[0]]
     world = _make_axis(tuple(sizes), sizes, rank, traffic)
     return Mesh(**axes, data=data, world=world, device=device, traffic=traffic)
 
@@ -72,4 +73,4 @@ def _make_axis(names: tuple[str, ...], sizes: Mapping[str, int], rank: int, traf
     lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, size).tolist()
     mine = next(line for line in lines if rank in line)
     group = make_group(lines) if size > 1 else None
-    return Axis("+".join(names), size=size, rank=mine.index(rank), group=group, traffic=traffic)
+    return Axis(joined(*names), size=size, rank=mine.index(rank), group=group, traffic=traffic)

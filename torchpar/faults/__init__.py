@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from compare.contract.axes import BATCH, DP_SHARD, TP
 from compare.contract.experiment import ExperimentError, Layout
 from torchpar import library, optimizer, train, weights
 from torchpar.comm.collectives import Axis
@@ -167,7 +168,7 @@ def _norm_counts_replicas_twice(engine: str) -> AbstractContextManager:
 
     def wrong(*args: Any, **options: Any) -> Run:
         run = set_up(*args, **options)
-        axes = (run.mesh.dp_replicate, run.mesh.dp_shard, run.mesh.tp)
+        axes = [getattr(run.mesh, name) for name in (*BATCH, TP)]
         everywhere = tuple(axis for axis in axes if axis.size > 1)
         run.plan = replace(run.plan, sharded_over=lambda name: everywhere)
         return run
@@ -181,7 +182,7 @@ def _wrong_optimizer_shard(engine: str) -> AbstractContextManager:
 
     def wrong(parameters: Mapping[str, nn.Parameter], sharded_over: Callable, **options: Any) -> torch.Tensor:
         norm = norm_of(parameters, sharded_over, **options)
-        axis = next(a for name in parameters for a in sharded_over(name) if a.name == "dp_shard")
+        axis = next(a for name in parameters for a in sharded_over(name) if a.name == DP_SHARD)
         mine = [local(p.grad).view(-1) for p in parameters.values() if p.grad is not None]
         shards = axis.all_gather_objects(torch.cat(mine))
         theirs, start = shards[(axis.rank + 1) % axis.size], 0

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compare.contract.axes import BATCH, DP_SHARD, TP
+from compare.contract.communication import RECORD
 from compare.contract.experiment import Layout
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import RECORD
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
 from torchpar.library.data_parallel import synchronize_gradients
@@ -34,7 +35,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     devices = make_device_mesh(mesh) if mesh.tp.size > 1 or layout.zero > 1 else None
     if mesh.tp.size > 1:
         assert devices is not None
-        split_layers(model, devices["tp"], sequence_parallel=layout.sequence_parallel)
+        split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
     stages = cut_each(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else {}
     models = list(stages.values()) or [model]
@@ -76,7 +77,7 @@ def _distributed(
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
     skip_sync = nullcontext
     if mesh.data.size > 1:
-        data = ("dp_replicate", "dp_shard") if mesh.dp_replicate.size > 1 else "dp_shard"
+        data = BATCH if mesh.dp_replicate.size > 1 else DP_SHARD
         reshards = layout.zero == 3 and layout.reshard_after_forward
         for model in models:
             shard_parameters(model, devices[data], reshard_after_forward=reshards)

@@ -6,14 +6,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from compare.contract.axes import AXES
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import Named
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """A mesh of (pp, dp_replicate, dp_shard, tp), to be cut by name: `devices["dp_shard"]`."""
-    axes = [mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp]
+    """A mesh of all axes, to be cut by name: `devices[DP_SHARD]`."""
+    axes = [getattr(mesh, name) for name in AXES]
     # An axis of one rank has no group, but a DeviceMesh wants one.
     alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)

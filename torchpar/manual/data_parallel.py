@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from compare.contract.communication import GRADIENTS, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import GRADIENTS, REPLICATE
 from torchpar.manual.any_module.agreement import agree_on_use
 from torchpar.manual.any_module.buffers import Buffers
 from torchpar.manual.any_module.replicated import ReplicatedParameters

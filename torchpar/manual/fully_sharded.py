@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import GRADIENTS, PARAMETERS, RECORD, REPLICATE
 from torchpar.manual.any_module.buffers import Buffers
 from torchpar.manual.any_module.claims import require_unclaimed
 from torchpar.manual.any_module.untraced import untraced

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from compare.contract.communication import ACTIVATIONS, LOSS
 from compare.contract.schedule_simulator import check_complete
 from compare.contract.schedules import Kind, Schedule
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import ACTIVATIONS, LOSS
 from torchpar.comm.handles import Work
 from torchpar.manual.pipeline.instructions import (
     Backward,

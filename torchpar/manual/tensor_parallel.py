@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from compare.contract.communication import REPLICATED_GRADIENTS
 from compare.contract.parameters import QKV
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import REPLICATED_GRADIENTS
 from torchpar.manual.megatron.mappings import (
     SEQUENCE_DIM,
     all_gather_to_region,

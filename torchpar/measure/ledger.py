@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compare.contract.record import Communication
+from compare.contract.axes import DP_SHARD, PP, TP
+from compare.contract.communication import ACTIVATIONS, ACTIVATIONS_AND_GRADIENTS, PARAMETERS, Communication
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call, Traffic
 
@@ -36,14 +37,15 @@ _KINDS = {
     "scatter": "scatter",
     "send": "permute",
 }
-# What PyTorch's wrappers use a collective for, where that is not to reduce gradients.
+# What PyTorch's wrappers use a collective for, where that is not to reduce gradients: inferred. Along tp
+# backward calls the same operators as forward, so that gradients of activations count as activations.
 _WRAPPERS = {
-    ("dp_shard", "all_gather"): "parameters",
-    ("dp_shard", "broadcast"): "parameters",
-    ("pp", "permute"): "activations and their gradients",
-    ("tp", "all_gather"): "activations",
-    ("tp", "all_reduce"): "activations",
-    ("tp", "reduce_scatter"): "activations",
+    (DP_SHARD, "all_gather"): PARAMETERS,
+    (DP_SHARD, "broadcast"): PARAMETERS,
+    (PP, "permute"): ACTIVATIONS_AND_GRADIENTS,
+    (TP, "all_gather"): ACTIVATIONS,
+    (TP, "all_reduce"): ACTIVATIONS,
+    (TP, "reduce_scatter"): ACTIVATIONS,
 }
 _IGNORED = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 

@@ -12,13 +12,13 @@ every device of tp repeats.
 
 from collections.abc import Iterable, Mapping
 
+from compare.contract.axes import SHARDED_FROM, SPLIT, TP
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, Layout
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 
 KINDS = ("parameters", "gradients", "optimizer")
-SPLIT_BY_TP = frozenset({"heads", "mlp", "vocab"})
 TOLERANCE = 0.05
 """Of a device's bytes: padding, scalars such as Adam's step, and shards that cannot all be equal."""
 
@@ -32,12 +32,12 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = {"parameters": ENGINES[engine].shards_parameters_from, "gradients": 2, "optimizer": 1}
+    split_from = SHARDED_FROM | {"parameters": ENGINES[engine].shards_parameters_from}
     return {
         kind: [
             itemsize
             * copies[kind]
-            * _elements(engine, experiment, stage=device * layout.pp // layout.devices)
+            * elements_of_stage(engine, experiment, stage=device * layout.pp // layout.devices)
             / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
             for device in range(layout.devices)
         ]
@@ -62,7 +62,7 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
     return worst
 
 
-def _elements(engine: str, experiment: Experiment, *, stage: int) -> float:
+def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
     """Parameters of one rank of a pipeline that are on one device of tp. All blocks are equal."""
     layout, model = experiment.layout, experiment.model
     (token, position), final_norm = end_parameters(model)
@@ -72,7 +72,15 @@ def _elements(engine: str, experiment: Experiment, *, stage: int) -> float:
     held += [position] if first else []
     held += final_norm if last else []
 
-    def on_one_of_tp(parameters: Iterable[Parameter]) -> float:
-        return sum(p.size / (layout.tp if SPLIT_BY_TP & set(p.axes) else 1) for p in parameters)
+    blocks = model.n_layer // layout.pp * on_one_of_tp(block_parameters(model, 0), layout)
+    return on_one_of_tp(held, layout) + blocks
 
-    return on_one_of_tp(held) + model.n_layer // layout.pp * on_one_of_tp(block_parameters(model, 0))
+
+def on_one_of_tp(parameters: Iterable[Parameter], layout: Layout) -> float:
+    """Elements of these parameters on one device of tp: its part of those that are split, and all others."""
+    return sum(p.size / (layout.tp if is_split_by_tp(p) else 1) for p in parameters)
+
+
+def is_split_by_tp(parameter: Parameter) -> bool:
+    """Whether tensor parallelism splits it, or every device of tp has all of it."""
+    return TP in map(SPLIT.get, parameter.axes)

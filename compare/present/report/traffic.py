@@ -1,6 +1,6 @@
 """What the cases communicate in a step, side by side."""
 
-from compare.contract.record import Communication
+from compare.contract.communication import Communication
 from compare.judge.costs import Cost
 from compare.present.report.tables import NONE, Row, Table, Text
 from compare.terminal.units import human_bytes

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from compare.contract.communication import UNUSED
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import UNUSED
 
 
 def agree_on_use(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from compare.contract.communication import BUFFERS
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.counter import BUFFERS
 
 
 def broadcast_buffers(module: nn.Module, group: Axis | ProcessGroup | None = None) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compare.contract.communication import REPLICATE
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import REPLICATE
 from torchpar.manual.any_module.claims import claim, require_unclaimed
 
 

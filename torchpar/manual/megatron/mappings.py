@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS
 from torchpar.manual.any_module.untraced import untraced
 
 _Movement = Callable[[torch.Tensor, Axis, str], torch.Tensor]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import RECORD
 from torchpar.manual.megatron.mappings import gather_parts
 
 

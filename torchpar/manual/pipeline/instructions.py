@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.contract.schedule_simulator import Action, with_communication
 from compare.contract.schedules import Kind, Schedule, Task
-from torchpar.comm.counter import ACTIVATION_GRADIENTS, ACTIVATIONS
 
 
 class Message(NamedTuple):

@@ -1,0 +1,55 @@
+"""The axes of the mesh, declared once: their names and order, what each splits, and who shares a batch.
+
+    axis           what its devices split                        rows of a batch
+    pp             the layers                                    the same
+    dp_replicate   nothing: each has a replica                   its own
+    dp_shard       a replica's state, as far as ZeRO says        its own
+    tp             heads, MLP and vocabulary of each layer       the same
+
+A loss, and a gradient, is a mean over the axes whose devices have rows of their own. Along the others devices
+work on one batch together: what they have of a gradient is whole, or a part of a sum.
+"""
+
+from msgspec import Struct
+
+PP, DP_REPLICATE, DP_SHARD, TP = "pp", "dp_replicate", "dp_shard", "tp"
+LAYER = "layer"
+"""The logical axis of stacked layers."""
+
+
+class MeshAxis(Struct, frozen=True, kw_only=True):
+    """One axis of the mesh."""
+
+    name: str
+    """As its degree is called in `Layout`."""
+    splits: tuple[str, ...] = ()
+    """Logical axes of parameters: a tensor that has one of them is split along it."""
+    splits_batch: bool = False
+    """Its devices have rows of their own of each batch; loss and gradients are means over it."""
+
+
+# tp talks most, so that it is innermost: its devices are neighbours.
+MESH_AXES = (
+    MeshAxis(name=PP, splits=(LAYER,)),
+    MeshAxis(name=DP_REPLICATE, splits_batch=True),
+    MeshAxis(name=DP_SHARD, splits_batch=True),
+    MeshAxis(name=TP, splits=("heads", "mlp", "vocab")),
+)
+"""All of them, outermost first."""
+
+AXES = tuple(axis.name for axis in MESH_AXES)
+"""Their names, outermost first."""
+
+BATCH = tuple(axis.name for axis in MESH_AXES if axis.splits_batch)
+"""Axes whose devices have rows of their own, outermost first: those of the mean over a batch."""
+
+SPLIT = {logical: axis.name for axis in MESH_AXES for logical in axis.splits}
+"""Logical axis of a parameter -> the mesh axis that splits it."""
+
+SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}
+"""What dp_shard splits besides the batch: each of these from that ZeRO stage on."""
+
+
+def joined(*names: str) -> str:
+    """The name of several axes as one, for what runs along all of them together."""
+    return "+".join(names)

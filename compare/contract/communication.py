@@ -1,0 +1,78 @@
+"""What devices send each other in a step: the entries of a ledger, the purposes they have, and a ring's cost.
+
+Both sides name purposes with the constants below, and nothing else. Engines that write their collectives say
+at each what it is for. Where XLA or a wrapper of PyTorch put a collective there is nobody to ask: there the
+purpose is inferred from its kind, axis and size, by the rules in `jaxpar/measure/ledger.py` and
+`torchpar/measure/ledger.py`.
+"""
+
+from msgspec import Struct
+
+PARAMETERS = "parameters"  # gathered from the devices that share them out
+GRADIENTS = "gradients"
+REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts of the data
+TIED_GRADIENTS = "tied gradients"  # of the copies of a weight on the two ends of a pipeline
+ACTIVATIONS = "activations"
+ACTIVATION_GRADIENTS = "activation gradients"
+BUFFERS = "buffers"  # such as BatchNorm's statistics
+LOSS, NORM = "loss", "norm"
+UNUSED = "unused parameters"  # which of them some device used
+REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
+
+# Only ever inferred, where what tells two purposes apart cannot be seen.
+METRICS = "metrics"  # a scalar: of the loss or of the norm
+ACTIVATIONS_AND_GRADIENTS = "activations and their gradients"  # a message between stages, either way
+
+SAID = (
+    PARAMETERS,
+    GRADIENTS,
+    REPLICATED_GRADIENTS,
+    TIED_GRADIENTS,
+    ACTIVATIONS,
+    ACTIVATION_GRADIENTS,
+    BUFFERS,
+    LOSS,
+    NORM,
+    UNUSED,
+    REPLICATE,
+    RECORD,
+)
+"""Purposes that a collective can be given."""
+
+INFERRED = (METRICS, ACTIVATIONS_AND_GRADIENTS)
+"""Purposes that only a guess has."""
+
+OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
+"""What the derivative of a collective is for: the transpose of a gather of parameters scatters gradients."""
+
+
+class Communication(Struct, frozen=True, kw_only=True):
+    """One kind of collective along one mesh axis in one steady step, summed over its calls, per device."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, ..."""
+    axis: str
+    """The mesh axis it runs along; several that it runs along together are joined by +."""
+    calls: int
+    bytes: int
+    """Logical bytes: the size of the full (gathered) tensor, summed over the calls."""
+    wire_bytes: int
+    """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
+    purpose: str = ""
+    """What it is for: one of the purposes above."""
+
+
+def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
+    """Bytes that one of `group_size` devices sends on a ring for a collective over `full_bytes`.
+
+    `full_bytes` is the size of the gathered tensor. Rounded down to whole bytes. Source: Thakur et al.,
+    "Optimization of collective communication operations in MPICH", and nccl-tests' conventions.
+    """
+    n = group_size
+    if n == 1:
+        return 0
+    if kind == "all_reduce":
+        return 2 * (n - 1) * full_bytes // n
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (n - 1) * full_bytes // n
+    return full_bytes  # broadcast, send, permute

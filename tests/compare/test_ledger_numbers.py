@@ -1,0 +1,63 @@
+"""What each engine sends in a step of each layout, number by number: calls, bytes and bytes on the wire.
+
+`ledger_numbers.json` has a row for each collective and axis, purposes added up. A change that sends something
+else shows here, and nowhere else if it computes the same. Where the numbers change on purpose, replace the
+rows with those that the failed assertion shows, and say why in the commit.
+"""
+
+import importlib.metadata
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from compare.contract.communication import Communication
+from compare.contract.record import LEDGER, read_json
+from compare.studies.presets import PRESETS
+
+NUMBERS = json.loads(Path(__file__).with_suffix(".json").with_stem("ledger_numbers").read_text())
+DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
+THEIR_OWN_CHOICE = {"jax-compiler": "jax", "torch-library": "torch"}
+"""Engines whose collectives another version of a package may choose otherwise, and that package."""
+
+Rows = list[list[str | int]]
+
+
+def recorded(preset: str) -> dict[str, Rows]:
+    """Rows (kind, axis, calls, bytes, wire bytes) by engine."""
+    rows: dict[str, Rows] = defaultdict(list)
+    for name, engine, *numbers in NUMBERS["ledgers"]:
+        if name == preset:
+            rows[engine].append(numbers)
+    return rows
+
+
+def rows_of(ledger: list[Communication]) -> Rows:
+    """The same rows of a ledger."""
+    rows: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for entry in ledger:
+        row = rows[entry.kind, entry.axis]
+        row[:] = [row[0] + entry.calls, row[1] + entry.bytes, row[2] + entry.wire_bytes]
+    return [[*key, *row] for key, row in sorted(rows.items())]
+
+
+@pytest.mark.parametrize("preset", DEVICES)
+def test_ledgers_are_those_recorded(preset, shardpair):
+    done = shardpair(
+        "run", "check", "--preset", preset, "--devices", str(DEVICES[preset]), "--no-ladder", "--run_dir",
+        "run", "--train.max_iters", "3", "--model.n_layer", "2", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = recorded(preset)
+    folders = {path.parent.name: path for path in (shardpair.folder / "run").glob(f"*/{LEDGER}")}
+    assert folders.keys() == expected.keys()
+    found = {engine: rows_of(read_json(path, list[Communication])) for engine, path in folders.items()}
+    for engine, package in THEIR_OWN_CHOICE.items():
+        if engine in found and importlib.metadata.version(package) != NUMBERS["versions"][package]:
+            assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}
+    assert found == expected
+
+
+def test_every_strategy_has_numbers():
+    assert {name for name, *_ in NUMBERS["ledgers"]} == DEVICES.keys() <= PRESETS.keys()
