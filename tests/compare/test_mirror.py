@@ -10,7 +10,7 @@ from compare.commands.mirror import FOLDERS, STRATEGIES, lessons_of, lines_of_co
 FILES = {
     "__init__.py": "from side.engine import data_parallel, fully_sharded, tensor_parallel, pipeline_parallel",
     "data_parallel.py": "from side.engine.buckets import Bucket\nimport side.engine.shared",
-    "fully_sharded.py": "from side.engine.zero import units\nimport side.engine.shared\nimport side.comm.door",
+    "fully_sharded.py": "from side.engine.zero import units\nimport side.engine.shared\nimport side.comm",
     "tensor_parallel.py": "import numpy",
     "pipeline_parallel.py": "ONE = 1",
     "buckets.py": '"""Text."""\n\n# a comment\nONE = 1\nTWO = 2',
