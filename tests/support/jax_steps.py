@@ -17,10 +17,6 @@ from jaxpar.measure.usage import resident_bytes
 from jaxpar.remat import resolve_remat
 from jaxpar.train import compile_step, device_scalars, gradients_at_rest, prepare
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 ACCUMULATION = 2
 
 
