@@ -45,7 +45,7 @@ def commands() -> str:
     """Every command, with the first sentence of its help."""
     rows = []
     for word, command in COMMANDS.items():
-        first, *_ = inspect.getdoc(command).split("\n\n")
+        first, *_ = (inspect.getdoc(command) or "").split("\n\n")
         rows.append((f"`shardpair {word}`", " ".join(first.split()).rstrip(".")))
     return markdown(["command", "what it does"], rows, numbers_from=2)
 
