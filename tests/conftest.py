@@ -23,7 +23,9 @@ CACHING = {"run", "check", "faults", "matrix", "golden"}  # commands that take -
 FAILED = pytest.StashKey[bool]()
 SLOW_FIXTURES = {"shardpair", "ranks"}
 SLOW = {
+    "test_api",
     "test_folder",
+    "test_golden",
     "test_harness_faults",
     "test_jaxpar_any_model",
     "test_jaxpar_compiler_pipeline",
