@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format check faults matrix mirror clean
+.PHONY: help demo test test-fast lint format check faults matrix mirror measure docs clean
 
 help:  ## what there is to make
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report
 
 test: $(READY)  ## every test, in about 25 minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: about a minute
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .
@@ -42,8 +45,14 @@ faults: $(READY)  ## plant every known mistake; the ladder must catch each at it
 matrix: $(READY)  ## every layout on every engine against one device; writes docs/parity.md
 	$(BIN)/shardpair matrix --output docs/parity.md
 
-mirror: $(READY)  ## lines of code of each strategy in each engine
+mirror: $(READY)  ## lines of code of each strategy in each engine, alone and with its helpers
 	$(BIN)/shardpair mirror
+
+measure: $(READY)  ## check, golden and faults anew, and their errors into docs/measured.json
+	$(BIN)/python docs/measured.py
+
+docs: $(READY)  ## write the generated numbers and tables into README.md and docs/*.md
+	$(BIN)/python docs/make_docs.py
 
 clean:  ## remove the environment and the results
 	rm -rf $(VENV) runs

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Union
 
 import tyro
 
@@ -34,6 +34,18 @@ from compare.studies.golden import EXPERIMENT as GOLDEN
 from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
+COMMANDS: dict[str, type] = {
+    "run": Run,
+    "check": Check,
+    "faults": Faults,
+    "matrix": Matrix,
+    "golden": Golden,
+    "list": List,
+    "report": Report,
+    "doctor": Doctor,
+    "schedule": Draw,
+    "mirror": Mirror,
+}
 DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
 FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -116,25 +128,33 @@ def _described(error: OSError) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    command, name = parse(arguments)
+    return command(load(name))
+
+
+def parse(arguments: list[str]) -> tuple[Any, str]:
+    """A command with its arguments, and the experiment that they override; nothing is started.
+
+    Raises:
+        ExperimentError: no such experiment, or one that is not given first.
+        SystemExit: an unknown command or flag, or --help.
+    """
     name = _experiment_name(arguments)
-    commands = (
-        Annotated[Run, tyro.conf.subcommand("run", default=defaults_for(Run, name))]
-        | Annotated[Check, tyro.conf.subcommand("check", default=defaults_for(Check, name))]
-        | Annotated[Faults, tyro.conf.subcommand("faults", default=defaults_for(Faults, name))]
-        | Annotated[Matrix, tyro.conf.subcommand("matrix", default=defaults_for(Matrix, name))]
-        | Annotated[Golden, tyro.conf.subcommand("golden", default=defaults_for(Golden, name))]
-        | Annotated[List, tyro.conf.subcommand("list")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-        | Annotated[Draw, tyro.conf.subcommand("schedule")]
-        | Annotated[Mirror, tyro.conf.subcommand("mirror")]
-    )
+    commands: Any = Union[tuple(_subcommand(word, name) for word in COMMANDS)]  # noqa: UP007
     command = tyro.cli(
         commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True
     )
     if isinstance(command, Spec) and command.experiment != name:
         raise ExperimentError(_misplaced(arguments[0], command.experiment))
-    return command(load(name))
+    return command, name
+
+
+def _subcommand(word: str, name: str) -> object:
+    """One command for tyro, its arguments filled from the experiment `name` where it takes one."""
+    command: Any = COMMANDS[word]
+    if issubclass(command, Spec):
+        return Annotated[command, tyro.conf.subcommand(word, default=defaults_for(command, name))]
+    return Annotated[command, tyro.conf.subcommand(word)]
 
 
 def _misplaced(command: str, word: str) -> str:

@@ -21,10 +21,52 @@ quick_xla.use()
 
 CACHING = {"run", "check", "faults", "matrix", "golden"}  # commands that take --cache_dir
 FAILED = pytest.StashKey[bool]()
+SLOW_FIXTURES = {"shardpair", "ranks"}
+SLOW = {
+    "test_api",
+    "test_folder",
+    "test_golden",
+    "test_harness_faults",
+    "test_jaxpar_any_model",
+    "test_jaxpar_compiler_pipeline",
+    "test_jaxpar_data_parallel",
+    "test_jaxpar_layouts",
+    "test_jaxpar_ledger",
+    "test_jaxpar_model",
+    "test_jaxpar_optimizer",
+    "test_jaxpar_peak",
+    "test_jaxpar_pipeline",
+    "test_jaxpar_pipeline_gpt",
+    "test_jaxpar_run",
+    "test_own_weights",
+    "test_processes",
+    "test_progress",
+    "test_ranks",
+    "test_robustness",
+    "test_safe_path",
+    "test_source",
+    "test_standard_output",
+    "test_torchpar_compile",
+    "test_torchpar_double_backward",
+    "test_torchpar_examples",
+    "test_torchpar_launch",
+    "test_torchpar_run",
+    "test_torchpar_zero",
+    "test_torchrun",
+    "test_watching",
+}
+"""Files whose tests start processes or compile steps, beside those that use SLOW_FIXTURES."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `slow` what `make test-fast` leaves out."""
+    for item in items:
+        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from records import comparison_of
 from rich.markup import RE_TAGS
 from rich.style import Style
 from rich.table import Table
@@ -14,7 +15,6 @@ from rich.text import Text
 from compare.contract.experiment import Experiment
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
-from compare.judge.comparison import Comparison
 from compare.judge.ladder import RungResult, Verdict
 from compare.present.tables import print_outcome
 from compare.terminal import console
@@ -113,16 +113,9 @@ def verdict(candidate: str) -> Verdict:
 
 def test_outcome_with_hostile_names(capsys):
     """What `run --run_dir 'runs/[/x]'` and a message of gloo's were: a traceback after the training."""
-    comparison = Comparison(
-        command="run",
+    comparison = comparison_of(
+        Experiment(),
         name="[/name]",
-        experiment=Experiment(),
-        platform="cpu",
-        created_utc="",
-        machine="",
-        git_commit="",
-        git_dirty=False,
-        requests={},
         cases=["[/reference]", "[/case]"],
         verdicts=[verdict("[/case]")],
         failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},

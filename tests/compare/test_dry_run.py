@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from records import comparison_of
 from safetensors.numpy import save_file
 
 from compare.cli import main
@@ -12,7 +13,6 @@ from compare.contract.experiment import ExperimentError, Layout, load
 from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.comparison import Comparison
 from compare.studies import paired_run
 from compare.studies.fitting import fitting
 from compare.studies.paired_run import Case, engine_cases
@@ -135,18 +135,8 @@ def test_an_engine_that_was_asked_for_is_never_left_out(nothing_starts, capsys):
 
 def test_the_verdict_says_who_was_left_out():
     experiment = load("check")
-    comparison = Comparison(
-        command="run",
-        name="check",
-        experiment=experiment,
-        platform="cpu",
-        created_utc="",
-        machine="",
-        git_commit="",
-        git_dirty=False,
-        requests={},
-        cases=["torch-manual"],
-        left_out={"jax-compiler": "it has no such schedule"},
+    comparison = comparison_of(
+        experiment, cases=["torch-manual"], left_out={"jax-compiler": "it has no such schedule"}
     )
     assert comparison.sentence().endswith("; jax-compiler was left out (it has no such schedule)")
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from records import make_record, make_request, make_steps, tensors_of
+from records import comparison_of, make_record, make_request, make_steps, tensors_of
 
 from compare.cli import main
 from compare.contract.experiment import edited, parse
@@ -30,15 +30,12 @@ def make_comparison(
     for name in names:
         given = {"steps": steps, "tensors": tensors} if name == names[-1] else {}
         records[name] = make_record(folder / name, experiment, engine=name, **given)
-    planned = Comparison(
-        command="run",
+    planned = comparison_of(
+        experiment,
         name="<script>alert(1)</script>",
-        experiment=experiment,
-        platform="cpu",
         created_utc="2026-01-01T00:00:00+00:00",
         machine="a machine",
         git_commit="0123456789abcdef",
-        git_dirty=False,
         requests={name: record.request for name, record in records.items()}
         | {name: make_request(experiment, engine=name) for name in missing},
         failures={name: "<b>no</b> luck [/x]" for name in missing[:1]},

@@ -4,6 +4,7 @@ import shlex
 
 import msgspec
 import pytest
+from records import comparison_of
 
 from compare.cli import main
 from compare.commands import arguments
@@ -22,20 +23,13 @@ class Asked(Exception):
     """What a command would have run."""
 
 
-def comparison_of(
-    command: str, name: str, experiment: Experiment, cases: list[Case], folder, **more
-) -> Comparison:
+def planned(command: str, name: str, experiment: Experiment, cases: list[Case], folder, **more) -> Comparison:
     """A comparison as it is saved before anything runs; the data frozen as a run freezes them."""
     frozen = Data(source=str(folder / "stdlib.txt"))
-    return Comparison(
+    return comparison_of(
+        experiment,
         command=command,
         name=name,
-        experiment=experiment,
-        platform="cpu",
-        created_utc="",
-        machine="",
-        git_commit="",
-        git_dirty=False,
         requests={
             case.name: Request(
                 engine=case.engine,
@@ -99,7 +93,7 @@ def asked(monkeypatch, tmp_path):
 @pytest.mark.parametrize("made", [pipeline_run, half_a_check, unsharded_check, some_faults, a_study])
 def test_command_makes_the_same_cases_again(tmp_path, asked, made):
     command, name, experiment, cases = made()
-    comparison = comparison_of(command, name, experiment, cases, tmp_path)
+    comparison = planned(command, name, experiment, cases, tmp_path)
     again, _ = asked(repeat_command(comparison), experiment)
     data = Data(source="stdlib.txt")  # the run's own copy: another Python has another library
     assert again == [
@@ -110,7 +104,7 @@ def test_command_makes_the_same_cases_again(tmp_path, asked, made):
 
 def test_command_says_what_else_was_asked(tmp_path, asked):
     command, name, experiment, cases = pipeline_run()
-    comparison = comparison_of(command, name, experiment, cases, tmp_path, ladder=False)
+    comparison = planned(command, name, experiment, cases, tmp_path, ladder=False)
     _, ladder = asked(repeat_command(comparison), experiment)
     assert ladder is False
     on_gpus = msgspec.structs.replace(comparison, platform="gpu")
@@ -120,10 +114,10 @@ def test_command_says_what_else_was_asked(tmp_path, asked):
 def test_data_of_ones_own_keep_their_path(tmp_path):
     command, name, experiment, cases = pipeline_run()
     own = msgspec.structs.replace(experiment, data=Data(source="my data.txt"))
-    comparison = comparison_of(command, name, own, cases, tmp_path)
+    comparison = planned(command, name, own, cases, tmp_path)
     assert shlex.quote(str(tmp_path / "stdlib.txt")) in repeat_command(comparison)
     synthetic = msgspec.structs.replace(experiment, data=Data(source=str(tmp_path / "stdlib.txt")))
-    assert "--data.source" not in repeat_command(comparison_of(command, name, synthetic, cases, tmp_path))
+    assert "--data.source" not in repeat_command(planned(command, name, synthetic, cases, tmp_path))
 
 
 def test_cases_that_no_command_makes_have_none(tmp_path):
@@ -132,8 +126,8 @@ def test_cases_that_no_command_makes_have_none(tmp_path):
         *cases[:1],
         msgspec.structs.replace(cases[1], experiment=edited(experiment, {"train": {"seed": 1}})),
     ]
-    assert repeat_command(comparison_of(command, name, experiment, odd, tmp_path)) == ""
+    assert repeat_command(planned(command, name, experiment, odd, tmp_path)) == ""
     renamed = [*cases[:1], msgspec.structs.replace(cases[1], name="mine")]
-    assert repeat_command(comparison_of(command, name, experiment, renamed, tmp_path)) == ""
-    assert repeat_command(comparison_of("notebook", name, experiment, cases, tmp_path)) == ""
-    assert repeat_command(comparison_of("matrix", "matrix-of-mine", experiment, cases, tmp_path)) == ""
+    assert repeat_command(planned(command, name, experiment, renamed, tmp_path)) == ""
+    assert repeat_command(planned("notebook", name, experiment, cases, tmp_path)) == ""
+    assert repeat_command(planned("matrix", "matrix-of-mine", experiment, cases, tmp_path)) == ""

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from records import make_record
+from records import comparison_of, make_record
 
 from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, edited
@@ -61,19 +61,7 @@ def test_accumulated_passes_share_a_schedule_in_words_too(tiny):
 
 def compared(experiment: Experiment, costs: list[Cost]) -> Comparison:
     """A comparison with these costs, and nothing else that matters."""
-    return Comparison(
-        command="run",
-        name="test",
-        experiment=experiment,
-        platform="cpu",
-        created_utc="",
-        machine="",
-        git_commit="",
-        git_dirty=False,
-        requests={},
-        cases=["a", "b"],
-        costs=costs,
-    )
+    return comparison_of(experiment, cases=["a", "b"], costs=costs)
 
 
 def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):

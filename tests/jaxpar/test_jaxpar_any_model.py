@@ -20,10 +20,6 @@ from jaxpar.model import Dtypes, Embedding, Linear, cross_entropy
 from jaxpar.optimizer import make_optimizer, state_like
 from jaxpar.problem import Pieces, Problem
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 ENGINES = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}
 ZERO3, TP, BOTH = Layout(dp_shard=4, zero=3), Layout(tp=2), Layout(dp_shard=2, zero=3, tp=2)
 L, C, M, V, T = 3, 4, 8, 7, 6

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_steps import ACCUMULATION as A
 from jax_steps import size_of, two_steps, worst_errors
+from layouts import JAX_COMPILER_PIPELINES as LAYOUTS
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, Model
@@ -99,18 +100,6 @@ L, B, T, C = 4, 8, 10, 16
 MODEL = Model(n_layer=L, n_head=2, n_embd=C, block_size=T, vocab_size=257, bias=True)
 N = parameter_count(MODEL)
 ENDS = C * (257 + T + 2)  # embeddings and the last norm, which every stage has
-GPIPE = {"schedule": "gpipe", "microbatches": 4}
-LAYOUTS = {
-    "pp": Layout(pp=4, schedule="gpipe", microbatches=2, remat="none"),
-    "ddp_pp": Layout(pp=2, dp_replicate=2, **GPIPE, remat="full"),
-    "zero2_pp": Layout(pp=2, dp_shard=2, zero=2, **GPIPE),
-    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
-    "shard_grad_op_pp": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, **GPIPE),
-    "fsdp_interleaved": Layout(
-        pp=2, dp_shard=2, zero=3, schedule="interleaved", chunks=2, microbatches=2, remat="none"
-    ),
-    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
-}
 
 
 run = partial(two_steps, "jax-compiler", model=MODEL, batch_size=B)

@@ -21,10 +21,6 @@ from jaxpar.manual import data_parallel as by_hand
 from jaxpar.measure.ledger import communications
 from jaxpar.training_step import accumulated_gradients
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 AXIS, REPLICAS, ACCUMULATION, ROWS = "dp_replicate", 4, 3, 8
 
 

@@ -9,6 +9,7 @@ import jax_steps
 import pytest
 from jax_steps import ACCUMULATION as A
 from jax_steps import Outcome, size_of, two_steps, worst_errors
+from layouts import JAX as LAYOUTS
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout, Model
@@ -20,15 +21,6 @@ L = 3
 MODEL = Model(n_layer=L, n_head=2, n_embd=16, block_size=10, vocab_size=257, bias=True)
 N = parameter_count(MODEL)
 ENGINE_NAMES = [name for name, engine in ENGINES.items() if engine.side == "jaxpar"]
-LAYOUTS = {
-    "zero1": Layout(dp_shard=4, zero=1),
-    "zero2_tp": Layout(dp_shard=2, zero=2, tp=2),
-    "zero3": Layout(dp_shard=4, zero=3),
-    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3, remat="none"),
-    "tp_sp": Layout(tp=2, sequence_parallel=True, remat="none"),
-    "ddp_tp": Layout(dp_replicate=2, tp=2, remat="full"),
-    "fsdp_tp_sp": Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True),
-}
 
 
 run = partial(two_steps, model=MODEL, batch_size=4)

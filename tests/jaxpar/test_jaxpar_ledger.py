@@ -15,10 +15,6 @@ from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
 from jaxpar.train import compile_step, prepare
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 GRID = {"dp": 2, "tp": 2}
 CASES = {
     "listed groups along the last axis": (

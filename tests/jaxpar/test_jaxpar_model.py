@@ -12,10 +12,6 @@ from compare.contract.parameters import initial_parameters
 from jaxpar import weights
 from jaxpar.model import GPT, cross_entropy, make_loss
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 

@@ -14,10 +14,6 @@ from jaxpar import weights
 from jaxpar.optimizer import global_norm, make_optimizer, moments
 from jaxpar.train import device_scalars
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 TABLE = parameter_table(SPEC)
 STEPS = 5

@@ -4,16 +4,12 @@ The model is wide and reads next to nothing, so that activations are small besid
 a straight line: what grows with a layer, and what is there once.
 """
 
-import jax
 import pytest
 
 from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.parameters import parameter_table
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.train import compile_step, prepare
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
 
 SHARDS, DEPTHS = 4, (4, 12)
 ACTIVATIONS = 0.1
@@ -36,6 +32,7 @@ def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -
     return analysis.temp_size_in_bytes, layer
 
 
+@pytest.mark.usefixtures("without_x64")
 @pytest.mark.parametrize("engine", ["jax-compiler", "jax-manual"])
 def test_fully_sharded_holds_two_gathered_layers(engine):
     shallow, deep = DEPTHS

@@ -22,10 +22,6 @@ from jaxpar.manual.pipeline.ticks import lock_step
 from jaxpar.placement import place
 from jaxpar.problem import Pieces
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 M, B, WIDTH, HIDDEN, LAYERS = 8, 3, 5, 4, 8
 PUBLIC = ("mark_varying", "run_pipeline", "sum_tied_gradients")
 

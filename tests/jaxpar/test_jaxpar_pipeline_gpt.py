@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax_steps import ACCUMULATION as A
 from jax_steps import experiment_of, size_of, two_steps, worst_errors
+from layouts import JAX_MANUAL_PIPELINES as LAYOUTS
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout, Model
@@ -21,12 +22,6 @@ MODEL = Model(n_layer=L, n_head=2, n_embd=EMBED, block_size=10, vocab_size=257, 
 REST = EMBED * (257 + 10 + 2)
 """Numbers in what pp does not split: tokens, positions, the last norm."""
 BLOCKS = parameter_count(MODEL) - REST
-LAYOUTS = {
-    "zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
-    "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2),
-    "shard_grad_op": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2),
-    "fsdp_interleaved": Layout(pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2),
-}
 
 
 run = partial(two_steps, "jax-manual", model=MODEL, batch_size=8)

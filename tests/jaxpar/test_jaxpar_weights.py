@@ -10,10 +10,6 @@ from jaxpar import weights
 from jaxpar.faults import plant
 from jaxpar.model import make_loss
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 # More than ten layers: sorted as text, blocks.10 would come before blocks.2.
 SPEC = Model(n_layer=11, n_head=2, n_embd=8, block_size=6, vocab_size=11)
 BIASED = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)

@@ -18,10 +18,6 @@ from jaxpar.recording import gradients_at_rest
 from jaxpar.remat import resolve_remat
 from jaxpar.train import compile_step, device_scalars, prepare
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-
 ACCUMULATION = 2
 
 

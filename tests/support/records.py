@@ -1,6 +1,7 @@
 """Records made by hand: what an engine would leave, without running one."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,24 @@ from compare.contract.record import (
     read_record,
     write_json,
 )
+from compare.judge.comparison import Comparison
 
 CORPUS = "00"
+
+
+def comparison_of(experiment: Experiment, **given: Any) -> Comparison:
+    """A comparison of this experiment; fields that are not given say nothing."""
+    nothing: dict[str, Any] = {
+        "command": "run",
+        "name": "test",
+        "platform": "cpu",
+        "created_utc": "",
+        "machine": "",
+        "git_commit": "",
+        "git_dirty": False,
+        "requests": {},
+    }
+    return Comparison(experiment=experiment, **nothing | given)
 
 
 def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:

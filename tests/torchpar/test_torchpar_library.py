@@ -10,6 +10,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 import torch
+from layouts import TORCH_LIBRARY as LAYOUTS
 from ranks import CPU, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,19 +30,6 @@ from torchpar.parallel_model import Plan, local
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
 ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
 SGD = msgspec.structs.replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
-LAYOUTS = {
-    "zero1": Layout(dp_shard=4, zero=1),
-    "zero2": Layout(dp_shard=4, zero=2),
-    "zero3": Layout(dp_shard=4, zero=3, remat="full"),
-    "shard_grad_op": Layout(dp_shard=4, zero=3, reshard_after_forward=False),
-    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
-    "hybrid_zero1": Layout(dp_replicate=2, dp_shard=2, zero=1),
-    "tp": Layout(tp=4, remat="dots"),
-    "tp_sp": Layout(tp=4, sequence_parallel=True),
-    "ddp_tp": Layout(dp_replicate=2, tp=2),
-    "fsdp_tp": Layout(dp_shard=2, tp=2, zero=3),
-    "fsdp_tp_sp": Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True),
-}
 # Averages of partial means in another order; Adam divides a gradient by its own size, which shows a little.
 close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from forks import Done, run_torchpar
+from layouts import TORCH_ZERO as LAYOUTS
 from msgspec.structs import replace
 
 from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
@@ -26,15 +27,6 @@ EXPERIMENT = Experiment(
 SGD = replace(EXPERIMENT, optimizer=Optimizer(name="sgd", learning_rate=0.1, momentum=0.9, grad_clip=0.0))
 SINGLE = replace(EXPERIMENT, precision=Precision(dtype="float32"))
 BYTES = 8 * parameter_count(EXPERIMENT.model)
-LAYOUTS = {
-    "zero1": Layout(dp_shard=4, zero=1),
-    "zero2": Layout(dp_shard=4, zero=2),
-    "zero3": Layout(dp_shard=4, zero=3),
-    "zero3_remat": Layout(dp_shard=2, zero=3, remat="full"),
-    "shard_grad_op": Layout(dp_shard=2, zero=3, reshard_after_forward=False, remat="dots"),
-    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
-    "zero1_replicated": Layout(dp_replicate=2, dp_shard=2, zero=1),
-}
 
 
 def torchpar(folder: Path, experiment: Experiment, *, fault: str = "") -> Done:

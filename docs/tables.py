@@ -1,0 +1,219 @@
+"""The tables and numbers that the docs quote: from the code, from measured.json, or from parity.md."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from measured import Errors, Measured, read_measured
+
+from compare.cli import COMMANDS
+from compare.commands import list as names
+from compare.commands.mirror import FOLDERS, lengths, lessons
+from compare.commands.schedule import cost_of
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Layout
+from compare.contract.schedules import SCHEDULES, make_schedule
+from compare.judge.ladder import REQUEST, RUNGS
+from compare.judge.tolerances import TOLERANCES
+from compare.studies.faults import FAULTS
+from compare.studies.harness_faults import HARNESS_FAULTS
+from compare.studies.presets import PRESETS, preset_layout
+from compare.terminal.units import error_text
+
+PARITY = Path(__file__).parent / "parity.md"
+RANKS, MICROBATCHES, CHUNKS = 4, 8, 2  # of the schedules that are drawn in schedules.png
+QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
+"""Rungs whose errors the docs quote."""
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int = 1) -> str:
+    """A Markdown table; columns from `numbers_from` on stand to the right."""
+    align = ["---" if column < numbers_from else "---:" for column in range(len(header))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, align, *rows))
+
+
+def mirror() -> str:
+    """Lines of code of every strategy: its own file / with helpers."""
+    rows = ([f"`{name}.py`", *map(lengths, found.values())] for name, found in lessons().items())
+    return markdown(["", *(f"`{folder}`" for folder in FOLDERS.values())], rows)
+
+
+def commands() -> str:
+    """Every command, with the first sentence of its help."""
+    rows = []
+    for word, command in COMMANDS.items():
+        first, *_ = (inspect.getdoc(command) or "").split("\n\n")
+        rows.append((f"`shardpair {word}`", " ".join(first.split()).rstrip(".")))
+    return markdown(["command", "what it does"], rows, numbers_from=2)
+
+
+def experiments() -> str:
+    """Those that ship."""
+    facts = ("parameters", "steps", "dtype")
+    rows = []
+    for entry in names.experiments():
+        values = (entry.facts[fact] for fact in facts)
+        cells = (f"{value:,}" if isinstance(value, int) else value for value in values)
+        rows.append((f"`{entry.name}`", entry.story, *cells))
+    return markdown(["experiment", "what it is", *facts], rows, numbers_from=2)
+
+
+def presets() -> str:
+    """Layouts by name, and the fields that each sets on the devices that the matrix gives it."""
+    plain = msgspec.structs.asdict(Layout())
+    rows = []
+    for name, preset in PRESETS.items():
+        layout = msgspec.structs.asdict(preset_layout(Layout(), name, preset.devices))
+        fields = ", ".join(f"{key}={value}" for key, value in layout.items() if value != plain[key])
+        rows.append((f"`{name}`", preset.story, f"`{fields}`" if fields else ""))
+    return markdown(["preset", "what it is", "its layout in the matrix"], rows, numbers_from=3)
+
+
+def engines() -> str:
+    """What each engine offers."""
+    rows = [
+        (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
+        for e in ENGINES.values()
+    ]
+    header = ["engine", "gradient synchronisation", "pipeline schedules", "why no other"]
+    return markdown(header, rows, numbers_from=4)
+
+
+def schedules() -> str:
+    """What each schedule costs, in forwards of a microbatch through a rank."""
+    rows = []
+    for name in SCHEDULES:
+        chunks = CHUNKS if name == "interleaved" else 1
+        cost = cost_of(make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES, chunks=chunks))
+        held = ", ".join(map(str, cost.activations_held))
+        rows.append((f"`{name}`", f"{cost.makespan:g}", f"{cost.waiting:.1%}", held))
+    return markdown(["schedule", "makespan", "waiting", "activations held, by rank"], rows)
+
+
+def tolerances() -> str:
+    """The limit of every rung, by dtype."""
+    rows = ([rung, *(f"{TOLERANCES[dtype][rung].limit:g}" for dtype in TOLERANCES)] for rung in RUNGS)
+    return markdown(["rung", *TOLERANCES], rows)
+
+
+def worst(errors: Iterable[Errors], rung: str) -> str:
+    """The largest error on a rung, as text."""
+    found = [of_case[rung] for of_case in errors if rung in of_case]
+    return error_text(max(float("inf") if error is None else error for error in found))
+
+
+def check() -> str:
+    """Worst errors of `shardpair check`, beside their limits."""
+    studies = {dtype: _measured().studies[f"check_{dtype}"] for dtype in ("float64", "float32")}
+    rows = []
+    for rung in QUOTED:
+        cells = [rung]
+        for dtype, cases in studies.items():
+            cells += [worst(cases.values(), rung), f"{TOLERANCES[dtype][rung].limit:g}"]
+        rows.append(cells)
+    count = len(studies["float64"])
+    header = [f"worst of {count} cases", *(text for dtype in studies for text in (dtype, "limit"))]
+    return markdown(header, rows)
+
+
+def golden() -> str:
+    """Every engine's errors against nanoGPT."""
+    cases = _measured().studies["golden"]
+    rows = ([rung, *(worst([errors], rung) for errors in cases.values())] for rung in QUOTED)
+    return markdown(["worst error against nanoGPT", *(f"`{name}`" for name in cases)], rows)
+
+
+def caught() -> dict[str, list[float]]:
+    """Errors of every fault at its rung, an engine each."""
+    found: dict[str, list[float]] = {name: [] for name in FAULTS}
+    for case, errors in _measured().studies["faults"].items():
+        name = case.rpartition(".")[0]
+        error = errors[FAULTS[name].rung]
+        found[name].append(float("inf") if error is None else error)
+    return found
+
+
+def faults() -> str:
+    """Every planted fault, the rung that catches it, and the least error that any engine showed there."""
+    errors, rows = caught(), []
+    for fault in FAULTS.values():
+        able = [name for name in ENGINES if name not in fault.impossible_in]
+        among = "all" if not fault.impossible_in else ", ".join(able)
+        rows.append((f"`{fault.name}`", fault.story, fault.rung, error_text(min(errors[fault.name])), among))
+    header = ["planted fault", "what went wrong", "caught at", "least error", "engines"]
+    return markdown(header, rows, numbers_from=5)
+
+
+def harness_faults() -> str:
+    """Every record that is not what was asked for."""
+    rows = (
+        (f"`{fault.name}`", fault.description, "both" if fault.both else "one", fault.rung)
+        for fault in HARNESS_FAULTS.values()
+    )
+    return markdown(["damaged records", "what is wrong", "of", "caught at"], rows, numbers_from=4)
+
+
+def missed_without_request() -> str:
+    """Faults of the harness that only the first rung sees; another dtype shows between the two as well."""
+    return str(sum(fault.rung == REQUEST for fault in HARNESS_FAULTS.values()) - 1)
+
+
+def parity_count() -> str:
+    """How many cells of the matrix pass: `86 of 86`."""
+    found = re.search(r"^(\d+ of \d+) cells pass", PARITY.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, f"{PARITY} does not say how many cells pass"
+    return found[1]
+
+
+def parity() -> str:
+    """The worst errors of every engine over all its layouts."""
+    rows: list[list[str]] = []
+    engines: list[str] = []
+    for study in re.split(r"^## ", PARITY.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, *lines = study.splitlines()
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+        if not cells:
+            continue
+        engines, columns = cells[0][2:], list(zip(*cells[2:], strict=True))[2:]
+        if title == "What a device holds":
+            off = [re.findall(r"\(([+-][\d.]+)%\)", " ".join(column)) for column in columns]
+            worst_off = (max(abs(float(percent)) for percent in of) for of in off)
+            rows.append(["bytes at rest, off their closed form", *(f"{percent} %" for percent in worst_off)])
+            continue
+        errors = [re.findall(r"(\S+e-\d+) / (\S+e-\d+)", " ".join(column)) for column in columns]
+        if not rows:
+            rows.append(["layouts", *(str(len(of)) for of in errors)])
+        for index, what in enumerate(("gradients", "weights after 20 steps")):
+            worst_error = (max(float(pair[index]) for pair in of) for of in errors)
+            rows.append([f"{title}, {what}", *(f"{error:.0e}" for error in worst_error)])
+    return markdown(["worst error over all its layouts", *(f"`{name}`" for name in engines)], rows)
+
+
+@cache
+def _measured() -> Measured:
+    return read_measured()
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "mirror": mirror,
+    "commands": commands,
+    "experiments": experiments,
+    "presets": presets,
+    "engines": engines,
+    "schedules": schedules,
+    "tolerances": tolerances,
+    "check": check,
+    "golden": golden,
+    "faults": faults,
+    "faults-caught": lambda: str(sum(len(errors) for errors in caught().values())),
+    "faults-count": lambda: str(len(FAULTS)),
+    "harness-faults": harness_faults,
+    "harness-faults-count": lambda: str(len(HARNESS_FAULTS)),
+    "harness-faults-missed": missed_without_request,
+    "parity": parity,
+    "parity-count": parity_count,
+}
+"""What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

@@ -1,0 +1,103 @@
+"""README.md and docs: generated sections are current, commands and links exist, names are in the code."""
+
+import re
+import shlex
+from pathlib import Path
+
+import make_docs
+import pytest
+from measured import read_measured
+from tables import SECTIONS
+
+from compare.cli import COMMANDS, parse
+from compare.contract.engines.registry import ENGINES
+from compare.studies.faults import FAULTS
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in make_docs.PAGES}
+FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(shardpair [^`]+)`")
+LINK = re.compile(r"\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+PACKAGES = ("compare/contract", "jaxpar", "torchpar")
+
+
+def command_lines() -> list[str]:
+    """Every `shardpair ...` line of the pages, without what a shell makes of it."""
+    found = {}
+    for page in PAGES.values():
+        fenced = [line for block in FENCED.findall(page) for line in block.splitlines()]
+        for line in (*fenced, *INLINE.findall(page)):
+            if line.startswith("shardpair ") and not re.search(r"[&>]|--tyro", line):
+                found[line] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_generated_sections_are_current(page):
+    assert make_docs.renewed(PAGES[page]) == PAGES[page], f"{page} is stale: run make docs"
+
+
+def test_every_section_is_on_a_page():
+    used = {found["name"] for page in PAGES.values() for found in make_docs.MARKED.finditer(page)}
+    assert used == set(SECTIONS)
+
+
+def test_a_stale_number_is_noticed():
+    fresh = "There are <!-- generated: faults-count -->{}<!-- end --> faults."
+    count = SECTIONS["faults-count"]()
+    assert make_docs.renewed(fresh.format("7")) == fresh.format(count)
+    table = f"<!-- generated: commands -->\n{SECTIONS['commands']()}\n<!-- end -->"
+    assert make_docs.renewed("<!-- generated: commands -->\n<!-- end -->") == table
+    with pytest.raises(KeyError, match="nosuch"):
+        make_docs.renewed("<!-- generated: nosuch --><!-- end -->")
+
+
+def test_every_planted_fault_was_measured():
+    wanted = {f"{fault.name}.{name}" for fault in FAULTS.values() for name in ENGINES
+              if name not in fault.impossible_in}  # fmt: skip
+    assert set(read_measured().studies["faults"]) == wanted, "run make measure"
+
+
+def test_markers_are_closed():
+    for page, text in PAGES.items():
+        assert text.count("<!-- generated:") == len(make_docs.MARKED.findall(text)), page
+        assert text.count("<!-- end -->") == len(make_docs.MARKED.findall(text)), page
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_every_command_in_the_docs_is_one(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text("")
+    word, *others = shlex.split(line, comments=True)[1:]
+    if others in ([], ["--help"]):
+        assert word in (*COMMANDS, "--version")
+    else:
+        command, _ = parse([word, *others])
+        assert isinstance(command, COMMANDS[word])
+
+
+def test_there_are_commands_to_check():
+    assert len(command_lines()) > 15
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(PAGES[page]):
+        if "://" not in link:
+            assert ((ROOT / page).parent / link).exists(), link
+
+
+def test_names_in_the_glossary_are_in_the_code():
+    sources = [
+        "\n".join(path.read_text() for path in sorted((ROOT / package).rglob("*.py"))) for package in PACKAGES
+    ]
+    rows = [line.split("|")[1:-1] for line in PAGES["docs/glossary.md"].splitlines() if line.startswith("| ")]
+    assert len(rows) > 30
+    gone = [
+        f"{row[0].strip()}: {name} is not in {package}"
+        for row in rows
+        for package, source, cell in zip(PACKAGES, sources, row[2:], strict=True)
+        for name in re.findall(r"`([^`]+)`", cell)
+        if row[0].strip() != "word" and not re.search(rf"\b{re.escape(name)}\b", source)
+    ]
+    assert gone == []

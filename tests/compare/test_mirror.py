@@ -1,0 +1,74 @@
+"""`shardpair mirror`: lines of code of each lesson, alone and with the helpers that it alone uses."""
+
+import json
+
+import pytest
+
+from compare.cli import main
+from compare.commands.mirror import FOLDERS, STRATEGIES, lessons_of, lines_of_code
+
+FILES = {
+    "__init__.py": "from side.engine import data_parallel, fully_sharded, tensor_parallel, pipeline_parallel",
+    "data_parallel.py": "from side.engine.buckets import Bucket\nimport side.engine.shared",
+    "fully_sharded.py": "from side.engine.zero import units\nimport side.engine.shared\nimport side.comm",
+    "tensor_parallel.py": "import numpy",
+    "pipeline_parallel.py": "ONE = 1",
+    "buckets.py": '"""Text."""\n\n# a comment\nONE = 1\nTWO = 2',
+    "shared.py": "ONE = 1",
+    "optimizer.py": "from side.engine.zero.layout import ONE\nimport side.engine.shared",
+    "runner.py": "from side.engine.pipeline_parallel import ONE",
+    "norm.py": "from side.engine.buckets import Bucket\nfrom side.engine.zero.layout import ONE",
+    "alone.py": "ONE = 1",
+    "zero/__init__.py": "",
+    "zero/units.py": "def units():\n    from side.engine.zero.layout import ONE",
+    "zero/layout.py": "ONE = 1",
+}
+
+
+@pytest.fixture
+def engine(tmp_path):
+    for name, source in {f"engine/{name}": source for name, source in FILES.items()}.items():
+        path = tmp_path / "side" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return tmp_path / "side" / "engine"
+
+
+def test_helpers_are_what_one_strategy_alone_uses(engine):
+    """Not `shared`, which two strategies use, `norm`, which belongs to two, and `alone`, to none."""
+    lessons = lessons_of(engine)
+    assert {name: lesson.helpers for name, lesson in lessons.items()} == {
+        "data_parallel": ["buckets.py"],
+        "fully_sharded": ["optimizer.py", "zero/layout.py", "zero/units.py"],
+        "tensor_parallel": [],
+        "pipeline_parallel": ["runner.py"],
+    }
+    assert {name: (lesson.code, lesson.with_helpers, lesson.lines) for name, lesson in lessons.items()} == {
+        "data_parallel": (2, 4, 2),
+        "fully_sharded": (3, 8, 3),
+        "tensor_parallel": (1, 1, 1),
+        "pipeline_parallel": (1, 2, 1),
+    }
+
+
+def test_lines_of_code_are_neither_blank_nor_comment_nor_docstring():
+    source = '"""Text.\n\nMore."""\n\n# why\ndef f():\n    """Text."""\n    return """two\nlines"""  # end\n'
+    assert lines_of_code(source) == 3
+
+
+def test_every_engine_has_every_lesson_as_json(capsys):
+    assert main(["mirror", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert list(counts) == list(STRATEGIES)
+    for by_folder in counts.values():
+        assert list(by_folder) == list(FOLDERS.values())
+        for lesson in by_folder.values():
+            assert 0 < lesson["code"] <= lesson["with_helpers"]
+            assert lesson["code"] < lesson["lines"]
+    assert counts["data_parallel"]["torchpar/manual"]["helpers"]
+
+
+def test_table(capsys):
+    assert main(["mirror"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{strategy}.py" in printed for strategy in STRATEGIES)

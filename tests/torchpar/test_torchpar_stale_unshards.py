@@ -1,0 +1,65 @@
+"""The unsharded weights are those that the optimizer made.
+
+Each of these loops trained something else, or nothing, without a word. On four gloo ranks.
+"""
+
+from functools import partial
+
+import pytest
+from loops import OPTIMIZERS, UNITS, AdamW, assert_same_weights, close, each_way, finish
+from modules import Odd, ids, normal, share, stack
+from ranks import on_ranks
+from torch import nn
+
+from torchpar.manual.fully_sharded import FSDP
+
+
+@each_way
+@pytest.mark.parametrize("units", UNITS)
+@on_ranks
+def test_a_forward_before_the_step_leaves_nothing_stale(rank: int, units: str, options: dict) -> None:
+    for make in OPTIMIZERS.values():
+        reference, module = Odd(), Odd()
+        sharded = FSDP(module, units=UNITS[units](module), **options)
+        both = [(reference, ids), (sharded, lambda step: share(ids(step), rank))]
+        optimizers = [make(each.parameters()) for each, _ in both]
+        for step in range(2):
+            for (each, batch), optimizer in zip(both, optimizers, strict=True):
+                each(batch(step)).backward()
+                finish(each)
+                each(ids(7))  # with gradients, for a metric
+                optimizer.step()
+                optimizer.zero_grad()
+            close(sharded(ids(8)), reference(ids(8)))
+        assert_same_weights(sharded, reference)
+
+
+@each_way
+@on_ranks
+def test_weights_written_while_they_are_gathered(rank: int, options: dict) -> None:
+    for write in (
+        lambda module: module.load_state_dict({name: t + 1 for name, t in module.state_dict().items()}),
+        lambda module: [nn.init.constant_(p, 0.1) for p in module.parameters()],
+    ):
+        reference, module = Odd(), Odd()
+        sharded = FSDP(module, **options)
+        for each in (reference, sharded):
+            each(ids())
+            write(each)
+        close(sharded(ids(1)), reference(ids(1)))
+
+
+@each_way
+@on_ranks
+def test_a_step_between_forward_and_backward_is_an_error_as_without_sharding(
+    rank: int, options: dict
+) -> None:
+    for wrap in (lambda module: module, partial(FSDP, **options)):
+        module = wrap(stack(2))
+        optimizer = AdamW(module.parameters(), foreach=True)
+        module(normal(4, 16)).sum().backward()
+        finish(module)
+        loss = module(normal(4, 16)).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|changed between this forward"):
+            loss.backward()
