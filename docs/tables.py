@@ -140,8 +140,8 @@ def faults() -> str:
     """Every planted fault, the rung that catches it, and the least error that any engine showed there."""
     errors, rows = caught(), []
     for fault in FAULTS.values():
-        able = [name for name in ENGINES if name not in fault.impossible_in]
-        among = "all" if not fault.impossible_in else ", ".join(able)
+        able = [name for name, engine in ENGINES.items() if fault.name not in engine.impossible_faults]
+        among = "all" if len(able) == len(ENGINES) else ", ".join(able)
         rows.append((f"`{fault.name}`", fault.story, fault.rung, error_text(min(errors[fault.name])), among))
     header = ["planted fault", "what went wrong", "caught at", "least error", "engines"]
     return markdown(header, rows, numbers_from=5)

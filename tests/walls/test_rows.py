@@ -13,12 +13,7 @@ VERBS = {
     "pipeline_parallel": "run_pipeline",
 }
 ENGINES = ("jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library")
-CELLS = [
-    (engine, row)
-    for engine in ENGINES
-    for row in VERBS
-    if (engine, row) not in {("torchpar/manual", "data_parallel"), ("torchpar/manual", "fully_sharded")}
-]
+CELLS = [(engine, row) for engine in ENGINES for row in VERBS]
 Definition = ast.FunctionDef | ast.ClassDef
 
 

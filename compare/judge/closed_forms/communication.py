@@ -28,6 +28,8 @@ from compare.contract.communication import (
     TIED_GRADIENTS,
     Communication,
 )
+from compare.contract.engines.jax import JAX
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, Layout
 from compare.contract.parameters import block_parameters, end_parameters, parameter_table, storage_dtype
 from compare.judge.closed_forms.memory import elements_of_stage, is_split_by_tp, on_one_of_tp
@@ -65,7 +67,7 @@ def fully_sharded(engine: str, experiment: Experiment) -> Bytes:
         return {}
     _require_no_pipeline(layout)
     whole = _bytes_of_stage(engine, experiment)
-    by_jax = engine == "jax-manual"
+    by_jax = _is_one_program(engine)
     scatters = passes if by_jax and layout.zero >= SHARDED_FROM["gradients"] else 1
     gathered = whole
     if layout.zero >= SHARDED_FROM["parameters"]:
@@ -96,7 +98,7 @@ def tensor_parallel(engine: str, experiment: Experiment) -> Bytes:
     regions = passes * (2 * experiment.model.n_layer + 1) * stream
     found: Bytes = {(kind, TP, way): regions for kind in kinds for way in (ACTIVATIONS, ACTIVATION_GRADIENTS)}
     of_positions = passes * 3 * stream / experiment.model.n_embd
-    if engine == "jax-manual":
+    if _is_one_program(engine):
         found["all_reduce", TP, LOSS] = of_positions
     else:
         found["all_gather", TP, LOSS] = of_positions * layout.tp
@@ -126,10 +128,10 @@ def pipeline_parallel(
     forward, back = messages or (microbatches * layout.chunks,) * 2
     message = _stream(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
     (token, position), norm = end_parameters(experiment.model)
-    shared = [token, position, *norm] if engine == "jax-manual" else [token]
+    shared = [token, position, *norm] if _is_one_program(engine) else [token]
     shards = layout.dp_shard if layout.zero else 1
     tied = on_one_of_tp(shared, layout) / shards
-    kind = "all_reduce" if engine == "jax-manual" else "permute"
+    kind = "all_reduce" if _is_one_program(engine) else "permute"
     return {
         ("permute", PP, ACTIVATIONS): forward * message,
         ("permute", PP, ACTIVATION_GRADIENTS): back * message,
@@ -140,6 +142,11 @@ def pipeline_parallel(
 def measured(ledger: list[Communication]) -> Bytes:
     """A ledger in the shape of a closed form."""
     return {(entry.kind, entry.axis, entry.purpose): entry.bytes for entry in ledger}
+
+
+def _is_one_program(engine: str) -> bool:
+    """Whether all devices run one program, as those of jax-manual do, and not each rank its own."""
+    return ENGINES[engine].side == JAX.name
 
 
 def _gathers_by_torch(experiment: Experiment) -> int:
