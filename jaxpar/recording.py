@@ -21,7 +21,7 @@ from jaxpar.measure.usage import PACKAGES, peak_memory, resident_bytes, threads
 from jaxpar.optimizer import moments
 from jaxpar.remat import Remat
 from jaxpar.state import TrainState
-from jaxpar.training_step import Plan
+from jaxpar.training_step import ShardedStep
 
 _MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
 
@@ -32,7 +32,7 @@ class Recording:
     Args:
         request: what is run.
         recorder: writes.
-        plan: between the trees on the devices and the model's own shapes.
+        sharded: between the trees on the devices and the model's own shapes.
         state: before the first step.
         corpus: where the batches come from.
         remat: what is recomputed.
@@ -44,16 +44,16 @@ class Recording:
         request: Request,
         recorder: Recorder,
         *,
-        plan: Plan,
+        sharded: ShardedStep,
         state: TrainState,
         corpus: Corpus | OwnBatches,
         remat: Remat,
         started_utc: str,
     ):
-        self._request, self._recorder, self._plan, self._state = request, recorder, plan, state
+        self._request, self._recorder, self._sharded, self._state = request, recorder, sharded, state
         self._corpus, self._remat, self._started_utc = corpus, remat, started_utc
         self._first_step_s = 0.0
-        initial_weights = canonical_weights(plan, state, self._experiment)
+        initial_weights = canonical_weights(sharded, state, self._experiment)
         self._initial_weights_sha256 = fingerprint(initial_weights)
         if request.ladder:
             recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
@@ -118,7 +118,7 @@ class Recording:
             peak_memory_method=peak_memory_method,
             resident_bytes={
                 "parameters": resident_bytes(self._state.params, devices),
-                "gradients": resident_bytes(gradients_at_rest(self._plan, self._state), devices),
+                "gradients": resident_bytes(gradients_at_rest(self._sharded, self._state), devices),
                 "optimizer": resident_bytes(self._state.opt_state, devices),
             },
         )
@@ -129,28 +129,30 @@ class Recording:
         return self._request.experiment
 
     def _leave(self, rung: Rung, tree: Any) -> None:
-        self._recorder.tensors(rung, weights.to_canonical(self._plan.unpad(tree), self._experiment.model))
+        self._recorder.tensors(rung, weights.to_canonical(self._sharded.unpad(tree), self._experiment.model))
 
     def _first_weight_not_finite(self) -> str:
         """A clause that names it: gradients never leave the step, so it is what they made of the weights."""
-        first = first_not_finite(canonical_weights(self._plan, self._state, self._experiment))
+        first = first_not_finite(canonical_weights(self._sharded, self._state, self._experiment))
         if first:
             return f"the first weight that is not finite after the step is {first}"
         return "every weight is finite after the step"
 
 
-def canonical_weights(plan: Plan, state: TrainState, experiment: Experiment) -> dict[str, np.ndarray]:
+def canonical_weights(
+    sharded: ShardedStep, state: TrainState, experiment: Experiment
+) -> dict[str, np.ndarray]:
     """The weights by canonical name, read back from the devices."""
-    return weights.to_canonical(plan.unpad(state.params), experiment.model)
+    return weights.to_canonical(sharded.unpad(state.params), experiment.model)
 
 
-def gradients_at_rest(plan: Plan, state: TrainState) -> Any:
+def gradients_at_rest(sharded: ShardedStep, state: TrainState) -> Any:
     """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
 
-    What the plan asks for; that XLA does it is for tests to read from the loops of the compiled step.
+    What the sharded asks for; that XLA does it is for tests to read from the loops of the compiled step.
     """
     return jax.tree.map(
         lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
         state.params,
-        plan.accumulated,
+        sharded.accumulated,
     )

@@ -29,7 +29,7 @@ from jaxpar.problem import Problem
 from jaxpar.recording import Recording
 from jaxpar.remat import Remat, resolve_remat
 from jaxpar.state import TrainState
-from jaxpar.training_step import Plan
+from jaxpar.training_step import ShardedStep
 
 PARALLELIZE = {e.name: importlib.import_module(f"jaxpar.{e.folder}").parallelize for e in JAX.engines}
 
@@ -87,30 +87,30 @@ def train(
     initial = starting_parameters(request, weights)
     progress()
 
-    plan, state = prepare(request.engine, experiment, mesh=mesh, remat=remat, initial=initial)
+    sharded, state = prepare(request.engine, experiment, mesh=mesh, remat=remat, initial=initial)
     recording = Recording(
-        request, recorder, plan=plan, state=state, corpus=corpus, remat=remat, started_utc=started_utc
+        request, recorder, sharded=sharded, state=state, corpus=corpus, remat=remat, started_utc=started_utc
     )
     begun = time.perf_counter()
-    step = compile_step(plan, state, experiment)
+    step = compile_step(sharded, state, experiment)
     compile_s = time.perf_counter() - begun
     progress()
     first = step  # with a ladder, one that also returns the gradients
     if request.ladder:
-        first = compile_step(plan, state, experiment, with_gradients=True)
+        first = compile_step(sharded, state, experiment, with_gradients=True)
         progress()
 
     progress(in_step=True)
     while state.step < experiment.train.max_iters:
         run = first if state.step == 0 else step
-        train_step(run, plan, state, recording, experiment, corpus.batch(experiment, state.step))
+        train_step(run, sharded, state, recording, experiment, corpus.batch(experiment, state.step))
         progress(in_step=state.step < experiment.train.max_iters)
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
 
 
 def train_step(
     step: jax.stages.Compiled,
-    plan: Plan,
+    sharded: ShardedStep,
     state: TrainState,
     recording: Recording,
     experiment: Experiment,
@@ -127,7 +127,7 @@ def train_step(
     """
     scalars = device_scalars(experiment, state.updates)
     begun = time.perf_counter()
-    placed = jax.device_put(dict(zip(("inputs", "targets"), batch, strict=True)), plan.batch)
+    placed = jax.device_put(dict(zip(("inputs", "targets"), batch, strict=True)), sharded.batch)
     outputs = step(state.params, state.opt_state, placed, scalars)
     state.params, state.opt_state, metrics, gradients = jax.block_until_ready(outputs)
     seconds = time.perf_counter() - begun
@@ -143,7 +143,7 @@ def prepare(
     mesh: Mesh,
     remat: Remat,
     initial: Mapping[str, np.ndarray] | None = None,
-) -> tuple[Plan, TrainState]:
+) -> tuple[ShardedStep, TrainState]:
     """The engine's step for an experiment, and the state at step 0, placed on the devices.
 
     Args:
@@ -153,12 +153,12 @@ def prepare(
     decay = weights.decay_mask(model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     problem = make_problem(experiment, remat=remat)
-    plan = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
+    sharded = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
     named = initial_parameters(experiment) if initial is None else initial
-    params = jax.device_put(plan.pad(weights.from_canonical(named, model)), plan.params)
-    moments = state_like(optimizer, params, plan.moments)
+    params = jax.device_put(sharded.pad(weights.from_canonical(named, model)), sharded.params)
+    moments = state_like(optimizer, params, sharded.moments)
     opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
-    return plan, TrainState(params=params, opt_state=opt_state)
+    return sharded, TrainState(params=params, opt_state=opt_state)
 
 
 def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
@@ -176,16 +176,16 @@ def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
 
 
 def compile_step(
-    plan: Plan, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
+    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
 ) -> jax.stages.Compiled:
-    """Compile the plan's step ahead of time, its state donated.
+    """Compile the sharded's step ahead of time, its state donated.
 
     Args:
         with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.
     """
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        params, opt_state, metrics, gradients = plan.step(params, opt_state, batch, scalars)
+        params, opt_state, metrics, gradients = sharded.step(params, opt_state, batch, scalars)
         return params, opt_state, metrics, gradients if with_gradients else None
 
     train = experiment.train
@@ -194,12 +194,12 @@ def compile_step(
     moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     jitted = jax.jit(
         step,
-        in_shardings=(plan.params, moments, plan.batch, plan.scalars),
-        out_shardings=(plan.params, moments, plan.scalars, plan.moments if with_gradients else None),
+        in_shardings=(sharded.params, moments, sharded.batch, sharded.scalars),
+        out_shardings=(sharded.params, moments, sharded.scalars, sharded.moments if with_gradients else None),
         donate_argnums=(0, 1),
     )
     lowered = jitted.lower(state.params, state.opt_state, batch, device_scalars(experiment, 0))
-    return lowered.compile(compiler_options=plan.compiler_options)
+    return lowered.compile(compiler_options=sharded.compiler_options)
 
 
 def device_scalars(experiment: Experiment, updates: int) -> dict[str, np.ndarray]:

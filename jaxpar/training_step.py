@@ -1,4 +1,4 @@
-"""Plan of an engine for a `Problem`: the step that the training loop runs, and where its arrays live.
+"""What an engine makes of a `Problem`: a step for the training loop, and where its arrays live.
 
 Legend: A gradient accumulation, B batch, T position.
 """
@@ -16,8 +16,8 @@ from jaxpar.problem import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """An engine's step, and where its arguments live."""
+class ShardedStep:
+    """One training step over a mesh, and where its arguments live."""
 
     step: Callable[..., Any]
     """step(params, opt_state, batch, scalars) -> (params, opt_state, {"loss", "grad_norm"}, gradients).

@@ -15,7 +15,7 @@ def first_gradient_not_finite(run: Run) -> str:
     """
     mine = [
         name
-        for name, parameter in run.plan.parameters.items()
+        for name, parameter in run.parallel.parameters.items()
         if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
     ]
     with run.mesh.traffic.paused():

@@ -17,7 +17,7 @@ from compare.contract.communication import TIED_GRADIENTS
 from compare.contract.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.model import GPT
-from torchpar.parallel_model import Named, Plan, local
+from torchpar.parallel_model import ParallelModel, TensorsByName, local
 
 TIED = "transformer.wte.weight"
 
@@ -130,30 +130,30 @@ class OneStage(nn.Module):
         return self.part(x, stage=self.stage)
 
 
-def as_pipeline(plan: Plan, *, axis: Axis, run: Callable[..., torch.Tensor]) -> Plan:
-    """The plan of one rank's stages as a part of the whole pipeline's.
+def as_pipeline(parallel: ParallelModel, *, axis: Axis, run: Callable[..., torch.Tensor]) -> ParallelModel:
+    """A rank's own stages, parallel over the other axes, as a part of the whole pipeline.
 
     Args:
-        plan: what is done to the rank's stages over the other axes; it cuts both copies of the tied weight
-            alike, so that pieces of their gradients can be added up.
+        parallel: the rank's stages over the other axes; both copies of the tied weight are cut alike, so that
+            pieces of their gradients can be added up.
         axis: the pipeline's ranks.
-        run: see `Plan.run_pipeline`.
+        run: see `ParallelModel.run_pipeline`.
     """
-    tied = plan.parameters.get(TIED)
+    tied = parallel.parameters.get(TIED)
     ends = (0, axis.size - 1)
 
     def finish() -> None:
-        plan.finish_gradient_synchronization()
+        parallel.finish_gradient_synchronization()
         if tied is not None:
             sum_tied_gradients(tied, axis, ranks=ends)
 
     return replace(
-        plan,
+        parallel,
         run_pipeline=run,
         finish_gradient_synchronization=finish,
-        sharded_over=lambda name: (*plan.sharded_over(name), axis),
+        sharded_over=lambda name: (*parallel.sharded_over(name), axis),
         copies=frozenset({TIED} if axis.rank == axis.size - 1 else ()),
-        gathers=(*plan.gathers, partial(gather_stages, axis=axis)),
+        gathers=(*parallel.gathers, partial(gather_stages, axis=axis)),
     )
 
 
@@ -181,7 +181,7 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
     gradient.add_(theirs)
 
 
-def gather_stages(parts: Named, *, axis: Axis) -> Named:
+def gather_stages(parts: TensorsByName, *, axis: Axis) -> TensorsByName:
     """The tensors of all stages by name, for the record.
 
     Of the tied weight it is the last stage's copy, whereas the first stage's counts in the norm: so both are

@@ -11,7 +11,7 @@ from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import CLIP_EPS
 from compare.contract.parameters import decays, parameter_table
 from torchpar.comm.collectives import Axis
-from torchpar.parallel_model import Plan, local
+from torchpar.parallel_model import ParallelModel, local
 from torchpar.weights import nanogpt_name
 
 
@@ -27,7 +27,7 @@ def make_optimizer(
     experiment: Experiment,
     *,
     wrap: Callable[..., torch.optim.Optimizer] = unwrapped,
-    apart: Collection[str] = (),
+    separate_groups: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """The experiment's optimizer over a model's parameters, in two groups: what decays, and the rest.
 
@@ -38,14 +38,16 @@ def make_optimizer(
         parameters: by nanoGPT's names; whole, or this rank's pieces; some of them, in a pipeline.
         experiment: its optimizer, and the model that the names belong to.
         wrap: makes the optimizer from (params, optimizer_cls, **kwargs).
-        apart: names that get a group of their own.
+        separate_groups: names that get a group of their own.
     """
     config = experiment.optimizer
     groups: dict[tuple[float, str], list[nn.Parameter]] = {}
     for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
         if (name := nanogpt_name(row.name)) in parameters:
-            groups.setdefault((weight_decay, name if name in apart else ""), []).append(parameters[name])
+            groups.setdefault((weight_decay, name if name in separate_groups else ""), []).append(
+                parameters[name]
+            )
     params = [{"params": group, "weight_decay": weight_decay} for (weight_decay, _), group in groups.items()]
     lr = learning_rate(config, 0)
     if config.name == "adamw":
@@ -54,27 +56,27 @@ def make_optimizer(
     return wrap(params, torch.optim.SGD, lr=lr, momentum=config.momentum, fused=True)
 
 
-def optimizer_step(plan: Plan, config: Optimizer, step: int) -> torch.Tensor:
+def optimizer_step(parallel: ParallelModel, config: Optimizer, step: int) -> torch.Tensor:
     """Clip by the global norm, update the weights, and drop the gradients.
 
     A norm that is not finite is only returned: scaling by it would spread it over every gradient.
 
     Args:
-        plan: every one of its parameters has its synchronised gradient.
+        parallel: every one of its parameters has its synchronised gradient.
         config: the experiment's optimizer section.
         step: optimizer steps already taken.
 
     Returns:
         The global gradient norm before clipping, a scalar tensor.
     """
-    norm = gradient_norm(plan.parameters, plan.sharded_over, copies=plan.copies)
+    norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
     if not norm.isfinite():
         return norm
-    scale_gradients(plan.parameters, norm, max_norm=config.grad_clip)
-    for group in plan.optimizer.param_groups:
+    scale_gradients(parallel.parameters, norm, max_norm=config.grad_clip)
+    for group in parallel.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
-    plan.optimizer.step()
-    plan.optimizer.zero_grad(set_to_none=True)
+    parallel.optimizer.step()
+    parallel.optimizer.zero_grad(set_to_none=True)
     return norm
 
 

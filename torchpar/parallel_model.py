@@ -10,8 +10,8 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis
 
-Named = Mapping[str, torch.Tensor]
-Gather = Callable[[Named], Named]
+TensorsByName = Mapping[str, torch.Tensor]
+Gather = Callable[[TensorsByName], TensorsByName]
 
 
 class OptimizerMaker(Protocol):
@@ -22,7 +22,7 @@ class OptimizerMaker(Protocol):
         parameters: Mapping[str, nn.Parameter],
         *,
         wrap: Callable[..., torch.optim.Optimizer] = ...,
-        apart: Collection[str] = (),
+        separate_groups: Collection[str] = (),
     ) -> torch.optim.Optimizer:
         """`wrap(params, optimizer_cls, **kwargs)` makes the optimizer itself, if that is not as usual."""
         ...
@@ -37,7 +37,7 @@ def _whole(name: str) -> tuple[Axis, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ParallelModel:
     """A model under a layout.
 
     Attributes:
@@ -68,17 +68,17 @@ class Plan:
     gathers: tuple[Gather, ...] = ()
     transient: tuple[torch.Tensor, ...] = ()
 
-    def full(self, pieces: Named) -> Named:
+    def full(self, pieces: TensorsByName) -> TensorsByName:
         """Whole tensors by name, in the model's own shapes, from every rank's pieces."""
         for gather in self.gathers:
             pieces = gather(pieces)
         return pieces
 
-    def weights(self) -> Named:
+    def weights(self) -> TensorsByName:
         """This rank's pieces of the weights."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
-    def gradients(self) -> Named:
+    def gradients(self) -> TensorsByName:
         """This rank's pieces of the gradients. Every parameter must have one."""
         gradients = {}
         for name, parameter in self.parameters.items():
@@ -86,7 +86,7 @@ class Plan:
             gradients[name] = parameter.grad
         return gradients
 
-    def moments(self, key: str) -> Named:
+    def moments(self, key: str) -> TensorsByName:
         """This rank's pieces of one tensor of the optimizer's state, such as exp_avg."""
         return {name: self.optimizer.state[p][key] for name, p in self.parameters.items()}
 

@@ -20,7 +20,7 @@ from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import CommunicationMode, of_the_busiest
 from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, resident_bytes, track_peak
-from torchpar.parallel_model import Named, local
+from torchpar.parallel_model import TensorsByName, local
 from torchpar.remat import resolve_remat
 from torchpar.state import Run
 from torchpar.weights import moment_keys, to_arrays
@@ -56,7 +56,7 @@ class Recording:
         )
         if self._recorder:
             self._recorder.tensors(Rung.BATCH, {"inputs": inputs, "targets": targets})
-        self._leave(Rung.INITIAL_WEIGHTS, run.plan.weights())
+        self._leave(Rung.INITIAL_WEIGHTS, run.parallel.weights())
 
     @contextmanager
     def watch_step(self) -> Generator[None]:
@@ -67,13 +67,15 @@ class Recording:
         if not self._is_instrumented:
             yield
             return
-        mesh, plan = self._run.mesh, self._run.plan
-        state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
-        modules = [*plan.module.parameters(), *plan.module.buffers()]
-        resident = [*modules, *plan.parameters.values(), *state]
+        mesh, parallel = self._run.mesh, self._run.parallel
+        state = [
+            t for entry in parallel.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)
+        ]
+        modules = [*parallel.module.parameters(), *parallel.module.buffers()]
+        resident = [*modules, *parallel.parameters.values(), *state]
         mesh.traffic.clear()
         mode = CommunicationMode(mesh.axes, door=mesh.traffic, default_purpose=GRADIENTS)
-        with track_peak(mesh.device, map(local, resident), plan.transient) as peak, mode:
+        with track_peak(mesh.device, map(local, resident), parallel.transient) as peak, mode:
             yield
         counted = mesh.traffic if ENGINES[self._run.request.engine].counts_own_calls else mode.seen
         self._ledger = counted.ledger(mesh.sizes)
@@ -83,10 +85,10 @@ class Recording:
         """In the middle of a step: the mean gradients are there, before clipping."""
         run = self._run
         if run.state.step == 0 and run.request.ladder:
-            self._leave(Rung.GRADIENTS, run.plan.gradients())
+            self._leave(Rung.GRADIENTS, run.parallel.gradients())
         if self._is_instrumented:
             # All that is allocated: a module may hold whole gradients of which this rank updates a piece.
-            holders = [*run.plan.module.parameters(), *run.plan.parameters.values()]
+            holders = [*run.parallel.module.parameters(), *run.parallel.parameters.values()]
             self._gradient_bytes = resident_bytes([p.grad for p in holders if p.grad is not None])
 
     def step_is_done(self, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float) -> None:
@@ -113,11 +115,11 @@ class Recording:
             self._recorder.step(done)
         end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
         if run.request.ladder and step == 0:
-            self._leave(Rung.FIRST_WEIGHTS, run.plan.weights())
+            self._leave(Rung.FIRST_WEIGHTS, run.parallel.weights())
             for name, key in moment_keys(run.experiment.optimizer).items():
-                self._leave(_MOMENT_RUNGS[name], run.plan.moments(key))
+                self._leave(_MOMENT_RUNGS[name], run.parallel.moments(key))
         if run.request.ladder and step + 1 == run.request.later_step:
-            self._leave(Rung.LATER_WEIGHTS, run.plan.weights())
+            self._leave(Rung.LATER_WEIGHTS, run.parallel.weights())
 
     def finish(self) -> None:
         """After the last step: put the ranks' costs together, and complete the record."""
@@ -155,19 +157,21 @@ class Recording:
         last = self._run.experiment.train.max_iters - 1
         return self._run.state.step == min(INSTRUMENTED_STEP, last)
 
-    def _leave(self, rung: Rung, pieces: Named) -> None:
+    def _leave(self, rung: Rung, pieces: TensorsByName) -> None:
         """Put every rank's pieces of weights, gradients or moments together, and record them on rank 0."""
         with self._run.mesh.traffic.paused():
-            full = self._run.plan.full(pieces)
+            full = self._run.parallel.full(pieces)
         if self._recorder:
             self._recorder.tensors(rung, to_arrays(full, self._run.experiment.model))
 
     def _resident(self) -> dict[str, int]:
         """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
-        plan = self._run.plan
-        state = [t for entry in plan.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+        parallel = self._run.parallel
+        state = [
+            t for entry in parallel.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)
+        ]
         return {
-            "parameters": resident_bytes([*plan.module.parameters(), *plan.parameters.values()]),
+            "parameters": resident_bytes([*parallel.module.parameters(), *parallel.parameters.values()]),
             "gradients": self._gradient_bytes,
             "optimizer": resident_bytes(state),
         }

@@ -8,7 +8,7 @@ from compare.contract.record import Request
 from compare.contract.stream import OwnBatches
 from torchpar.comm.mesh import Mesh
 from torchpar.comm.rank import Rank
-from torchpar.parallel_model import Plan
+from torchpar.parallel_model import ParallelModel
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Run:
     mesh: Mesh
     rank: Rank
     corpus: Corpus | OwnBatches
-    plan: Plan
+    parallel: ParallelModel
     initial_weights_sha256: str
     state: TrainState = field(default_factory=TrainState)
 

@@ -94,7 +94,7 @@ def set_up(
     model = GPT(experiment.model).to(device=mesh.device, dtype=dtype)
     load_weights(model, starting_parameters(request, weights))
     initial_weights_sha256 = fingerprint(read_weights(model))
-    plan = PARALLELIZE[request.engine](
+    parallel = PARALLELIZE[request.engine](
         model,
         mesh=mesh,
         layout=experiment.layout,
@@ -105,7 +105,7 @@ def set_up(
         mesh=mesh,
         rank=rank,
         corpus=open_stream(request, batches),
-        plan=plan,
+        parallel=parallel,
         initial_weights_sha256=initial_weights_sha256,
     )
 
@@ -125,7 +125,7 @@ def train_step(run: Run, recording: Recording) -> None:
         recording.gradients_are_ready()
         begun = _now(run)
         run.rank.at(state.step, "optimizer")
-        norm = optimizer_step(run.plan, run.experiment.optimizer, state.updates)
+        norm = optimizer_step(run.parallel, run.experiment.optimizer, state.updates)
         update_s = _now(run) - begun
     recording.step_is_done(loss, norm, seconds=gradients_s + update_s)
     state.step += 1
@@ -139,13 +139,13 @@ def compute_gradients(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Ten
         The mean loss over the global batch, a scalar.
     """
     data = run.mesh.data
-    if run.plan.run_pipeline:
+    if run.parallel.run_pipeline:
         run.rank.at(run.state.step, "forward")
-        loss = run.plan.run_pipeline(inputs_ABT, targets_ABT, functools.partial(autocast, run))
+        loss = run.parallel.run_pipeline(inputs_ABT, targets_ABT, functools.partial(autocast, run))
     else:
         loss = run_passes(run, inputs_ABT, targets_ABT)
     run.rank.at(run.state.step, "synchronisation")
-    run.plan.finish_gradient_synchronization()
+    run.parallel.finish_gradient_synchronization()
     if data.size > 1:
         data.all_reduce(loss, purpose=LOSS)
         loss /= data.size
@@ -159,10 +159,10 @@ def run_passes(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) ->
     loss = torch.zeros((), dtype=dtype, device=run.mesh.device)
     for index, (inputs_BT, targets_BT) in enumerate(zip(inputs_ABT, targets_ABT, strict=True)):
         is_last = index == passes - 1
-        with nullcontext() if is_last else run.plan.no_sync():  # reduce once a step
+        with nullcontext() if is_last else run.parallel.no_sync():  # reduce once a step
             run.rank.at(run.state.step, "forward")
             with autocast(run):
-                _, mean = run.plan.module(inputs_BT, targets_BT)
+                _, mean = run.parallel.module(inputs_BT, targets_BT)
             run.rank.at(run.state.step, "backward")
             backward(run, mean / passes)
         loss += mean.detach() / passes

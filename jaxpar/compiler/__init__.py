@@ -18,12 +18,12 @@ from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, ten
 from jaxpar.optimizer import global_norm
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.tracing.edits import require_edits
-from jaxpar.training_step import Plan, accumulated_gradients, shardings
+from jaxpar.training_step import ShardedStep, accumulated_gradients, shardings
 
 
 def parallelize(
     problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
-) -> Plan:
+) -> ShardedStep:
     """The training step of a problem, as the compiler partitions it.
 
     Args:
@@ -63,7 +63,7 @@ def parallelize(
         metrics = {"loss": value, "grad_norm": grad_norm}
         return shard(optax.apply_updates(params, updates)), opt_state, metrics, gradients
 
-    return Plan(
+    return ShardedStep(
         step=step,
         placements=placements,
         params=shardings(mesh, placements, sharded=layout.zero == 3),

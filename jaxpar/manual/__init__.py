@@ -26,7 +26,7 @@ from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
 from jaxpar.problem import Edit, Loss, Pieces, Problem
 from jaxpar.tracing.edits import require_edits
-from jaxpar.training_step import Plan, accumulated_gradients, shardings
+from jaxpar.training_step import ShardedStep, accumulated_gradients, shardings
 
 Gradients = Callable[[Any, Any], tuple[Any, Any]]
 """(this device's parameters, its share of a batch) -> mean loss and gradients, each device's own."""
@@ -34,7 +34,7 @@ Gradients = Callable[[Any, Any], tuple[Any, Any]]
 
 def parallelize(
     problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
-) -> Plan:
+) -> ShardedStep:
     """The training step of a problem, with the layout's collectives written out.
 
     Args:
@@ -52,7 +52,7 @@ def parallelize(
     at_rest = specs(placements, sharded=layout.zero == 3)
     sharded = specs(placements, sharded=True)
     moments = state_like(optimizer, problem.shapes, sharded)
-    return Plan(
+    return ShardedStep(
         step=collectives.per_device(
             _step(problem, optimizer, placements, layout),
             mesh=mesh,

@@ -69,15 +69,15 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     rank = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat([0] * Heartbeat.cells_for(1)))
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
     run = set_up(request, mesh, rank)
-    run.plan.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
-    before = {name: weight.clone() for name, weight in run.plan.weights().items()}
+    run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
+    before = {name: weight.clone() for name, weight in run.parallel.weights().items()}
     with pytest.raises(DivergedError) as error:
         train_step(run, Recording(run, Recorder(tmp_path), started_utc=""))
     assert str(error.value).endswith(
         "the first gradient that is not finite is that of blocks.1.norm2.scale"
     ), error.value
     assert str(error.value).startswith("torch-manual diverged at step 0: its gradient norm is ")
-    for name, weight in run.plan.weights().items():
+    for name, weight in run.parallel.weights().items():
         assert torch.equal(weight, before[name]), name
     (step,) = steps_of(tmp_path / STEPS_PART)
     assert math.isnan(step.grad_norm)

@@ -92,16 +92,16 @@ def step(parallelize, layout, build=build, axes=AXES, shapes=SHAPES):
     spec = Optimizer(warmup_iters=0)
     problem = Problem(build=build, shapes=shapes, axes=axes, remat="dots")
     optimizer = make_optimizer(spec, decay=jax.tree.map(lambda _: True, problem.shapes))
-    plan = parallelize(problem, optimizer, mesh=make_mesh(layout, platform="cpu"), layout=layout)
+    sharded = parallelize(problem, optimizer, mesh=make_mesh(layout, platform="cpu"), layout=layout)
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: draw.standard_normal(leaf.shape), problem.shapes)
     batch = {name: draw.integers(0, V, (2, 8, T)) for name in ("x", "y")}
-    params = jax.device_put(plan.pad(params), plan.params)
-    state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, plan.moments))(params)
-    run = jax.jit(plan.step, compiler_options=plan.compiler_options)
+    params = jax.device_put(sharded.pad(params), sharded.params)
+    state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, sharded.moments))(params)
+    run = jax.jit(sharded.step, compiler_options=sharded.compiler_options)
     scalars = msgspec.structs.asdict(step_scalars(spec, 0))
-    params, _, metrics, gradients = run(params, state, jax.device_put(batch, plan.batch), scalars)
-    return float(metrics["loss"]), plan.unpad(gradients), plan.unpad(params)
+    params, _, metrics, gradients = run(params, state, jax.device_put(batch, sharded.batch), scalars)
+    return float(metrics["loss"]), sharded.unpad(gradients), sharded.unpad(params)
 
 
 @pytest.fixture(scope="module")
@@ -208,12 +208,12 @@ def test_pieces_that_go_past_the_edits_are_refused(engine):
     )
     layout = Layout(pp=2, schedule="gpipe", dp_shard=2, zero=3, microbatches=2)
     optimizer = make_optimizer(spec, decay={"first": True, "blocks": True})
-    plan = ENGINES[engine](problem, optimizer, mesh=make_mesh(layout, platform="cpu"), layout=layout)
+    sharded = ENGINES[engine](problem, optimizer, mesh=make_mesh(layout, platform="cpu"), layout=layout)
     batch = {name: np.ones((1, 8, T), np.int32) for name in ("x", "y")}
     state = jax.eval_shape(optimizer.init, problem.shapes)
     scalars = msgspec.structs.asdict(step_scalars(spec, 0))
     with pytest.raises(ValueError, match=r"layout\.zero = 3: the loss uses blocks ungathered"):
-        jax.eval_shape(plan.step, problem.shapes, state, batch, scalars)
+        jax.eval_shape(sharded.step, problem.shapes, state, batch, scalars)
 
 
 def changed(key, name, axes):

@@ -198,8 +198,8 @@ def test_data_parallel_closed_form(gradient_sync):
         layout=Layout(dp_replicate=4, gradient_sync=gradient_sync, bucket_mb=0.01),
     )
     mesh = make_mesh(experiment.layout, platform="cpu")
-    plan, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
-    compiled = compile_step(plan, state, experiment)
+    sharded, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
+    compiled = compile_step(sharded, state, experiment)
     found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
     (size,) = data_parallel("jax-manual", experiment).values()
     assert size == 4 * parameter_count(experiment.model)

@@ -25,8 +25,10 @@ def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -
         precision=Precision(dtype="float32"),
         layout=Layout(dp_shard=SHARDS, zero=3, reshard_after_forward=reshard_after_forward, remat="full"),
     )
-    plan, state = prepare(engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"), remat="full")
-    analysis = compile_step(plan, state, experiment).memory_analysis()
+    sharded, state = prepare(
+        engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"), remat="full"
+    )
+    analysis = compile_step(sharded, state, experiment).memory_analysis()
     table = parameter_table(experiment.model)
     layer = sum(p.size for p in table if p.name.startswith("blocks.0.")) * 4
     return analysis.temp_size_in_bytes, layer

@@ -52,22 +52,22 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
     spec = experiment_of(layout, model=model, batch_size=batch_size)
     mesh = make_mesh(layout, platform="cpu")
     with plant(fault, engine=engine, layout=layout):
-        plan, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout, engine=engine))
-        step = compile_step(plan, state, spec, with_gradients=True)
+        sharded, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout, engine=engine))
+        step = compile_step(sharded, state, spec, with_gradients=True)
     numbers = {}
     for index in range(2):
         inputs, targets = open_corpus(spec).batch(spec, index)
-        batch = jax.device_put({"inputs": inputs, "targets": targets}, plan.batch)
+        batch = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
         state.params, state.opt_state, metrics, gradients = step(
             state.params, state.opt_state, batch, device_scalars(spec, index)
         )
         numbers |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
         for kind, tree in {"gradient": gradients, "weight": state.params}.items():
-            named = weights.to_canonical(plan.unpad(tree), model)
+            named = weights.to_canonical(sharded.unpad(tree), model)
             numbers |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
     trees = {
         "parameters": state.params,
-        "gradients": gradients_at_rest(plan, state),
+        "gradients": gradients_at_rest(sharded, state),
         "optimizer": state.opt_state,
     }
     resident = {name: resident_bytes(tree, list(mesh.devices.flat)) for name, tree in trees.items()}

@@ -25,7 +25,7 @@ from torchpar.library.tensor_parallel import restore_order, split_layers
 from torchpar.measure.ledger import CommunicationMode
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.parallel_model import Plan, local
+from torchpar.parallel_model import ParallelModel, local
 
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
 ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
@@ -74,34 +74,34 @@ def moment_keys(experiment: Experiment) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
 
 
-def make_plan(layout: Layout, rank: int, experiment: Experiment) -> tuple[Plan, Mesh]:
+def make_parallel(layout: Layout, rank: int, experiment: Experiment) -> tuple[ParallelModel, Mesh]:
     mesh = make_mesh(layout, rank=rank, device=CPU)
     maker = partial(make_optimizer, experiment=experiment)
     return library.parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker), mesh
 
 
-def backward(plan: Plan, mesh: Mesh, step: int) -> torch.Tensor:
+def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
     rows = slice(mesh.data.rank * 4 // mesh.data.size, (mesh.data.rank + 1) * 4 // mesh.data.size)
     (first, last), (first_targets, last_targets) = (tensor[:, rows] for tensor in batches(step))
-    with plan.no_sync():
-        (plan.module(first, first_targets)[1] / 2).backward()
-    loss = plan.module(last, last_targets)[1]
+    with parallel.no_sync():
+        (parallel.module(first, first_targets)[1] / 2).backward()
+    loss = parallel.module(last, last_targets)[1]
     (loss / 2).backward()
-    plan.finish_gradient_synchronization()
+    parallel.finish_gradient_synchronization()
     return loss.detach()
 
 
-def train(layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, Plan]:
-    plan, mesh = make_plan(layout, rank, experiment)
+def train(layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, ParallelModel]:
+    parallel, mesh = make_parallel(layout, rank, experiment)
     config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
     for step in range(2):
-        backward(plan, mesh, step)
-        gradients = copy.deepcopy(plan.full(plan.gradients()))
-        optimizer_step(plan, config, step)
-    result = {"gradients": gradients, "weights": plan.full(plan.weights())}
+        backward(parallel, mesh, step)
+        gradients = copy.deepcopy(parallel.full(parallel.gradients()))
+        optimizer_step(parallel, config, step)
+    result = {"gradients": gradients, "weights": parallel.full(parallel.weights())}
     for key in moment_keys(experiment):
-        result[key] = plan.full(plan.moments(key))
-    return result, plan
+        result[key] = parallel.full(parallel.moments(key))
+    return result, parallel
 
 
 def assert_same(got: dict, expected: dict, layout: str) -> None:
@@ -120,23 +120,23 @@ def test_ledger(ranks):
 def ledger(rank: int) -> None:
     """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too."""
     layout, parameter_bytes = LAYOUTS["zero3"], 8 * sum(p.numel() for p in make_gpt().parameters())
-    plan, mesh = make_plan(msgspec.structs.replace(layout, remat="none"), rank, ADAM)
-    seen = count(plan, mesh)
+    parallel, mesh = make_parallel(msgspec.structs.replace(layout, remat="none"), rank, ADAM)
+    seen = count(parallel, mesh)
     blocks = CONFIG.n_layer
     assert seen.calls[Call("reduce_scatter", "dp_shard", "gradients")] == blocks + 1
     assert seen.calls[Call("all_gather", "dp_shard", "parameters")] == 2 * (2 * blocks + 1)  # two passes
     padded = seen.bytes[Call("reduce_scatter", "dp_shard", "gradients")]
-    assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(plan.parameters)
-    plan, mesh = make_plan(Layout(tp=4), rank, ADAM)
-    seen = count(plan, mesh)
+    assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(parallel.parameters)
+    parallel, mesh = make_parallel(Layout(tp=4), rank, ADAM)
+    seen = count(parallel, mesh)
     # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
     assert seen.calls[Call("all_reduce", "tp", "activations")] == 2 * (4 * blocks + 2 + 3)
 
 
-def count(plan: Plan, mesh: Mesh) -> Traffic:
+def count(parallel: ParallelModel, mesh: Mesh) -> Traffic:
     mode = CommunicationMode(mesh.axes, door=mesh.traffic, default_purpose="gradients")
     with mode:
-        backward(plan, mesh, 0)
+        backward(parallel, mesh, 0)
     return mode.seen
 
 
@@ -149,18 +149,18 @@ def count(plan: Plan, mesh: Mesh) -> Traffic:
 def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names: list[str]) -> None:
     expected = reference(experiment)
     for name in names:
-        got, plan = train(LAYOUTS[name], rank, experiment)
+        got, parallel = train(LAYOUTS[name], rank, experiment)
         assert_same(got, expected, name)
-        assert_sharding_is_real(plan, LAYOUTS[name], name, key=moment_keys(experiment)[0])
+        assert_sharding_is_real(parallel, LAYOUTS[name], name, key=moment_keys(experiment)[0])
 
 
-def assert_sharding_is_real(plan: Plan, layout: Layout, name: str, *, key: str) -> None:
+def assert_sharding_is_real(parallel: ParallelModel, layout: Layout, name: str, *, key: str) -> None:
     whole = sum(p.numel() for p in make_gpt().parameters())
     vectors = sum(p.numel() for p in make_gpt().parameters() if p.ndim == 1)
-    mine = sum(local(p.detach()).numel() for p in plan.parameters.values())
-    kept = [entry[key] for entry in plan.optimizer.state.values() if key in entry]
+    mine = sum(local(p.detach()).numel() for p in parallel.parameters.values())
+    kept = [entry[key] for entry in parallel.optimizer.state.values() if key in entry]
     state = sum(local(moment).numel() for moment in kept)
-    padding = 2 * CONFIG.n_embd * len(plan.parameters)  # at most a row of each, twice
+    padding = 2 * CONFIG.n_embd * len(parallel.parameters)  # at most a row of each, twice
     split = layout.tp * (layout.dp_shard if layout.zero > 1 else 1)
     whole_on_each = vectors + CONFIG.block_size * CONFIG.n_embd if layout.tp > 1 else 0
     assert mine <= whole / split + whole_on_each + padding, name
@@ -177,14 +177,14 @@ def assert_sharding_is_real(plan: Plan, layout: Layout, name: str, *, key: str) 
 def test_mistakes_show(rank: int) -> None:
     expected = reference(ADAM, steps=1)["gradients"]
     with patch.object(library, "complete_gradients", take_parts_for_sums):
-        plan, mesh = make_plan(LAYOUTS["tp_sp"], rank, ADAM)
-        backward(plan, mesh, 0)
-    got = plan.full(plan.gradients())
+        parallel, mesh = make_parallel(LAYOUTS["tp_sp"], rank, ADAM)
+        backward(parallel, mesh, 0)
+    got = parallel.full(parallel.gradients())
     name = "transformer.ln_f.weight"
     assert (got[name] - expected[name]).abs().max() > 1e-3
-    right, mesh = make_plan(LAYOUTS["tp"], rank, ADAM)
+    right, mesh = make_parallel(LAYOUTS["tp"], rank, ADAM)
     with patch("torchpar.library.tensor_parallel.RowwiseParallel", unsummed):
-        wrong, _ = make_plan(LAYOUTS["tp"], rank, ADAM)
+        wrong, _ = make_parallel(LAYOUTS["tp"], rank, ADAM)
     assert abs(backward(right, mesh, 0) - backward(wrong, mesh, 0)).item() > 1e-3
 
 

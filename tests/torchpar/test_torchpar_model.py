@@ -9,7 +9,7 @@ from compare.contract.optimizer import moment_names, reference_step
 from compare.contract.parameters import initial_parameters, parameter_table
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.parallel_model import Plan
+from torchpar.parallel_model import ParallelModel
 from torchpar.remat import apply_remat, resolve_remat
 from torchpar.weights import (
     canonical_parameters,
@@ -174,7 +174,7 @@ def test_optimizer_is_the_contracts(config):
     model = gpt()
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters, Experiment(model=SIZES, optimizer=config))
-    plan = Plan(module=model, optimizer=optimizer, parameters=parameters)
+    parallel = ParallelModel(module=model, optimizer=optimizer, parameters=parameters)
     weights, moments = read_weights(model), {}
     for step in range(5):
         draw = np.random.default_rng(step)
@@ -185,11 +185,11 @@ def test_optimizer_is_the_contracts(config):
             canonical_parameters(model), canonical_parameters(holder), strict=True
         ):
             parameter.grad = gradient.detach()
-        norm = optimizer_step(plan, config, step)
+        norm = optimizer_step(parallel, config, step)
         expected_norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
         assert norm.item() == pytest.approx(expected_norm, rel=1e-13)
         weights, moments = reference_step(config, TABLE, weights, gradients, moments, step)
-    after = {name: to_arrays(plan.moments(key), SIZES) for name, key in moment_keys(config).items()}
+    after = {name: to_arrays(parallel.moments(key), SIZES) for name, key in moment_keys(config).items()}
     assert tuple(after) == moment_names(config)
     for row in TABLE:
         np.testing.assert_allclose(read_weights(model)[row.name], weights[row.name], rtol=1e-12, atol=1e-15)

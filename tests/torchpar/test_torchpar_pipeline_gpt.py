@@ -33,16 +33,16 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         mesh = make_mesh(layout, rank=rank, device=CPU)
         model = GPT(SMALL)
         load_weights(model, initial_parameters(experiment))
-        plan = parallelize(
+        parallel = parallelize(
             model, mesh=mesh, layout=layout, make_optimizer=partial(make_optimizer, experiment=experiment)
         )
-        assert plan.run_pipeline
+        assert parallel.run_pipeline
         rows = torch.arange(2 * 4 * 8).view(2, 4, 8).chunk(mesh.data.size, dim=1)[mesh.data.rank] % 16
         for step in range(3):
-            plan.run_pipeline(rows, rows, nullcontext)
-            plan.finish_gradient_synchronization()
-            optimizer_step(plan, experiment.optimizer, step)
-        mine = plan.weights().get(TIED)
+            parallel.run_pipeline(rows, rows, nullcontext)
+            parallel.finish_gradient_synchronization()
+            optimizer_step(parallel, experiment.optimizer, step)
+        mine = parallel.weights().get(TIED)
         copies = [tied for tied in mesh.pp.all_gather_objects(mine) if tied is not None]
         assert len(copies) == 2
         assert torch.equal(copies[0], copies[1])

@@ -17,7 +17,7 @@ from torchpar.manual.tensor_parallel import (
     split_layers,
 )
 from torchpar.model import GPT
-from torchpar.parallel_model import Plan
+from torchpar.parallel_model import ParallelModel
 from torchpar.remat import apply_remat
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
@@ -40,21 +40,23 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def plan_of(model: GPT, tp: TensorParallel) -> Plan:
+def parallel_of(model: GPT, tp: TensorParallel) -> ParallelModel:
     optimizer = torch.optim.SGD(model.parameters())
-    return tp.wrap(Plan(module=model, optimizer=optimizer, parameters=dict(model.named_parameters())))
+    return tp.wrap(
+        ParallelModel(module=model, optimizer=optimizer, parameters=dict(model.named_parameters()))
+    )
 
 
 def gpt_gradients(*, sequence_parallel: bool, remat: str = "none") -> tuple[torch.Tensor, dict]:
     model = make_gpt()
     tp = split_layers(model, axis(), sequence_parallel=sequence_parallel)
     apply_remat(model.blocks, remat)
-    plan = plan_of(model, tp)
+    parallel = parallel_of(model, tp)
     for _ in range(2):  # accumulated
         _, loss = model(*batch())
         (loss / 2).backward()
-    plan.finish_gradient_synchronization()
-    return loss.detach(), dict(plan.full(plan.gradients()))
+    parallel.finish_gradient_synchronization()
+    return loss.detach(), dict(parallel.full(parallel.gradients()))
 
 
 @on_ranks
@@ -94,7 +96,7 @@ def test_ledger_is_the_closed_form(rank: int) -> None:
         tp = split_layers(model, line, sequence_parallel=sequence_parallel)
         line.traffic.clear()
         model(*batch())[1].backward()
-        plan_of(model, tp).finish_gradient_synchronization()
+        parallel_of(model, tp).finish_gradient_synchronization()
         calls, sent = line.traffic.calls, line.traffic.bytes
         experiment = Experiment(
             model=CONFIG,

@@ -170,7 +170,7 @@ def _norm_counts_replicas_twice(engine: str) -> AbstractContextManager:
         run = set_up(*args, **options)
         axes = [getattr(run.mesh, name) for name in (*BATCH, TP)]
         everywhere = tuple(axis for axis in axes if axis.size > 1)
-        run.plan = replace(run.plan, sharded_over=lambda name: everywhere)
+        run.parallel = replace(run.parallel, sharded_over=lambda name: everywhere)
         return run
 
     return patch.object(train, "set_up", wrong)
@@ -200,7 +200,7 @@ def _overwritten_microbatch(engine: str) -> Generator[None]:
     """The gradient of a step is that of its last pass."""
 
     def overwrite(run: Run, share: torch.Tensor) -> None:
-        for parameter in run.plan.module.parameters():
+        for parameter in run.parallel.module.parameters():
             parameter.grad = None
         share.backward()
 

@@ -21,11 +21,11 @@ from torchpar.library.meshes import axes_of, dtensor_optimizer, full_tensors, ma
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
 from torchpar.library.tensor_parallel import complete_gradients, restore_order, split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Named, OptimizerMaker, Plan
+from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
 from torchpar.remat import apply_remat, resolve_remat
 
 
-def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
+def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
     """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
     stages, data parallelism of each, and the pipeline that runs them.
 
@@ -40,30 +40,32 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     stages = cut_each(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else {}
     models = list(stages.values()) or [model]
     if devices is not None:
-        plan = _distributed(models, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+        parallel = _distributed(models, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
     else:
-        plan = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
-    return _pipeline(plan, stages, mesh=mesh, layout=layout) if stages else plan
+        parallel = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+    return _pipeline(parallel, stages, mesh=mesh, layout=layout) if stages else parallel
 
 
 def _replicated(
     models: Sequence[nn.Module], *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
-) -> Plan:
+) -> ParallelModel:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
     parameters = _named_parameters(models)
     if mesh.data.size == 1:
-        return Plan(module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters)
+        return ParallelModel(
+            module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters
+        )
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
     replicas = [wrap(model, group=mesh.data.group) for model in models]
     if layout.zero:
         make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh.dp_shard.group))
-    plan = Plan(
+    parallel = ParallelModel(
         module=_as_one(replicas),
         optimizer=make_optimizer(parameters),
         parameters=parameters,
         no_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
     )
-    return PartitionedStatePlan(**vars(plan), state_axis=mesh.dp_shard) if layout.zero else plan
+    return PartitionedStateModel(**vars(parallel), state_axis=mesh.dp_shard) if layout.zero else parallel
 
 
 def _distributed(
@@ -73,7 +75,7 @@ def _distributed(
     mesh: Mesh,
     layout: Layout,
     make_optimizer: OptimizerMaker,
-) -> Plan:
+) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
     skip_sync = nullcontext
     if mesh.data.size > 1:
@@ -85,7 +87,7 @@ def _distributed(
     parameters = _named_parameters(models)
     axes = {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
     module = _as_one(models)
-    return Plan(
+    return ParallelModel(
         module=module,
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
         parameters=parameters,
@@ -96,10 +98,12 @@ def _distributed(
     )
 
 
-def _pipeline(plan: Plan, stages: Mapping[int, GPTStages], *, mesh: Mesh, layout: Layout) -> Plan:
+def _pipeline(
+    parallel: ParallelModel, stages: Mapping[int, GPTStages], *, mesh: Mesh, layout: Layout
+) -> ParallelModel:
     """PyTorch's schedule over this rank's stages, each wrapped by itself."""
     last = stages[max(stages)]
-    modules = list(plan.module) if isinstance(plan.module, nn.ModuleList) else [plan.module]
+    modules = list(parallel.module) if isinstance(parallel.module, nn.ModuleList) else [parallel.module]
     pipeline = PipelineParallel(
         dict(zip(stages, modules, strict=True)),
         count=last.stages,
@@ -114,7 +118,7 @@ def _pipeline(plan: Plan, stages: Mapping[int, GPTStages], *, mesh: Mesh, layout
         whole = (inputs_ABT.flatten(0, 1), targets_ABT.flatten(0, 1))
         return pipeline.run(*whole, microbatches=microbatches, context=context)
 
-    return as_pipeline(plan, axis=mesh.pp, run=run)
+    return as_pipeline(parallel, axis=mesh.pp, run=run)
 
 
 def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -126,12 +130,12 @@ def _as_one(modules: Sequence[nn.Module]) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionedStatePlan(Plan):
+class PartitionedStateModel(ParallelModel):
     """Whole parameters with partitioned optimizer state: each has it on one rank of an axis."""
 
     state_axis: Axis
 
-    def moments(self, key: str) -> Named:
+    def moments(self, key: str) -> TensorsByName:
         """Whole ones, on every rank."""
         state = self.optimizer.state
         moments = {

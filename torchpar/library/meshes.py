@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from compare.contract.axes import AXES
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.parallel_model import Named
+from torchpar.parallel_model import TensorsByName
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -36,7 +36,7 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
     return tuple(axis for axis in mesh.axes if axis.name in cut and axis.size > 1)
 
 
-def full_tensors(parts: Named) -> Named:
+def full_tensors(parts: TensorsByName) -> TensorsByName:
     """Whole tensors by name, from DTensors."""
     return {name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)}
 

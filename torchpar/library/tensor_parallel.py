@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from compare.contract.parameters import QKV
 from torchpar.model import GPT
-from torchpar.parallel_model import Named
+from torchpar.parallel_model import TensorsByName
 
 _FUSED = ".attn.c_attn."
 _loss_parallel_on = ExitStack()
@@ -118,7 +118,7 @@ def complete_gradients(model: nn.Module) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def restore_order(tensors: Named, *, ranks: int) -> Named:
+def restore_order(tensors: TensorsByName, *, ranks: int) -> TensorsByName:
     """Whole weights, gradients or moments by name, each q, k, v in the model's own order again."""
     return {
         name: whole[_head_order(len(whole), ranks).argsort()] if _FUSED in name else whole

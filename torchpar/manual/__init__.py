@@ -14,11 +14,11 @@ from torchpar.manual.pipeline.gpt_runner import make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Named, OptimizerMaker, Plan
+from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
 from torchpar.remat import apply_remat, resolve_remat
 
 
-def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
+def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
     """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
     stages, what is done to this rank's share of all that, and the pipeline that runs it.
 
@@ -30,28 +30,32 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     apply_remat(model.blocks, resolve_remat(layout))
     part = cut(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else model
     if layout.zero >= 2:
-        plan = _fully_sharded(part, mesh, layout, make_optimizer)
+        parallel = _fully_sharded(part, mesh, layout, make_optimizer)
     elif layout.zero == 1:
-        plan = _sharded_optimizer(part, mesh, make_optimizer)
+        parallel = _sharded_optimizer(part, mesh, make_optimizer)
     else:
-        plan = _replicated(part, mesh, layout, make_optimizer)
+        parallel = _replicated(part, mesh, layout, make_optimizer)
     if isinstance(part, GPTStages):
-        plan = as_pipeline(plan, axis=mesh.pp, run=make_runner(part, plan, axis=mesh.pp, layout=layout))
-    return split.wrap(plan) if split else plan
+        parallel = as_pipeline(
+            parallel, axis=mesh.pp, run=make_runner(part, parallel, axis=mesh.pp, layout=layout)
+        )
+    return split.wrap(parallel) if split else parallel
 
 
-def _replicated(model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> Plan:
+def _replicated(
+    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+) -> ParallelModel:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters)
     if mesh.dp_replicate.size == 1:
-        return Plan(module=model, optimizer=optimizer, parameters=parameters)
+        return ParallelModel(module=model, optimizer=optimizer, parameters=parameters)
     replicas = DataParallel(
         model,
         gradient_sync=layout.gradient_sync,
         bucket_size_mb=layout.bucket_mb,
         group=mesh.dp_replicate,
     )
-    return Plan(
+    return ParallelModel(
         module=replicas,
         optimizer=optimizer,
         parameters=parameters,
@@ -62,7 +66,7 @@ def _replicated(model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimiz
 
 def _fully_sharded(
     model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
-) -> Plan:
+) -> ParallelModel:
     """ZeRO-2 and 3."""
     sharded = FSDP(
         model,
@@ -73,7 +77,7 @@ def _fully_sharded(
         reshard_after_forward=layout.reshard_after_forward,
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
     )
-    return Plan(
+    return ParallelModel(
         module=sharded,
         optimizer=make_optimizer(sharded.pieces),
         parameters=sharded.pieces,
@@ -85,21 +89,23 @@ def _fully_sharded(
     )
 
 
-def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: OptimizerMaker) -> Plan:
+def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: OptimizerMaker) -> ParallelModel:
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
     full = dict(model.named_parameters())
     wrap = partial(
         ShardedOptimizer, group=mesh.dp_shard, replicate_group=mesh.dp_replicate, reduce_gradients=True
     )
     # Both stages that have a copy of the tied weight must cut it alike.
-    optimizer = make_optimizer(full, wrap=wrap, apart={TIED} if isinstance(model, GPTStages) else ())
+    optimizer = make_optimizer(
+        full, wrap=wrap, separate_groups={TIED} if isinstance(model, GPTStages) else ()
+    )
     assert isinstance(optimizer, ShardedOptimizer)
 
-    def gather(pieces: Named) -> Named:
+    def gather(pieces: TensorsByName) -> TensorsByName:
         gathered = optimizer.gather({full[name]: piece for name, piece in pieces.items()})
         return {name: gathered[full[name]] for name in pieces}
 
-    return Plan(
+    return ParallelModel(
         module=model,
         optimizer=optimizer,
         parameters={name: optimizer.piece_of(parameter) for name, parameter in full.items()},

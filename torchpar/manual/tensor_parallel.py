@@ -34,7 +34,7 @@ from torchpar.manual.megatron.mappings import (
 from torchpar.manual.megatron.split import Split, take_parameter
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
-from torchpar.parallel_model import Named, Plan
+from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.swap import swap
 
 
@@ -234,27 +234,29 @@ class TensorParallel:
     splits: Mapping[str, Split]
     partial: frozenset[str]
 
-    def wrap(self, plan: Plan) -> Plan:
-        """The plan of each rank's part of the model as a plan of the whole model."""
+    def wrap(self, parallel: ParallelModel) -> ParallelModel:
+        """A rank's part of the model, parallel over the other axes, as a part of the whole model."""
 
         def finish() -> None:
-            plan.finish_gradient_synchronization()
+            parallel.finish_gradient_synchronization()
             # Each is whole, or a piece that all ranks of this axis cut alike.
-            parameters = [parameter for name, parameter in plan.parameters.items() if name in self.partial]
+            parameters = [
+                parameter for name, parameter in parallel.parameters.items() if name in self.partial
+            ]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             synchronize_replicated_gradients(gradients, self.axis)
 
         def sharded_over(name: str) -> tuple[Axis, ...]:
-            return (*plan.sharded_over(name), *((self.axis,) if name in self.splits else ()))
+            return (*parallel.sharded_over(name), *((self.axis,) if name in self.splits else ()))
 
         return replace(
-            plan,
+            parallel,
             finish_gradient_synchronization=finish,
             sharded_over=sharded_over,
-            gathers=(*plan.gathers, self.gather),
+            gathers=(*parallel.gathers, self.gather),
         )
 
-    def gather(self, parts: Named) -> Named:
+    def gather(self, parts: TensorsByName) -> TensorsByName:
         """Whole weights, gradients or moments by name, from every rank's part."""
         return {
             name: self.splits[name].gather(part, self.axis) if name in self.splits else part

@@ -15,15 +15,17 @@ from compare.contract.schedules import make_schedule
 from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import GPTStages, OneStage
 from torchpar.manual.pipeline_parallel import PipelineParallel
-from torchpar.parallel_model import Plan
+from torchpar.parallel_model import ParallelModel
 
 
-def make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> Callable[..., torch.Tensor]:
-    """A function for `Plan.run_pipeline`.
+def make_runner(
+    part: GPTStages, parallel: ParallelModel, *, axis: Axis, layout: Layout
+) -> Callable[..., torch.Tensor]:
+    """A function for `ParallelModel.run_pipeline`.
 
     Args:
-        part: this rank's stages, which `plan.module` is, or wraps.
-        plan: what is done to them over the other axes.
+        part: this rank's stages, which `parallel.module` is, or wraps.
+        parallel: what is done to them over the other axes.
         axis: the pipeline's ranks.
         layout: schedule, chunks and microbatches.
     """
@@ -31,14 +33,14 @@ def make_runner(part: GPTStages, plan: Plan, *, axis: Axis, layout: Layout) -> C
     @functools.cache  # how many passes a step has is seen at the first
     def make_pipeline(microbatches: int) -> PipelineParallel:
         return PipelineParallel(
-            {stage: OneStage(plan.module, stage) for stage in part.blocks_of},
+            {stage: OneStage(parallel.module, stage) for stage in part.blocks_of},
             schedule=make_schedule(
                 layout.schedule, ranks=axis.size, microbatches=microbatches, chunks=layout.chunks
             ),
             loss=part.mean_loss,
             boundary=functools.partial(boundary, part=part, layout=layout),
             group=axis,
-            no_sync=plan.no_sync,
+            no_sync=parallel.no_sync,
         )
 
     def run(
