@@ -1,5 +1,6 @@
 """Cuts of a tensor, and the tensor from its cuts: every way back, and every planted mistake."""
 
+import itertools
 import math
 
 import msgspec
@@ -17,12 +18,12 @@ def arange(*shape: int) -> np.ndarray:
 
 @st.composite
 def cut_tensors(draw) -> tuple[tuple[int, ...], list[Shard]]:
-    """A shape, and shards that cover it: slabs along one dim, each cut into ranges of elements, some twice."""
+    """A shape, and shards that cover it: slabs of dim 0, some cut into ranges of elements, some held twice."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
     ends = st.integers(0, shape[0] if shape else 0)
     bounds = [0, *sorted(draw(st.lists(ends, max_size=2))), shape[0]] if shape else [0, 0]
     shards: list[Shard] = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         box = (stop - start, *shape[1:]) if shape else ()
         offset = (start, *(0 for _ in shape[1:])) if shape else ()
         order, size = tuple(draw(st.permutations(range(len(shape))))), math.prod(box)
