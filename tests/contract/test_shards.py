@@ -18,7 +18,7 @@ def arange(*shape: int) -> np.ndarray:
 
 @st.composite
 def cut_tensors(draw) -> tuple[tuple[int, ...], list[Shard]]:
-    """A shape, and shards that cover it: slabs of dim 0, some cut into ranges of elements, some held twice."""
+    """A shape, and shards that cover it: slabs of dim 0, some cut into ranges, some held twice."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
     ends = st.integers(0, shape[0] if shape else 0)
     bounds = [0, *sorted(draw(st.lists(ends, max_size=2))), shape[0]] if shape else [0, 0]
