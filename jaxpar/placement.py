@@ -62,6 +62,30 @@ class Placement:
         size = -(-size // self.tp) if dim == self.tp_dim else size
         return -(-size // self.shards) if sharded and dim == self.shard_dim else size
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape over all devices, padding included."""
+        return tuple(
+            size if dim == self.pp_dim else (self.tp if dim == self.tp_dim else 1) * self._stored_part(dim)
+            for dim, size in enumerate(self.shape)
+        )
+
+    def true_range(self, dim: int, start: int, stop: int) -> tuple[int, int]:
+        """A range of a stored dim, within one part of tp, as a range of the true array; not for pp's dim.
+
+        It is shorter by the padding, which lies at the end: perhaps empty.
+        """
+        stored, true = self._stored_part(dim), self.part(dim, sharded=False)
+        part = start // stored if stored else 0
+        first, last = (
+            min(part * true + min(entry - part * stored, true), self.shape[dim]) for entry in (start, stop)
+        )
+        return first, last
+
+    def stored_layers(self) -> list[int]:
+        """The layer at each place of the leading dim as stored, of a leaf that stacks layers."""
+        return self._reordered(np.arange(self.shape[0]), self.chunks, self.pp).tolist()
+
     def pad(self, x: np.ndarray) -> np.ndarray:
         """The true array as it is stored: layers by the device that has them, zeros where a part is short."""
         x = self._reordered(x, self.chunks, self.pp)
@@ -86,6 +110,11 @@ class Placement:
         """The true array again: the inverse of `pad`."""
         x = self._reordered(self.unpad_shards(x), self.pp, self.chunks)
         return x if self.tp_dim is None else _head(x, self.tp_dim, self.shape[self.tp_dim])
+
+    def _stored_part(self, dim: int) -> int:
+        """Size of a part of tp as it is stored, over all of dp_shard."""
+        shards = self.shards if dim == self.shard_dim else 1
+        return shards * self.part(dim, sharded=True)
 
     def _reordered(self, x: Any, outer: int, inner: int) -> Any:
         """Layers in the order (outer, inner, layers of a stage) -> (inner, outer, layers of a stage)."""

@@ -27,7 +27,7 @@ def from_canonical(named: Mapping[str, np.ndarray], model: Model) -> dict[str, A
             path: np.stack([named[parameter.name] for parameter in parameters])
             if path[0] == STACKED
             else named[parameters[0].name]
-            for path, parameters in _parameters_by_path(model).items()
+            for path, parameters in parameters_by_path(model).items()
         }
     )
 
@@ -40,7 +40,7 @@ def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]
     """
     leaves = flatten_dict(jax.device_get(dict(tree)))
     named = {}
-    for path, parameters in _parameters_by_path(model).items():
+    for path, parameters in parameters_by_path(model).items():
         leaf = np.asarray(leaves[path])
         slices = leaf if path[0] == STACKED else leaf[None]
         named |= {parameter.name: tensor for parameter, tensor in zip(parameters, slices, strict=True)}
@@ -52,7 +52,7 @@ def logical_axes(model: Model) -> dict[str, Any]:
     return unflatten_dict(
         {
             path: ((LAYER,) if path[0] == STACKED else ()) + parameters[0].axes
-            for path, parameters in _parameters_by_path(model).items()
+            for path, parameters in parameters_by_path(model).items()
         }
     )
 
@@ -60,12 +60,12 @@ def logical_axes(model: Model) -> dict[str, Any]:
 def decay_mask(model: Model, decay: str) -> dict[str, Any]:
     """A tree of bools: whether a leaf decays. From the table: stacking makes a LayerNorm scale 2-D."""
     mask = {}
-    for path, parameters in _parameters_by_path(model).items():
+    for path, parameters in parameters_by_path(model).items():
         (mask[path],) = {decays(parameter, decay) for parameter in parameters}  # layers agree
     return unflatten_dict(mask)
 
 
-def _parameters_by_path(model: Model) -> dict[tuple[str, ...], list[Parameter]]:
+def parameters_by_path(model: Model) -> dict[tuple[str, ...], list[Parameter]]:
     """The canonical parameters behind each leaf, in the order of the layers."""
     paths: dict[tuple[str, ...], list[Parameter]] = {}
     for parameter in parameter_table(model):

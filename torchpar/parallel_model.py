@@ -36,6 +36,10 @@ def _whole(name: str) -> tuple[Axis, ...]:
     return ()
 
 
+def _all_elements(name: str) -> slice | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
     """A model under a layout.
@@ -51,6 +55,7 @@ class ParallelModel:
         run_pipeline: instead of calling `module`: from the inputs and targets of every microbatch, and a
             context for each forward, to their mean loss; leaves gradients on the parameters.
         sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
+        elements: by name, which elements of a rank's part along tp its piece is, row by row; None for all.
         copies: names of what another rank along those axes has, too, and counts in the norm.
         gathers: from pieces to whole tensors, innermost first: each takes and returns tensors by name, which
             may be weights, gradients or moments. All ranks call them together.
@@ -64,6 +69,7 @@ class ParallelModel:
     finish_gradient_synchronization: Callable[[], None] = _nothing
     run_pipeline: Callable[..., torch.Tensor] | None = None
     sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
+    elements: Callable[[str], slice | None] = _all_elements
     copies: frozenset[str] = frozenset()
     gathers: tuple[Gather, ...] = ()
     transient: tuple[torch.Tensor, ...] = ()

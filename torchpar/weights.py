@@ -122,13 +122,24 @@ def nanogpt_shapes(config: Model) -> dict[str, tuple[int, ...]]:
     }
 
 
+def nanogpt_dims(parameter: Parameter) -> tuple[int, ...]:
+    """The canonical dims in the order of nanoGPT's tensor: a Linear's outputs, then its inputs."""
+    dims = tuple(range(len(parameter.shape)))
+    inputs = _input_dims(parameter) if _is_linear(parameter) else 0
+    return (*dims[inputs:], *dims[:inputs])
+
+
 def _is_linear(parameter: Parameter) -> bool:
     return parameter.is_matrix and not parameter.name.startswith("embedding.")
 
 
-def _fan_in(parameter: Parameter) -> int:
+def _input_dims(parameter: Parameter) -> int:
     """qkv and up read the embedding, their first axis; out and down write it, their last."""
-    return parameter.shape[0] if parameter.axes[0] == "embed" else math.prod(parameter.shape[:-1])
+    return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
+
+
+def _fan_in(parameter: Parameter) -> int:
+    return math.prod(parameter.shape[: _input_dims(parameter)])
 
 
 def _to_numpy(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:

@@ -17,7 +17,7 @@ from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, shard_parameters
-from torchpar.library.meshes import axes_of, dtensor_optimizer, full_tensors, make_device_mesh
+from torchpar.library.meshes import axes_of, dtensor_optimizer, elements_of, full_tensors, make_device_mesh
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
 from torchpar.library.tensor_parallel import complete_gradients, restore_order, split_layers
 from torchpar.model import GPT
@@ -94,6 +94,7 @@ def _distributed(
         no_sync=skip_sync,
         finish_gradient_synchronization=partial(complete_gradients, module),
         sharded_over=axes.__getitem__,
+        elements=lambda name: elements_of(parameters[name], mesh),
         gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),
     )
 

@@ -1,5 +1,7 @@
 """PyTorch's DeviceMesh over the process groups that the axes of our mesh have already; DTensors."""
 
+import math
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compare.contract.axes import AXES
+from torchpar.comm.chunks import pieces
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import TensorsByName
@@ -34,6 +37,20 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
     # Not is_shard: what two axes split along one dim is a placement of its own kind.
     cut = [name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()]
     return tuple(axis for axis in mesh.axes if axis.name in cut and axis.size > 1)
+
+
+def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
+    """Which elements of tensor parallelism's part of it FSDP2 left this rank, row by row; None for all."""
+    axes = axes_of(tensor, mesh)
+    if mesh.dp_shard not in axes:
+        return None
+    assert isinstance(tensor, DTensor)
+    rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
+    if mesh.tp in axes and tensor.placements[-1].is_shard(0):
+        own = pieces(rows, mesh.tp.size)[mesh.tp.rank]
+        rows = own.stop - own.start
+    own = pieces(rows, mesh.dp_shard.size)[mesh.dp_shard.rank]
+    return slice(own.start * row, own.stop * row)
 
 
 def full_tensors(parts: TensorsByName) -> TensorsByName:

@@ -84,6 +84,7 @@ def _fully_sharded(
         no_sync=sharded.no_sync,
         finish_gradient_synchronization=sharded.finish_gradient_synchronization,
         sharded_over=lambda name: (mesh.dp_shard,),
+        elements=sharded.elements.__getitem__,
         gathers=(sharded.gather,),
         transient=sharded.transient,
     )
@@ -111,5 +112,6 @@ def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: Optim
         parameters={name: optimizer.piece_of(parameter) for name, parameter in full.items()},
         finish_gradient_synchronization=optimizer.finish_gradient_synchronization,
         sharded_over=lambda name: (mesh.dp_shard,),
+        elements=lambda name: optimizer.elements[full[name]],
         gathers=(gather,),
     )

@@ -240,6 +240,13 @@ class FSDP(nn.Module):
         """The flat buffers, whose storage comes and goes."""
         return tuple(flat.full for unit in self.units for flat in unit.flats if not flat.keeps_full)
 
+    @property
+    def elements(self) -> dict[str, slice]:
+        """Which elements of each parameter this rank's piece is, by the original names."""
+        return {
+            name: own for flat in self._flats for name, own in zip(flat.names, flat.elements, strict=True)
+        }
+
     def forward(self, *args, **kwargs):
         """The module's own."""
         args, kwargs = self._begin_pass(args, kwargs)

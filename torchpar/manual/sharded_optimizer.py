@@ -118,6 +118,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's piece of a parameter: 1-D, perhaps empty; the key of its state."""
         return self._piece_of[parameter]
 
+    @property
+    def elements(self) -> dict[torch.Tensor, slice]:
+        """Which elements of each parameter this rank's piece is."""
+        return {p: own for flat in self._flats for p, own in zip(flat.parameters, flat.elements, strict=True)}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; later ones than the first step too."""
         super().add_param_group(param_group)

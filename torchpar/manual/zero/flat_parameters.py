@@ -131,6 +131,11 @@ class FlatParameters:
         return copied
 
     @property
+    def elements(self) -> list[slice]:
+        """Which elements of each parameter this rank's piece is."""
+        return [self.layout.elements_of(index) for index in range(len(self.parameters))]
+
+    @property
     def own(self) -> torch.Tensor:
         """This rank's cut of the full buffer: a view."""
         return self.full[self.layout.own]

@@ -1,0 +1,130 @@
+"""Who holds what: the part of a canonical tensor that a device has, how to cut it out, and the way back.
+
+Each side describes where its weights live in these terms (`jaxpar.shards`, `torchpar.shards`), whatever
+cut them:
+
+    tensor and pipeline parallelism     a box: heads 2 and 3 of a projection, or a tensor as it is
+    jax's dp_shard                      a smaller box
+    torch's dp_shard                    a range of the box's elements, in the order in which torch stores them
+
+Padding is no part of a canonical tensor: what a device holds only to fill up an equal share is not described.
+All is done for one tensor at a time, so that nobody needs the whole model.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from msgspec import Struct
+
+
+class ShardError(ValueError):
+    """Shards that do not fit a tensor, an array, or each other. The message names the tensor and device."""
+
+
+class Shard(Struct, frozen=True, kw_only=True):
+    """The part of one canonical tensor that one device holds.
+
+    A device that holds nothing of a tensor has no shard of it, or an empty one if its share is all padding.
+
+    Raises:
+        ShardError: the fields contradict each other.
+    """
+
+    name: str
+    """The tensor's canonical name."""
+    device: int
+    """Its number in the mesh, as the layout's axes count: the last axis fastest."""
+    offset: tuple[int, ...]
+    """Where the box begins, for each dim of the tensor."""
+    shape: tuple[int, ...]
+    """Of the box."""
+    elements: tuple[int, int] | None = None
+    """Of the box's elements only those from the first number up to the second; None for all of them."""
+    dim_order: tuple[int, ...] = ()
+    """How `elements` counts: the tensor's dims, the slowest first; () for row by row."""
+    replica: int = 0
+    """0 for one of the devices that hold this part, 1 and so on for its copies on others."""
+
+    def __post_init__(self) -> None:
+        dims = tuple(range(len(self.shape)))
+        self._require(len(self.offset) == len(dims), f"offset {self.offset} and shape {self.shape}")
+        self._require(min((*self.offset, *self.shape, self.replica, self.device), default=0) >= 0, "below 0")
+        self._require(tuple(sorted(self.dim_order)) in ((), dims), f"dim_order {self.dim_order}")
+        if self.elements is not None:
+            start, stop = self.elements
+            size = int(np.prod(self.shape))
+            self._require(0 <= start <= stop <= size, f"elements {self.elements} of {size}")
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise ShardError(f"{self.name} on device {self.device}: {what}")
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of what the device holds: the box's, or 1-D for a range of its elements."""
+        return self.shape if self.elements is None else (self.elements[1] - self.elements[0],)
+
+
+def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
+    """What a device holds of a tensor: a copy of `shard.held_shape`. ShardError if it reaches beyond it."""
+    box = _box(tensor, shard)
+    return box.copy() if shard.elements is None else box.flat[slice(*shard.elements)]
+
+
+def assemble(shape: tuple[int, ...], parts: Iterable[tuple[Shard, np.ndarray]]) -> np.ndarray:
+    """The whole tensor from what devices hold of it: the inverse of `cut`.
+
+    Args:
+        shape: the tensor's.
+        parts: shards of this tensor and what `cut` gives for them, in any order; copies may be among them.
+
+    Raises:
+        ShardError: an element is in no part, or differs between two; a part has another shape or dtype than
+            it should, or reaches beyond the tensor; there are no parts, or those of several tensors.
+    """
+    parts = list(parts)
+    if not parts:
+        raise ShardError(f"there are no shards for a tensor of shape {shape}")
+    (first, array), *_ = parts
+    whole, seen = np.empty(shape, array.dtype), np.zeros(shape, bool)
+    for shard, held in parts:
+        where = f"{shard.name} on device {shard.device}"
+        if shard.name != first.name:
+            raise ShardError(f"{where} is no shard of {first.name}")
+        if (held.shape, held.dtype) != (shard.held_shape, array.dtype):
+            raise ShardError(
+                f"{where} is {held.shape} {held.dtype}, and should be {shard.held_shape} {array.dtype}"
+            )
+        known = cut(seen, shard)
+        if cut(whole, shard)[known].tobytes() != held[known].tobytes():  # bits: copies of a NaN agree
+            raise ShardError(f"{where} differs from another shard that has the same elements")
+        _put(whole, shard, held)
+        _put(seen, shard, np.ones(held.shape, bool))
+    if not seen.all():
+        hole = tuple(int(i) for i in np.argwhere(~seen)[0])
+        raise ShardError(
+            f"{first.name}: {np.count_nonzero(~seen)} of {seen.size} elements are in no shard, such as {hole}"
+        )
+    return whole
+
+
+def _box(tensor: np.ndarray, shard: Shard) -> np.ndarray:
+    """A view of the box, its dims in the order of `elements` if it has those."""
+    ends = tuple(start + size for start, size in zip(shard.offset, shard.shape, strict=True))
+    if len(ends) != tensor.ndim or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+        raise ShardError(
+            f"{shard.name} on device {shard.device}: {shard.shape} at {shard.offset} is not within "
+            f"{tensor.shape}"
+        )
+    # The ellipsis keeps a tensor without dims an array.
+    box = tensor[(*(slice(*limits) for limits in zip(shard.offset, ends, strict=True)), ...)]
+    return box if shard.elements is None or not shard.dim_order else box.transpose(shard.dim_order)
+
+
+def _put(tensor: np.ndarray, shard: Shard, held: np.ndarray) -> None:
+    """Write what a device holds into the tensor."""
+    box = _box(tensor, shard)
+    if shard.elements is None:
+        box[...] = held
+    else:
+        box.flat[slice(*shard.elements)] = held

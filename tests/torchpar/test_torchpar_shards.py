@@ -1,0 +1,100 @@
+"""Who holds what in torchpar: the description against what each rank really holds, bit for bit, on gloo."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from layouts import GPIPE, TORCH_LIBRARY, TORCH_ZERO
+from ranks import CPU, on_ranks
+
+from compare.contract.experiment import Experiment, Layout, Model, Optimizer
+from compare.contract.parameters import parameter_table
+from compare.contract.shards import assemble, cut
+from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.parallel_model import ParallelModel
+from torchpar.shards import held, shards
+from torchpar.train import PARALLELIZE
+from torchpar.weights import load_weights, to_arrays
+
+# No degree divides the vocabulary, and four ranks divide few of the flat buffers.
+MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=7, vocab_size=51, bias=True)
+SHARED = {
+    "one replica each": Layout(dp_replicate=4),
+    "tp": Layout(tp=4),
+    "tp_sp": Layout(dp_replicate=2, tp=2, sequence_parallel=True),
+    "fsdp_tp": Layout(dp_shard=2, zero=3, tp=2),
+    "zero2_tp": Layout(dp_shard=2, zero=2, tp=2),
+    "pp": Layout(pp=4, **GPIPE),
+    "interleaved": Layout(pp=2, dp_replicate=2, schedule="interleaved", chunks=2, microbatches=2),
+    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
+    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
+}
+ZERO = ("zero1", "zero2", "zero3", "hsdp")
+CASES = [
+    *(("torch-manual", layout) for layout in SHARED.values()),
+    *(("torch-manual", TORCH_ZERO[name]) for name in (*ZERO, "zero1_replicated")),
+    ("torch-manual", Layout(dp_shard=2, zero=1, tp=2)),
+    *(("torch-library", layout) for layout in SHARED.values()),
+    *(("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")),
+]
+NAMES = [
+    *(f"manual {name}" for name in (*SHARED, *ZERO, "zero1_replicated", "zero1_tp")),
+    *(f"library {name}" for name in (*SHARED, *ZERO, "hybrid_zero1")),
+]
+
+
+def random_weights() -> dict[str, np.ndarray]:
+    """No two elements are equal, so that nothing may be elsewhere than it is said to be."""
+    generator = np.random.default_rng(0)
+    return {row.name: generator.standard_normal(row.shape) for row in parameter_table(MODEL)}
+
+
+def make_parallel(engine: str, layout: Layout, rank: int) -> tuple[ParallelModel, Mesh]:
+    model, mesh = GPT(MODEL).double(), make_mesh(layout, rank=rank, device=CPU)
+    load_weights(model, random_weights())
+    maker = partial(make_optimizer, experiment=Experiment(model=MODEL))
+    return PARALLELIZE[engine](model, mesh=mesh, layout=layout, make_optimizer=maker), mesh
+
+
+@pytest.mark.parametrize(("engine", "layout"), CASES, ids=NAMES)
+@on_ranks
+def test_every_rank_holds_what_is_said(rank: int, engine: str, layout: Layout) -> None:
+    parallel, mesh = make_parallel(engine, layout, rank)
+    whole, mine = random_weights(), list(held(parallel.weights(), parallel, MODEL, mesh))
+    assert [shard for shard, _ in mine] == shards(parallel, MODEL, mesh)
+    assert sum(array.size for _, array in mine) <= sum(p.numel() for p in parallel.parameters.values())
+    for shard, array in mine:
+        assert shard.device == rank
+        np.testing.assert_array_equal(array, cut(whole[shard.name], shard), err_msg=str(shard))
+    everywhere = [part for parts in mesh.world.all_gather_objects(mine) for part in parts]
+    for name, tensor in whole.items():
+        parts = [(shard, array) for shard, array in everywhere if shard.name == name]
+        once = [(shard, array) for shard, array in parts if not shard.replica]
+        np.testing.assert_array_equal(assemble(tensor.shape, parts), tensor)
+        np.testing.assert_array_equal(assemble(tensor.shape, once), tensor)
+        assert sum(array.size for _, array in once) == tensor.size, name
+
+
+@pytest.mark.parametrize("engine", PARALLELIZE)
+@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "fsdp_tp"])
+@on_ranks
+def test_gradients_and_moments_are_cut_as_weights_are(rank: int, engine: str, name: str) -> None:
+    layout = (TORCH_ZERO | SHARED)[name]
+    parallel, mesh = make_parallel(engine, layout, rank)
+    tokens = torch.randint(51, (4, 8), generator=torch.Generator().manual_seed(rank // layout.tp))
+    parallel.module(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    parallel.finish_gradient_synchronization()
+    gradients = {n: gradient.clone() for n, gradient in parallel.gradients().items()}  # a step clips them
+    optimizer_step(parallel, Optimizer(), 0)
+    for tensors in (gradients, parallel.moments("exp_avg"), parallel.moments("exp_avg_sq")):
+        gathered = to_arrays(parallel.full(tensors), MODEL)
+        mine = list(held(tensors, parallel, MODEL, mesh))
+        everywhere = [part for parts in mesh.world.all_gather_objects(mine) for part in parts]
+        once = [(shard, array) for shard, array in everywhere if not shard.replica]
+        for row in parameter_table(MODEL) if rank == 0 else ():
+            assembled = assemble(row.shape, [part for part in once if part[0].name == row.name])
+            np.testing.assert_array_equal(assembled, gathered[row.name], err_msg=row.name)
+            assert assembled.any(), row.name

@@ -1,0 +1,85 @@
+"""Who holds what in torchpar, for both engines: read from what a `ParallelModel` says of its parameters.
+
+Tensor parallelism leaves a rank a box of the canonical tensor: its own heads, MLP features or rows of the
+vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor.
+
+What a rank updates is described: its pieces. Gradients and moments are cut as they are. Under ZeRO 1 and 2 by
+hand the module keeps whole weights besides. PyTorch's ZeroRedundancyOptimizer leaves weights and gradients
+whole and deals moments out, each whole to one rank: of those `parallel.moments` gives whole ones.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from compare.contract.axes import AXES, SPLIT, TP
+from compare.contract.experiment import Model
+from compare.contract.parameters import Parameter, parameter_table
+from compare.contract.shards import Shard
+from torchpar.comm.chunks import pieces
+from torchpar.comm.mesh import Mesh
+from torchpar.parallel_model import ParallelModel, TensorsByName, local
+from torchpar.weights import nanogpt_dims, nanogpt_name
+
+
+def shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Shard]:
+    """This rank's shards of the canonical tensors; of those on other stages of a pipeline it has none.
+
+    Args:
+        parallel: the model under its layout.
+        model: the sizes.
+        mesh: this rank's.
+    """
+    return [
+        _shard(row, parallel, mesh)
+        for row in parameter_table(model)
+        if nanogpt_name(row.name) in parallel.parameters
+    ]
+
+
+def held(
+    tensors: TensorsByName, parallel: ParallelModel, model: Model, mesh: Mesh
+) -> Iterator[tuple[Shard, np.ndarray]]:
+    """What this rank holds of every canonical tensor, without padding: one shard at a time, each a copy.
+
+    Args:
+        tensors: `parallel.weights()`, `gradients()` or `moments(key)`.
+        parallel, model, mesh: as of `shards`.
+    """
+    for shard in shards(parallel, model, mesh):
+        flat = local(tensors[nanogpt_name(shard.name)]).detach().reshape(-1)
+        array = flat[: math.prod(shard.held_shape)].to("cpu", copy=True).numpy()  # padding lies at the end
+        if shard.elements is None:
+            array = array.reshape([shard.shape[dim] for dim in shard.dim_order])
+            array = array.transpose(np.argsort(shard.dim_order))
+        yield shard, array
+
+
+def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh) -> Shard:
+    name = nanogpt_name(row.name)
+    over = {axis.name for axis in parallel.sharded_over(name)}
+    box = [slice(0, size) for size in row.shape]
+    if TP in over:
+        (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
+        box[dim] = pieces(row.shape[dim], mesh.tp.size)[mesh.tp.rank]
+    shape = tuple(part.stop - part.start for part in box)
+    own, size = parallel.elements(name), math.prod(shape)
+    return Shard(
+        name=row.name,
+        device=mesh.world.rank,
+        offset=tuple(part.start for part in box),
+        shape=shape,
+        elements=None if own is None else (min(own.start, size), min(own.stop, size)),  # padding is behind
+        dim_order=nanogpt_dims(row),
+        replica=_replica(mesh, over, is_copy=name in parallel.copies),
+    )
+
+
+def _replica(mesh: Mesh, over: set[str], *, is_copy: bool) -> int:
+    """This rank's number among those with the same part; another stage's copy is counted after them."""
+    axes = [getattr(mesh, name) for name in AXES if name not in over]
+    number = 0
+    for axis in axes:
+        number = number * axis.size + axis.rank
+    return number + is_copy * math.prod(axis.size for axis in axes)
