@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
@@ -77,23 +78,30 @@ def layer_norm(spec: Model, dtypes: Dtypes) -> nnx.LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with one fused query-key-value projection."""
+    """Causal self-attention with one fused query-key-value projection.
+
+    Attributes:
+        core: (q, k, v) -> y, all (B, T, H, D): see `causal_attention`. Under tensor parallelism by hand H
+            is this device's heads. An edit of the model may put another there:
+            `model.blocks.attention.core = other`.
+    """
 
     def __init__(self, spec: Model, dtypes: Dtypes):
         heads = (spec.n_head, spec.n_embd // spec.n_head)
         self.qkv = Linear((spec.n_embd,), (QKV, *heads), bias=spec.bias, dtypes=dtypes)
+        self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
         self.out = Linear(heads, (spec.n_embd,), bias=spec.bias, dtypes=dtypes)
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         qkv_BT3HD = self.qkv(x_BTC)
         q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, i] for i in range(QKV))
-        return self.out(causal_attention(q_BTHD, k_BTHD, v_BTHD, softmax_dtype=x_BTC.dtype))
+        return self.out(self.core(q_BTHD, k_BTHD, v_BTHD))
 
 
 def causal_attention(
-    q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *, softmax_dtype: jnp.dtype
+    q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *, softmax_dtype: DTypeLike
 ) -> jax.Array:
-    """softmax(q k / sqrt(D)) v over positions S <= T; logits and softmax in `softmax_dtype`.
+    """The attention core: softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`.
 
     Not jax.nn.dot_product_attention: its softmax is float32 even for float64 inputs, which put 3e-8 between
     layouts that should agree to 1e-15.
@@ -158,7 +166,7 @@ class GPT(nnx.Module):
 
     Attributes:
         wrap_layer: applied to the scanned `block(x_BTC, layer) -> (x_BTC, None)`, `layer` being a nested
-            dict of one layer's parameters. Whoever edits the model from outside may put another there.
+            dict of one layer's parameters. An edit of the model may put another there.
         scan_layers: (block, x_BTC, layers) -> x_BTC, with each layer applied in turn. The same goes for it.
         cross_entropy: (logits, targets) -> mean loss.
     """
