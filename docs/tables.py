@@ -57,7 +57,7 @@ def experiments() -> str:
     for entry in names.experiments():
         values = (entry.facts[fact] for fact in facts)
         cells = (f"{value:,}" if isinstance(value, int) else value for value in values)
-        rows.append((f"`{entry.name}`", entry.story, *cells))
+        rows.append((f"`{entry.name}`", entry.description, *cells))
     return markdown(["experiment", "what it is", *facts], rows, numbers_from=2)
 
 
@@ -68,7 +68,7 @@ def presets() -> str:
     for name, preset in PRESETS.items():
         layout = msgspec.structs.asdict(preset_layout(Layout(), name, preset.devices))
         fields = ", ".join(f"{key}={value}" for key, value in layout.items() if value != plain[key])
-        rows.append((f"`{name}`", preset.story, f"`{fields}`" if fields else ""))
+        rows.append((f"`{name}`", preset.description, f"`{fields}`" if fields else ""))
     return markdown(["preset", "what it is", "its layout in the matrix"], rows, numbers_from=3)
 
 
@@ -142,7 +142,9 @@ def faults() -> str:
     for fault in FAULTS.values():
         able = [name for name, engine in ENGINES.items() if fault.name not in engine.impossible_faults]
         among = "all" if len(able) == len(ENGINES) else ", ".join(able)
-        rows.append((f"`{fault.name}`", fault.story, fault.rung, error_text(min(errors[fault.name])), among))
+        rows.append(
+            (f"`{fault.name}`", fault.description, fault.rung, error_text(min(errors[fault.name])), among)
+        )
     header = ["planted fault", "what went wrong", "caught at", "least error", "engines"]
     return markdown(header, rows, numbers_from=5)
 

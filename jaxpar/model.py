@@ -64,12 +64,12 @@ class Linear(nnx.Module):
         return jnp.tensordot(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 
-def layer_norm(spec: Model, dtypes: Dtypes) -> nnx.LayerNorm:
+def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
     """PyTorch's LayerNorm: flax's own default is a one-pass variance, which cancels in float32."""
     return nnx.LayerNorm(
-        spec.n_embd,
-        epsilon=spec.norm_eps,
-        use_bias=spec.bias,
+        config.n_embd,
+        epsilon=config.norm_eps,
+        use_bias=config.bias,
         use_fast_variance=False,
         dtype=dtypes.storage,
         param_dtype=dtypes.storage,
@@ -86,11 +86,11 @@ class Attention(nnx.Module):
             `model.blocks.attention.core = other`.
     """
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
-        heads = (spec.n_head, spec.n_embd // spec.n_head)
-        self.qkv = Linear((spec.n_embd,), (QKV, *heads), bias=spec.bias, dtypes=dtypes)
+    def __init__(self, config: Model, dtypes: Dtypes):
+        heads = (config.n_head, config.n_embd // config.n_head)
+        self.qkv = Linear((config.n_embd,), (QKV, *heads), bias=config.bias, dtypes=dtypes)
         self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
-        self.out = Linear(heads, (spec.n_embd,), bias=spec.bias, dtypes=dtypes)
+        self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         qkv_BT3HD = self.qkv(x_BTC)
@@ -117,11 +117,11 @@ def causal_attention(
 class MLP(nnx.Module):
     """Up to M, GELU, down to C."""
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
-        width, hidden = (spec.n_embd,), (MLP_RATIO * spec.n_embd,)
-        self.up = Linear(width, hidden, bias=spec.bias, dtypes=dtypes)
-        self.down = Linear(hidden, width, bias=spec.bias, dtypes=dtypes)
-        self.approximate = spec.activation == "gelu_tanh"
+    def __init__(self, config: Model, dtypes: Dtypes):
+        width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
+        self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
+        self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
+        self.approximate = config.activation == "gelu_tanh"
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x_BTC), approximate=self.approximate))
@@ -130,11 +130,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """A pre-LayerNorm transformer block; the residual stream stays in the storage dtype."""
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
-        self.norm1 = layer_norm(spec, dtypes)
-        self.attention = Attention(spec, dtypes)
-        self.norm2 = layer_norm(spec, dtypes)
-        self.mlp = MLP(spec, dtypes)
+    def __init__(self, config: Model, dtypes: Dtypes):
+        self.norm1 = layer_norm(config, dtypes)
+        self.attention = Attention(config, dtypes)
+        self.norm2 = layer_norm(config, dtypes)
+        self.mlp = MLP(config, dtypes)
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
@@ -144,10 +144,10 @@ class Block(nnx.Module):
 class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head."""
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
+    def __init__(self, config: Model, dtypes: Dtypes):
         self.compute = dtypes.compute
-        self.token = nnx.Param(jnp.zeros((spec.vocab_size, spec.n_embd), dtypes.storage))
-        self.position = nnx.Param(jnp.zeros((spec.block_size, spec.n_embd), dtypes.storage))
+        self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
+        self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return self.token[...][tokens_BT] + self.position[...][: tokens_BT.shape[1]]
@@ -160,7 +160,7 @@ class GPT(nnx.Module):
     """nanoGPT. Its weights start at zero: load the canonical ones (`weights.from_canonical`).
 
     Args:
-        spec: sizes, bias, activation, epsilon.
+        config: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
         remat: none, dots or full: see `jaxpar.remat`.
 
@@ -171,14 +171,14 @@ class GPT(nnx.Module):
         cross_entropy: (logits, targets) -> mean loss.
     """
 
-    def __init__(self, spec: Model, *, precision: Precision, remat: Remat):
+    def __init__(self, config: Model, *, precision: Precision, remat: Remat):
         dtypes = Dtypes(precision)
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.scan_layers = scan_layers
         self.cross_entropy = cross_entropy
-        self.embedding = Embedding(spec, dtypes)
-        self.blocks = nnx.vmap(lambda: Block(spec, dtypes), axis_size=spec.n_layer)()
-        self.norm = layer_norm(spec, dtypes)
+        self.embedding = Embedding(config, dtypes)
+        self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
+        self.norm = layer_norm(config, dtypes)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Logits (B, T, V) in the compute dtype, from token ids (B, T)."""
@@ -214,12 +214,12 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def make_loss(
-    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
+    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
 ) -> tuple[Callable[..., jax.Array], Any]:
     """The model as a pure function.
 
     Args:
-        spec: sizes, bias, activation, epsilon.
+        config: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
         remat: none, dots or full.
         edit: may swap the model's modules and functions before it is split; parameter paths stay.
@@ -228,7 +228,7 @@ def make_loss(
         `loss(params, batch)`, the mean cross-entropy of `batch = {"inputs": (B, T), "targets": (B, T)}`;
         and the tree of `params` as `jax.ShapeDtypeStruct`s: nested dicts, layers stacked.
     """
-    graph, state = _abstract(spec, precision=precision, remat=remat, edit=edit)
+    graph, state = _abstract(config, precision=precision, remat=remat, edit=edit)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
@@ -237,10 +237,10 @@ def make_loss(
 
 
 def make_pieces(
-    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
+    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
 ) -> Pieces:
     """The model as pure functions, cut before and after its blocks. Arguments as of `make_loss`."""
-    graph, _ = _abstract(spec, precision=precision, remat=remat, edit=edit)
+    graph, _ = _abstract(config, precision=precision, remat=remat, edit=edit)
 
     def loss(params: Any, x_BTC: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
         model = nnx.merge(graph, params)
@@ -254,12 +254,12 @@ def make_pieces(
 
 
 def _abstract(
-    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None]
+    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None]
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The edited model without numbers, split into its structure and its parameters' shapes."""
 
     def edited() -> GPT:
-        model = GPT(spec, precision=precision, remat=remat)
+        model = GPT(config, precision=precision, remat=remat)
         edit(model)
         return model
 

@@ -1,4 +1,4 @@
-"""An attention core put into jaxpar's model from outside: the same numbers, on one device and with split heads."""
+"""An attention core put into the model from outside: the same numbers, on one device and with split heads."""
 
 import math
 from dataclasses import replace

@@ -21,7 +21,7 @@ class Traffic:
 
     Attributes:
         calls, bytes: by kind, axis and purpose; bytes are those of the full (gathered) tensors.
-        purpose: of the call being made right now, "" outside the door: what `measure.ledger` asks for.
+        purpose: of the call being made right now, "" outside of one; `measure.ledger` asks for it.
         is_paused: nothing is counted just now.
     """
 

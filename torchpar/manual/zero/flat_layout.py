@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 
 
@@ -23,7 +23,7 @@ class FlatLayout:
         self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in parameters]
         self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
         self.numel = self._starts[-1]
-        self.own = pieces(self.numel, axis.size)[axis.rank]
+        self.own = chunk_slices(self.numel, axis.size)[axis.rank]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What a flat tensor (n,) holds for each parameter, in its shape."""
