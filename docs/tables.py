@@ -73,7 +73,7 @@ def presets() -> str:
 
 
 def engines() -> str:
-    """What each engine offers."""
+    """Table of engines, and what each offers."""
     rows = [
         (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
         for e in ENGINES.values()
@@ -83,7 +83,7 @@ def engines() -> str:
 
 
 def schedules() -> str:
-    """What each schedule costs, in forwards of a microbatch through a rank."""
+    """Table of schedules and their costs, in forwards of a microbatch through a rank."""
     rows = []
     for name in SCHEDULES:
         chunks = CHUNKS if name == "interleaved" else 1
@@ -164,7 +164,7 @@ def missed_without_request() -> str:
 
 
 def parity_count() -> str:
-    """How many cells of the matrix pass: `86 of 86`."""
+    """Number of cells of the matrix that pass: `86 of 86`."""
     found = re.search(r"^(\d+ of \d+) cells pass", PARITY.read_text(encoding="utf-8"), re.MULTILINE)
     assert found, f"{PARITY} does not say how many cells pass"
     return found[1]

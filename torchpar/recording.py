@@ -31,7 +31,7 @@ INSTRUMENTED_STEP = 2
 
 
 class Recording:
-    """What a run leaves behind, as far as it is known.
+    """The record of a run, as far as it is known.
 
     Args:
         run: this rank's.

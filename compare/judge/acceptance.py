@@ -21,7 +21,7 @@ LISTED = 3
 
 
 def objections(record: Record) -> list[str]:
-    """What a record is not that its request asked for, each in a few words; [] if it is all of it.
+    """Differences between a record and its request, each in a few words; [] if there are none.
 
     Args:
         record: with its request. One without (numbers that no engine of ours made) is taken as it is.

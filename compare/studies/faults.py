@@ -178,7 +178,7 @@ def planted(case_name: str) -> tuple[Fault, str]:
 
 
 def caught_as_expected(comparison: Comparison) -> bool:
-    """Whether every planted fault was run, and failed first at the rung that it belongs to."""
+    """True if every planted fault was run, and failed first at the rung that it belongs to."""
     return comparison.is_complete and all(
         verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
         for verdict in comparison.verdicts

@@ -1,4 +1,4 @@
-"""What a person asks of a command line before any training: names, version, JSON everywhere, completion."""
+"""The command line before any training: names, version, JSON everywhere, completion."""
 
 import json
 import subprocess

@@ -35,7 +35,7 @@ def case(request):
 
 
 def tasks_of(ticks: Ticks) -> Schedule:
-    """What each rank does, in order, read back from the table."""
+    """Tasks of each rank, in order, read back from the table."""
     tasks = ticks.tasks
     return [
         [
@@ -134,7 +134,7 @@ def test_a_slot_given_twice_is_noticed():
 
 
 def test_whether_anybody_sends(case):
-    """GPipe sends activations at its first ticks and gradients at its last; nobody sends from the ends."""
+    """GPipe sends activations at its first ticks and gradients at its last; the ends send nothing outwards."""
     name, p, _, of_m = case
     for m, (_, ticks) in of_m.items():
         tasks, last = ticks.tasks, ticks.stages - 1

@@ -18,7 +18,7 @@ close = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # whole numbers
 
 @on_ranks
 def test_native_collectives_agree_with_sends(rank: int) -> None:
-    """What NCCL would run, on gloo: equal pieces as they are, uneven ones through a padded copy."""
+    """NCCL's calls, on gloo: equal pieces as they are, uneven ones through a padded copy."""
     axis = Axis.of(None)
     for count in (1, 3, 8, 10, 1000):
         cut = chunk_slices(count, RANKS)[rank]

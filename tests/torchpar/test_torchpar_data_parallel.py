@@ -77,7 +77,7 @@ def test_accumulation_reduces_once(rank: int, sync: GradientSync) -> None:
 
 
 class Branches(nn.Module):
-    """Rank 1 does not use `sometimes`; nobody uses `never`."""
+    """Rank 1 does not use `sometimes`; no rank uses `never`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax of every file."""
+"""Imports that are allowed, read from the syntax of every file."""
 
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""How a flat tensor is cut over ranks: one rule, for collectives, shards and the record."""
+"""The cut of a flat tensor over ranks: one rule, for collectives, shards and the record."""
 
 
 def chunk_slices(count: int, ranks: int) -> list[slice]:

@@ -183,7 +183,7 @@ class Axis:
 
     @property
     def _sends_to_each(self) -> bool:
-        """Whether gathers and scatters are made of sends: see the module's text."""
+        """True if gathers and scatters are made of sends: see the module's text."""
         return dist.get_backend(self.group) == "gloo"
 
     def _exchange(self, slots: list[torch.Tensor], piece: torch.Tensor) -> list[dist.Work]:

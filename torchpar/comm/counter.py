@@ -9,7 +9,7 @@ from compare.contract.communication import Communication, ring_wire_bytes
 
 
 class Call(NamedTuple):
-    """What calls to a collective have in common in a ledger."""
+    """A row of the ledger: kind, axis and purpose of its calls."""
 
     kind: str
     axis: str
@@ -52,7 +52,7 @@ class Traffic:
         self.bytes.clear()
 
     def ledger(self, sizes: Mapping[str, int]) -> list[Communication]:
-        """What was counted, as the record wants it. `sizes`: the number of ranks along each axis."""
+        """The count as a record's ledger. `sizes`: the number of ranks along each axis."""
         return [
             Communication(
                 kind=call.kind,

@@ -26,14 +26,14 @@ class FlatLayout:
         self.own = chunk_slices(self.numel, axis.size)[axis.rank]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What a flat tensor (n,) holds for each parameter, in its shape."""
+        """Views of a flat tensor (n,), one for each parameter, in its shape."""
         return [
             flat.as_strided(shape, strides, start)
             for (shape, strides), start in zip(self._shapes, self._starts, strict=False)
         ]
 
     def slice_of(self, index: int) -> slice:
-        """Where in this rank's cut the piece of the parameter at `index` lies."""
+        """The slice of this rank's cut that is the piece of the parameter at `index`."""
         first = max(self._starts[index], self.own.start)
         last = min(self._starts[index + 1], self.own.stop)
         return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
