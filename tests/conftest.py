@@ -107,7 +107,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def default_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA's own flags for a test's programs: they are compiled as a user's are, and not as quickly as it can be."""
+    """XLA's own flags: a test's programs are compiled as a user's are, not as quickly as can be."""
     if os.environ.get("XLA_FLAGS") == quick_xla.QUICK:
         monkeypatch.delenv("XLA_FLAGS")
 

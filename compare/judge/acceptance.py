@@ -1,4 +1,4 @@
-"""Is a record what was asked for? Held against the request before it is held against anything else.
+"""Acceptance of a record: it is held against its request before it is held against anything else.
 
 Two runs that both did something else agree with each other: an engine that ignores its layout, a loop that
 stops early, a recorder that leaves no tensors. So the request is the first rung of the ladder, and every run,

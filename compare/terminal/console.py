@@ -26,7 +26,7 @@ class PlainConsole(Console):
         return super().render_str(printable(text, keep="\n"), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does, but what cannot be written is said by name, and messages end no run: nobody would
+        """As rich does, but what cannot be written is said by name, and messages end no run: no reader would
         hear why."""
         try:
             super().print(*objects, **options)

@@ -1,4 +1,4 @@
-"""Standard output when its reader has left, or when its disk is full. Needs nothing but the standard library."""
+"""Standard output whose reader has left, or whose disk is full. It needs the standard library alone."""
 
 import os
 import sys

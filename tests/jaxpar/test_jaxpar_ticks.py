@@ -134,7 +134,7 @@ def test_a_slot_given_twice_is_noticed():
 
 
 def test_whether_anybody_sends(case):
-    """GPipe sends activations at its first ticks and gradients at its last; the ends send nothing outwards."""
+    """GPipe sends activations at its first ticks, gradients at its last; the ends send nothing outwards."""
     name, p, _, of_m = case
     for m, (_, ticks) in of_m.items():
         tasks, last = ticks.tasks, ticks.stages - 1

@@ -46,8 +46,11 @@ class Siblings:
         return self._cause() or Failure(message=f"rank {self._rank.rank} was {how}", rank=self._rank.rank)
 
     def leave_word(self, failure: Failure) -> None:
-        """Leave error.json, unless another rank was first. A rank that has met no other leaves none: it cannot
-        know whether rank 0 holds the folder, or another run does."""
+        """Leave error.json, unless another rank was first.
+
+        A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
+        run does.
+        """
         if (self._rank.rank == 0 or self._rank.position.has_joined) and not read_failure(self._folder):
             write_failure(self._folder, failure)
 

@@ -30,7 +30,10 @@ CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD}
 
 
 class TickTasks(NamedTuple):
-    """Tasks of the ranks: int arrays (ticks, ranks); without a task 0, or the scratch slot for a slot."""
+    """Tasks of the ranks: int arrays (ticks, ranks); without a task 0, or the scratch slot for a slot.
+
+    Within the loop over ticks each device has its own task: the same fields, as scalars.
+    """
 
     kind: np.ndarray
     """IDLE, FORWARD or BACKWARD."""

@@ -164,7 +164,7 @@ class FlatParameters:
                 self._take_back(kind, index, tensor)
 
     def begin_unshard(self) -> bool:
-        """Begin an unshard: true if parameters are to be gathered now, and not yet were, of these very shards."""
+        """Begin an unshard. False if the parameters were gathered already, of these very shards."""
         if self.is_stale:
             self.wait_unshard()
             self.is_unsharded = False
