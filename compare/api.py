@@ -43,7 +43,7 @@ class Training(Struct, frozen=True, kw_only=True):
 
     @property
     def manifest(self) -> Manifest:
-        """How it was run, and what it cost beyond its steps."""
+        """Manifest of the run: how it was made, and what it cost beyond its steps."""
         return self.record.manifest
 
     @property
@@ -99,7 +99,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether every case finished, and agrees with the reference on every rung."""
+        """True if every case finished, and agrees with the reference on every rung."""
         return self.comparison.passed
 
     @property

@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         errors.print(f"shardpair: {interrupt or 'interrupted; every process was ended'}", style="red")
         return 130
-    except BrokenPipeError:  # `shardpair ... | head`: nobody reads on, and nothing went wrong
+    except BrokenPipeError:  # `shardpair ... | head`: the reader has left, and nothing went wrong
         standard_output.discard()
         return 0
     except OSError as error:
@@ -119,7 +119,7 @@ def _require_utf8(arguments: list[str]) -> None:
 
 
 def _described(error: OSError) -> str:
-    """What could not be read or written, and why."""
+    """An error of reading or writing, in words: the file, and why."""
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, FileNotFoundError):  # only os.getcwd names no file
@@ -158,7 +158,7 @@ def _subcommand(word: str, name: str) -> object:
 
 
 def _misplaced(command: str, word: str) -> str:
-    """What to do about a word that is not behind a flag, nor first."""
+    """Advice about a word that is not behind a flag, nor first."""
     if word in named_experiments() or Path(word).suffix == ".toml":
         return f"give the experiment first: shardpair {command} {word} ..."
     return f"{word}: no flag takes this (a switch is --model.bias or --model.no_bias, without a value)"

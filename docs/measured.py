@@ -24,7 +24,7 @@ Errors = dict[str, float | None]
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What the runs measured."""
+    """Measurements of the runs."""
 
     versions: dict[str, str]
     """Of Python, JAX and PyTorch."""
@@ -43,19 +43,19 @@ class _Verdict(Struct):
 
 
 class _Outcome(Struct):
-    """What `check`, `faults` and `golden` print as JSON, as far as it is kept."""
+    """JSON of `check`, `faults` and `golden`, as far as it is kept."""
 
     verdicts: list[_Verdict]
     versions: list[dict[str, str]] = []
 
 
 def read_measured() -> Measured:
-    """What was measured last."""
+    """The last measurements."""
     return msgspec.json.decode(MEASURED.read_bytes(), type=Measured)
 
 
 def kept(outcomes: dict[str, bytes]) -> Measured:
-    """What is kept of the commands' JSON, by study."""
+    """The part of the commands' JSON that is kept, by study."""
     decoded = {name: msgspec.json.decode(text, type=_Outcome) for name, text in outcomes.items()}
     versions: dict[str, str] = {}
     for of_case in decoded["check_float64"].versions:

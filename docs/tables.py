@@ -57,7 +57,7 @@ def experiments() -> str:
     for entry in names.experiments():
         values = (entry.facts[fact] for fact in facts)
         cells = (f"{value:,}" if isinstance(value, int) else value for value in values)
-        rows.append((f"`{entry.name}`", entry.story, *cells))
+        rows.append((f"`{entry.name}`", entry.description, *cells))
     return markdown(["experiment", "what it is", *facts], rows, numbers_from=2)
 
 
@@ -68,12 +68,12 @@ def presets() -> str:
     for name, preset in PRESETS.items():
         layout = msgspec.structs.asdict(preset_layout(Layout(), name, preset.devices))
         fields = ", ".join(f"{key}={value}" for key, value in layout.items() if value != plain[key])
-        rows.append((f"`{name}`", preset.story, f"`{fields}`" if fields else ""))
+        rows.append((f"`{name}`", preset.description, f"`{fields}`" if fields else ""))
     return markdown(["preset", "what it is", "its layout in the matrix"], rows, numbers_from=3)
 
 
 def engines() -> str:
-    """What each engine offers."""
+    """Table of engines, and what each offers."""
     rows = [
         (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
         for e in ENGINES.values()
@@ -83,7 +83,7 @@ def engines() -> str:
 
 
 def schedules() -> str:
-    """What each schedule costs, in forwards of a microbatch through a rank."""
+    """Table of schedules and their costs, in forwards of a microbatch through a rank."""
     rows = []
     for name in SCHEDULES:
         chunks = CHUNKS if name == "interleaved" else 1
@@ -142,7 +142,9 @@ def faults() -> str:
     for fault in FAULTS.values():
         able = [name for name, engine in ENGINES.items() if fault.name not in engine.impossible_faults]
         among = "all" if len(able) == len(ENGINES) else ", ".join(able)
-        rows.append((f"`{fault.name}`", fault.story, fault.rung, error_text(min(errors[fault.name])), among))
+        rows.append(
+            (f"`{fault.name}`", fault.description, fault.rung, error_text(min(errors[fault.name])), among)
+        )
     header = ["planted fault", "what went wrong", "caught at", "least error", "engines"]
     return markdown(header, rows, numbers_from=5)
 
@@ -162,7 +164,7 @@ def missed_without_request() -> str:
 
 
 def parity_count() -> str:
-    """How many cells of the matrix pass: `86 of 86`."""
+    """Number of cells of the matrix that pass: `86 of 86`."""
     found = re.search(r"^(\d+ of \d+) cells pass", PARITY.read_text(encoding="utf-8"), re.MULTILINE)
     assert found, f"{PARITY} does not say how many cells pass"
     return found[1]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
@@ -63,12 +64,12 @@ class Linear(nnx.Module):
         return jnp.tensordot(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 
-def layer_norm(spec: Model, dtypes: Dtypes) -> nnx.LayerNorm:
+def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
     """PyTorch's LayerNorm: flax's own default is a one-pass variance, which cancels in float32."""
     return nnx.LayerNorm(
-        spec.n_embd,
-        epsilon=spec.norm_eps,
-        use_bias=spec.bias,
+        config.n_embd,
+        epsilon=config.norm_eps,
+        use_bias=config.bias,
         use_fast_variance=False,
         dtype=dtypes.storage,
         param_dtype=dtypes.storage,
@@ -77,23 +78,30 @@ def layer_norm(spec: Model, dtypes: Dtypes) -> nnx.LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with one fused query-key-value projection."""
+    """Causal self-attention with one fused query-key-value projection.
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
-        heads = (spec.n_head, spec.n_embd // spec.n_head)
-        self.qkv = Linear((spec.n_embd,), (QKV, *heads), bias=spec.bias, dtypes=dtypes)
-        self.out = Linear(heads, (spec.n_embd,), bias=spec.bias, dtypes=dtypes)
+    Attributes:
+        core: (q, k, v) -> y, all (B, T, H, D): see `causal_attention`. Under tensor parallelism by hand H
+            is this device's heads. An edit of the model may put another there:
+            `model.blocks.attention.core = other`.
+    """
+
+    def __init__(self, config: Model, dtypes: Dtypes):
+        heads = (config.n_head, config.n_embd // config.n_head)
+        self.qkv = Linear((config.n_embd,), (QKV, *heads), bias=config.bias, dtypes=dtypes)
+        self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
+        self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         qkv_BT3HD = self.qkv(x_BTC)
         q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, i] for i in range(QKV))
-        return self.out(causal_attention(q_BTHD, k_BTHD, v_BTHD, softmax_dtype=x_BTC.dtype))
+        return self.out(self.core(q_BTHD, k_BTHD, v_BTHD))
 
 
 def causal_attention(
-    q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *, softmax_dtype: jnp.dtype
+    q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *, softmax_dtype: DTypeLike
 ) -> jax.Array:
-    """softmax(q k / sqrt(D)) v over positions S <= T; logits and softmax in `softmax_dtype`.
+    """The attention core: softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`.
 
     Not jax.nn.dot_product_attention: its softmax is float32 even for float64 inputs, which put 3e-8 between
     layouts that should agree to 1e-15.
@@ -109,11 +117,11 @@ def causal_attention(
 class MLP(nnx.Module):
     """Up to M, GELU, down to C."""
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
-        width, hidden = (spec.n_embd,), (MLP_RATIO * spec.n_embd,)
-        self.up = Linear(width, hidden, bias=spec.bias, dtypes=dtypes)
-        self.down = Linear(hidden, width, bias=spec.bias, dtypes=dtypes)
-        self.approximate = spec.activation == "gelu_tanh"
+    def __init__(self, config: Model, dtypes: Dtypes):
+        width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
+        self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
+        self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
+        self.approximate = config.activation == "gelu_tanh"
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x_BTC), approximate=self.approximate))
@@ -122,11 +130,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """A pre-LayerNorm transformer block; the residual stream stays in the storage dtype."""
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
-        self.norm1 = layer_norm(spec, dtypes)
-        self.attention = Attention(spec, dtypes)
-        self.norm2 = layer_norm(spec, dtypes)
-        self.mlp = MLP(spec, dtypes)
+    def __init__(self, config: Model, dtypes: Dtypes):
+        self.norm1 = layer_norm(config, dtypes)
+        self.attention = Attention(config, dtypes)
+        self.norm2 = layer_norm(config, dtypes)
+        self.mlp = MLP(config, dtypes)
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
@@ -136,10 +144,10 @@ class Block(nnx.Module):
 class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head."""
 
-    def __init__(self, spec: Model, dtypes: Dtypes):
+    def __init__(self, config: Model, dtypes: Dtypes):
         self.compute = dtypes.compute
-        self.token = nnx.Param(jnp.zeros((spec.vocab_size, spec.n_embd), dtypes.storage))
-        self.position = nnx.Param(jnp.zeros((spec.block_size, spec.n_embd), dtypes.storage))
+        self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
+        self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return self.token[...][tokens_BT] + self.position[...][: tokens_BT.shape[1]]
@@ -152,25 +160,25 @@ class GPT(nnx.Module):
     """nanoGPT. Its weights start at zero: load the canonical ones (`weights.from_canonical`).
 
     Args:
-        spec: sizes, bias, activation, epsilon.
+        config: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
         remat: none, dots or full: see `jaxpar.remat`.
 
     Attributes:
         wrap_layer: applied to the scanned `block(x_BTC, layer) -> (x_BTC, None)`, `layer` being a nested
-            dict of one layer's parameters. Whoever edits the model from outside may put another there.
+            dict of one layer's parameters. An edit of the model may put another there.
         scan_layers: (block, x_BTC, layers) -> x_BTC, with each layer applied in turn. The same goes for it.
         cross_entropy: (logits, targets) -> mean loss.
     """
 
-    def __init__(self, spec: Model, *, precision: Precision, remat: Remat):
+    def __init__(self, config: Model, *, precision: Precision, remat: Remat):
         dtypes = Dtypes(precision)
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.scan_layers = scan_layers
         self.cross_entropy = cross_entropy
-        self.embedding = Embedding(spec, dtypes)
-        self.blocks = nnx.vmap(lambda: Block(spec, dtypes), axis_size=spec.n_layer)()
-        self.norm = layer_norm(spec, dtypes)
+        self.embedding = Embedding(config, dtypes)
+        self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
+        self.norm = layer_norm(config, dtypes)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Logits (B, T, V) in the compute dtype, from token ids (B, T)."""
@@ -206,12 +214,12 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def make_loss(
-    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
+    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
 ) -> tuple[Callable[..., jax.Array], Any]:
     """The model as a pure function.
 
     Args:
-        spec: sizes, bias, activation, epsilon.
+        config: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
         remat: none, dots or full.
         edit: may swap the model's modules and functions before it is split; parameter paths stay.
@@ -220,7 +228,7 @@ def make_loss(
         `loss(params, batch)`, the mean cross-entropy of `batch = {"inputs": (B, T), "targets": (B, T)}`;
         and the tree of `params` as `jax.ShapeDtypeStruct`s: nested dicts, layers stacked.
     """
-    graph, state = _abstract(spec, precision=precision, remat=remat, edit=edit)
+    graph, state = _abstract(config, precision=precision, remat=remat, edit=edit)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
@@ -229,10 +237,10 @@ def make_loss(
 
 
 def make_pieces(
-    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
+    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
 ) -> Pieces:
     """The model as pure functions, cut before and after its blocks. Arguments as of `make_loss`."""
-    graph, _ = _abstract(spec, precision=precision, remat=remat, edit=edit)
+    graph, _ = _abstract(config, precision=precision, remat=remat, edit=edit)
 
     def loss(params: Any, x_BTC: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
         model = nnx.merge(graph, params)
@@ -246,12 +254,12 @@ def make_pieces(
 
 
 def _abstract(
-    spec: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None]
+    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None]
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The edited model without numbers, split into its structure and its parameters' shapes."""
 
     def edited() -> GPT:
-        model = GPT(spec, precision=precision, remat=remat)
+        model = GPT(config, precision=precision, remat=remat)
         edit(model)
         return model
 

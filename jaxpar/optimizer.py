@@ -2,7 +2,7 @@
 
 Why not optax.adamw and optax.clip_by_global_norm: optax computes 1 - beta^t in float32 (off by 1e-5 at
 t = 1), its clipping lacks PyTorch's 1e-6, and a norm over a sharded tree is a matter of the layout. Here
-the step's scalars come from the host in doubles, and the norm from whoever knows the layout.
+the step's scalars come from the host in doubles, and the norm from the engine, which knows the layout.
 
 Formulas: `compare.contract.optimizer`.
 """

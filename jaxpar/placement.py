@@ -149,7 +149,7 @@ def place(
     pp: int = 1,
     chunks: int = 1,
 ) -> Placement:
-    """Where one leaf lives.
+    """The placement of one leaf.
 
     Args:
         shape: its true shape.

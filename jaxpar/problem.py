@@ -1,4 +1,4 @@
-"""What an engine is given, a `Problem`: a model of anybody's, and how a layout's edits get into it.
+"""Input of an engine, a `Problem`: any model, and how a layout's edits get into it.
 
 Legend: A gradient accumulation, B batch.
 """
@@ -38,7 +38,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be trained: a loss over a pytree, and what its leaves' dims mean.
+    """A training problem: a loss over a pytree, and what its leaves' dims mean.
 
     The model knows nothing of a layout. `build(edit)` makes the model, calls `edit(model)` on it once, and
     returns its loss; the edit puts in what the layout needs:
@@ -160,7 +160,7 @@ class Problem:
         return self.pieces(in_order(edits))
 
     def place(self, layout: Layout, *, split: dict[str, str]) -> Any:
-        """Where every leaf lives: a tree of `Placement`s. See `placement.place`.
+        """The placements of all leaves: a tree of `Placement`s. See `placement.place`.
 
         Raises:
             ValueError: axes that do not fit the shapes, or a dim that cannot be split so.

@@ -27,7 +27,7 @@ _MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
 
 
 class Recording:
-    """What a run leaves behind, as far as it is known.
+    """The record of a run, as far as it is known.
 
     Args:
         request: what is run.

@@ -19,7 +19,7 @@ REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 def resolve_remat(layout: Layout, *, engine: str) -> Remat:
-    """What an engine does about `layout.remat`.
+    """The recomputation that `layout.remat` asks of an engine.
 
     auto is dots, fastest under XLA's scan and smaller than none; a pipeline by hand keeps nothing between
     a stage's forward and backward but its input, which is full.

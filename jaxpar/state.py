@@ -1,4 +1,4 @@
-"""Where training stands: all that a step turns into the next."""
+"""State of training: all that a step turns into the next."""
 
 from dataclasses import dataclass
 from typing import Any

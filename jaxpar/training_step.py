@@ -1,4 +1,4 @@
-"""What an engine makes of a `Problem`: a step for the training loop, and where its arrays live.
+"""The training step that an engine makes of a `Problem`, and where its arrays live.
 
 Legend: A gradient accumulation, B batch, T position.
 """

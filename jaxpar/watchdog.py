@@ -18,7 +18,7 @@ class Watchdog:
     """Calls `on_hang` and ends the process when nothing has been finished for `timeout_s`.
 
     A step has to end within that time. Whatever else goes on (opening data, tracing, compiling, reading the
-    compiled program) only has to use the processor: nobody knows how long it takes.
+    compiled program) only has to use the processor: it may take any time.
 
     A Python thread, so that the end leaves a message. Behind it, should native code never let go of the
     interpreter, faulthandler's thread, which needs no interpreter, `GRACE_S` later. (Not alone: it walks
@@ -65,7 +65,7 @@ class Watchdog:
 
 
 def exit_with_stdin() -> None:
-    """End the process at once when standard input ends: whoever started it is gone."""
+    """End the process at once when standard input ends: the process that started it is gone."""
 
     def wait() -> None:
         # os.read, not sys.stdin: its lock, held at interpreter shutdown, is a fatal error.

@@ -1,4 +1,4 @@
-"""What the tests share. Parity runs in float64; nothing here is timed; no process outlives its test."""
+"""Fixtures of all tests. Parity runs in float64; nothing here is timed; no process outlives its test."""
 
 import os
 import subprocess
@@ -107,7 +107,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def default_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test starts is compiled as a user's is, and not as quickly as it can be."""
+    """XLA's own flags: a test's programs are compiled as a user's are, not as quickly as can be."""
     if os.environ.get("XLA_FLAGS") == quick_xla.QUICK:
         monkeypatch.delenv("XLA_FLAGS")
 

@@ -62,7 +62,7 @@ def nanogpt_name(name: str) -> str:
 
 
 def is_linear(name: str) -> bool:
-    """Whether it is the weight of a torch.nn.Linear, which keeps (out, in) where we keep (in, out)."""
+    """True for the weight of a torch.nn.Linear, which keeps (out, in) where we keep (in, out)."""
     return name.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
 
 

@@ -125,7 +125,7 @@ def _leave_word(folder: Path, failure: Failure) -> None:
 
 
 def _exit_with_stdin() -> None:
-    """End this process and its ranks as SIGTERM does, once nobody holds standard input open any more."""
+    """End this process and its ranks as SIGTERM does, once no process holds standard input open any more."""
     while os.read(0, 4096):  # not sys.stdin: its lock must not be held while ranks are forked
         pass
     os.kill(os.getpid(), signal.SIGTERM)

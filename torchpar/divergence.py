@@ -1,4 +1,4 @@
-"""Which gradient is the first that is not finite, over all ranks, after a step that diverged."""
+"""Search for the first gradient that is not finite, over all ranks, after a step that diverged."""
 
 import torch
 

@@ -26,7 +26,7 @@ class GPTStages(nn.Module):
     """The stages of a GPT that one rank has.
 
     Args:
-        model: its modules are shared, not copied; whoever drops it frees those of other ranks' stages.
+        model: its modules are shared, not copied; dropping it frees those of other ranks' stages.
         own: which stages, along the model.
         stages: of the whole pipeline; divides the blocks.
 
@@ -103,7 +103,7 @@ def units_of(model: GPT | GPTStages) -> list[list[nn.Module]]:
 
 
 def cut(model: GPT, *, rank: int, layout: Layout) -> GPTStages:
-    """What one rank of the pipeline has: with v chunks the stages rank, rank + pp, ..."""
+    """The stages of one rank of the pipeline: with v chunks the stages rank, rank + pp, ..."""
     stages = layout.pp * layout.chunks
     return GPTStages(model, own=range(rank, stages, layout.pp), stages=stages)
 
@@ -171,7 +171,7 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
     (other,) = set(ranks) - {axis.rank}
     gradient = local(parameter.grad)
     mine, theirs = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    # In turn, one sending while the other receives: NCCL would wait for ever if both sent first.
+    # In turn, one sending while the other receives: NCCL would deadlock if both sent first.
     exchanges = [
         lambda: axis.start_send(mine, to=other, purpose=TIED_GRADIENTS),
         lambda: axis.start_receive(theirs, source=other),

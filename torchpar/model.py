@@ -25,20 +25,38 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x_BTC, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class CausalAttention(nn.Module):
+    """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
+
+    It has no parameters. Any module that maps q, k, v of shape (B, T, H, D) to (B, T, H, D) may take its
+    place: `swap(model, {"transformer.h.*.attn.core": lambda core: other})`.
+    """
+
+    def forward(self, q_BTHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
+        q_BHTD, k_BHTD, v_BHTD = (t_BTHD.transpose(1, 2) for t_BTHD in (q_BTHD, k_BTHD, v_BTHD))
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        return y_BHTD.transpose(1, 2)
+
+
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention, each position to itself and to those before it."""
+    """Multi-head attention, each position to itself and to those before it.
+
+    Attributes:
+        core: (q, k, v) -> y, all (B, T, H, D): see `CausalAttention`. Under tensor parallelism H is this
+            rank's heads.
+    """
 
     def __init__(self, config: Model):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, QKV * config.n_embd, bias=config.bias)
+        self.core = CausalAttention()
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         qkv_BT3HD = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim))
-        q_BHTD, k_BHTD, v_BHTD = (t_BTHD.transpose(1, 2) for t_BTHD in qkv_BT3HD.unbind(2))
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
-        return self.c_proj(y_BHTD.transpose(1, 2).flatten(2))
+        y_BTHD = self.core(*qkv_BT3HD.unbind(2))
+        return self.c_proj(y_BTHD.flatten(2))
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""What an engine makes of a model and its optimizer: the handful of things that the training loop uses."""
+"""The model and its optimizer as an engine returns them: the few things that the training loop uses."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -98,6 +98,6 @@ class ParallelModel:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is in this rank's memory: of a DTensor its local part, else the tensor itself."""
+    """The part of a tensor in this rank's memory: of a DTensor its local part, else the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local else tensor

@@ -31,7 +31,7 @@ INSTRUMENTED_STEP = 2
 
 
 class Recording:
-    """What a run leaves behind, as far as it is known.
+    """The record of a run, as far as it is known.
 
     Args:
         run: this rank's.
@@ -74,7 +74,7 @@ class Recording:
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
         resident = [*modules, *parallel.parameters.values(), *state]
         mesh.traffic.clear()
-        mode = CommunicationMode(mesh.axes, door=mesh.traffic, default_purpose=GRADIENTS)
+        mode = CommunicationMode(mesh.axes, own_calls=mesh.traffic, default_purpose=GRADIENTS)
         with track_peak(mesh.device, map(local, resident), parallel.transient) as peak, mode:
             yield
         counted = mesh.traffic if ENGINES[self._run.request.engine].counts_own_calls else mode.seen

@@ -30,7 +30,7 @@ _DOTS = frozenset(
 
 
 def resolve_remat(layout: Layout) -> Remat:
-    """What `layout.remat` means here: auto is none, the fastest in eager PyTorch."""
+    """The recomputation that `layout.remat` asks for: auto is none, the fastest in eager PyTorch."""
     return "none" if layout.remat == "auto" else layout.remat
 
 

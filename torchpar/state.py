@@ -13,7 +13,7 @@ from torchpar.parallel_model import ParallelModel
 
 @dataclass
 class TrainState:
-    """Where training stands, beside the weights and moments, which live in the model and its optimizer.
+    """State of training, beside the weights and moments, which live in the model and its optimizer.
 
     Attributes:
         step: the place in the stream of data: the batch to come is `batch(step)`.
@@ -38,5 +38,5 @@ class Run:
 
     @property
     def experiment(self) -> Experiment:
-        """What is trained."""
+        """The experiment that is trained."""
         return self.request.experiment

@@ -122,7 +122,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         )
 
     def _cache(self) -> str:
-        """The folder for compiled programs. One that nobody asked for may be missing: then it is said."""
+        """The folder for compiled programs. One that was not asked for may be missing: then it is said."""
         try:
             check_cache(self.cache_dir)
         except ExperimentError as error:
@@ -186,7 +186,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     def show_plan(
         self, experiment: Experiment, cases: list[Case], left_out: dict[str, str] | None = None
     ) -> int:
-        """What --dry_run prints. Returns the exit code: 0, or 2 if the command would be refused.
+        """Print the plan of --dry_run. Returns the exit code: 0, or 2 if the command would be refused.
 
         Raises:
             ExperimentError: --continue beside it, bad settings or bad data.

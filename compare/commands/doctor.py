@@ -24,7 +24,7 @@ LINE_LENGTH = 300
 
 
 class SideReport(Struct, frozen=True, kw_only=True):
-    """What `python -m SIDE --doctor` prints."""
+    """Output of `python -m SIDE --doctor`."""
 
     versions: dict[str, str]
     cpu_devices: str
@@ -32,7 +32,7 @@ class SideReport(Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(Struct, frozen=True, kw_only=True):
-    """What one engine can run here."""
+    """One engine, and what it can run here."""
 
     engine: str
     decides: str
@@ -132,7 +132,7 @@ def _side_table(side: str, found: SideReport) -> Table:
 
 
 def engine_reports(sides: dict[str, SideReport | str]) -> list[EngineReport]:
-    """What each engine can run here."""
+    """A report for each engine: what it can run here."""
     reports = []
     for engine in ENGINES.values():
         found = sides[engine.side]

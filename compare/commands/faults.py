@@ -58,7 +58,7 @@ class Faults(Spec, frozen=True, kw_only=True):
         return 0 if caught_as_expected(comparison) else 1
 
     def _have_layouts(self) -> bool:
-        """Whether every chosen fault shows in a layout of its own."""
+        """True if every chosen fault shows in a layout of its own."""
         return all(name in FAULTS and FAULTS[name].preset for name in self.names)
 
     def _of_harness(self, experiment: Experiment, engines: list[str], devices: int) -> int:

@@ -20,7 +20,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     """One name, and what it stands for."""
 
     name: str
-    story: str
+    description: str
     facts: dict[str, str | int]
     """What else a reader chooses by."""
 
@@ -65,7 +65,7 @@ def experiments() -> list[Entry]:
             "dtype": experiment.precision.dtype,
             "devices": experiment.layout.devices,
         }
-        entries.append(Entry(name=name, story=_story(path), facts=facts))
+        entries.append(Entry(name=name, description=_first_sentence(path), facts=facts))
     return entries
 
 
@@ -74,7 +74,7 @@ def presets() -> list[Entry]:
     return [
         Entry(
             name=name,
-            story=preset.story,
+            description=preset.description,
             facts={"matrix_devices": preset_layout(Layout(), name, preset.devices).devices},
         )
         for name, preset in PRESETS.items()
@@ -84,7 +84,7 @@ def presets() -> list[Entry]:
 def faults() -> list[Entry]:
     """Mistakes that can be planted, with the rung that catches each."""
     return [
-        Entry(name=fault.name, story=fault.story, facts={"caught_at": fault.rung})
+        Entry(name=fault.name, description=fault.description, facts={"caught_at": fault.rung})
         for fault in FAULTS.values()
     ]
 
@@ -92,7 +92,7 @@ def faults() -> list[Entry]:
 def harness_faults() -> list[Entry]:
     """Records that are not what was asked for (`shardpair faults --harness`), with the rung that says so."""
     return [
-        Entry(name=fault.name, story=fault.description, facts={"caught_at": fault.rung})
+        Entry(name=fault.name, description=fault.description, facts={"caught_at": fault.rung})
         for fault in HARNESS_FAULTS.values()
     ]
 
@@ -102,14 +102,14 @@ def engines() -> list[Entry]:
     return [
         Entry(
             name=engine.name,
-            story=engine.decides,
+            description=engine.decides,
             facts={"pipelines": ", ".join(engine.schedules)},
         )
         for engine in ENGINES.values()
     ]
 
 
-def _story(path: Path) -> str:
+def _first_sentence(path: Path) -> str:
     """The first sentence of the comment that an experiment begins with, or what stands before its colon."""
     lines = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
     return re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
@@ -126,5 +126,5 @@ def _table(kind: str, entries: list[Entry]) -> Table:
     for entry in entries:
         values = (entry.facts[fact] for fact in facts)
         cells = (f"{value:,}" if isinstance(value, int) else value for value in values)
-        table.add_row(entry.name, *cells, entry.story)
+        table.add_row(entry.name, *cells, entry.description)
     return table

@@ -138,7 +138,7 @@ def print_matrix(cells: list[Cell], studies: list[str], *, steps: int, as_json: 
 
 
 def _resident_table(cells: list[Cell]) -> Table:
-    """What a device holds between two steps, beside the closed form."""
+    """Table of bytes that a device holds between two steps, beside the closed form."""
     engines = list(dict.fromkeys(cell.engine for cell in cells))
     title = "kB at rest: parameters / gradients / optimizer (off the closed form)"
     table = Table(title=title)

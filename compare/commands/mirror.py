@@ -158,7 +158,7 @@ def lines_of_code(source: str) -> int:
 
 
 def _root() -> Path:
-    """Where both sides lie: beside `compare`, found without importing them."""
+    """The folder of both sides, which is beside `compare`: found without importing them."""
     spec = importlib.util.find_spec("compare")
     assert spec is not None
     assert spec.origin is not None

@@ -19,7 +19,7 @@ MICROSECONDS = 1000  # of a Chrome trace for one forward
 
 
 class ScheduleCost(Struct, frozen=True, kw_only=True):
-    """What a schedule costs, in forwards of one microbatch through one rank."""
+    """Cost of a schedule, in forwards of one microbatch through one rank."""
 
     makespan: float
     waiting: float

@@ -1,9 +1,8 @@
-"""What devices send each other in a step: the entries of a ledger, the purposes they have, and a ring's cost.
+"""Communication of a step: the entries of a ledger, the purposes they have, and a ring's cost.
 
 Both sides name purposes with the constants below, and nothing else. Engines that write their collectives say
-at each what it is for. Where XLA or a wrapper of PyTorch put a collective there is nobody to ask: there the
-purpose is inferred from its kind, axis and size, by the rules in `jaxpar/measure/ledger.py` and
-`torchpar/measure/ledger.py`.
+at each what it is for. Of a collective that XLA or a wrapper of PyTorch put there, the purpose is inferred
+from its kind, axis and size, by the rules in `jaxpar/measure/ledger.py` and `torchpar/measure/ledger.py`.
 """
 
 from msgspec import Struct

@@ -61,7 +61,7 @@ class Corpus:
         """
         train, length = experiment.train, experiment.model.block_size
         shape = (train.gradient_accumulation_steps, train.batch_size)
-        # Raw Philox words: NumPy promises their stream for ever, and not that of Generator.integers.
+        # Raw Philox words: NumPy promises that their stream stays, and not that of Generator.integers.
         words = np.random.Philox(key=train.seed, counter=[0, 0, step, 0]).random_raw(shape)
         self._require_whole_file()
         starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(self.train) - length)).astype(np.int64)

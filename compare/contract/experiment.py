@@ -133,7 +133,7 @@ def check(experiment: Experiment) -> Experiment:
 
 
 def _check_floats(experiment: Experiment) -> None:
-    """What is finite here must be so in the engines, which compute in float32 unless told otherwise."""
+    """Refuse floats that overflow in the engines, which compute in float32 unless told otherwise."""
     if experiment.precision.dtype == "float64":
         return
     for section, fields in (("model", experiment.model), ("optimizer", experiment.optimizer)):

@@ -1,4 +1,4 @@
-"""What training starts from: weights drawn from the seed, or a user's own, checked before anything runs.
+"""Initial weights: drawn from the seed, or a user's own, checked before anything runs.
 
 from compare.contract.experiment import Experiment
 from compare.contract.initial_weights import checked_weights

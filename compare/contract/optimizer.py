@@ -1,4 +1,4 @@
-"""What one optimizer step is: the definition that both sides implement, and the harness's oracle.
+"""Definition of one optimizer step, which both sides implement: the harness's oracle.
 
 AdamW (Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW), with g the clipped gradient,
 t = step + 1 and lr from `learning_rate`:
@@ -27,7 +27,7 @@ CLIP_EPS = 1e-6
 
 
 class StepScalars(Struct, frozen=True, kw_only=True):
-    """What varies from step to step, in Python's doubles.
+    """Scalars of the optimizer that vary from step to step, in Python's doubles.
 
     Computed on the host because 1 - beta^t in float32 is off by 1e-5 at t = 1 for beta = 0.999.
     """

@@ -49,7 +49,7 @@ def parameter_table(model: Model) -> tuple[Parameter, ...]:
 
 
 def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
-    """What comes before the blocks, and what comes after them."""
+    """Parameters before the blocks, and those after them."""
     width, std = model.n_embd, 0.02
     token = _matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
     position = _matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
@@ -86,7 +86,7 @@ def parameter_count(model: Model) -> int:
 
 
 def decays(parameter: Parameter, decay: str) -> bool:
-    """Whether weight decay applies: to matrices only, or to `all`."""
+    """True if weight decay applies: to matrices only, or to `all`."""
     return decay == "all" or parameter.is_matrix
 
 

@@ -1,4 +1,4 @@
-"""What passes between the harness and an engine: a request in, a record out, as files in RUN_DIR.
+"""Request and record: the files in RUN_DIR that pass between the harness and an engine.
 
     request.json              what to run (the harness writes it; `python -m SIDE RUN_DIR` reads it)
     steps.jsonl               one `Step` a line
@@ -78,13 +78,13 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     init_from: str = ""
     """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
     init_sha256: str = ""
-    """`fingerprint` of these weights in the dtype of training; empty if nobody has checked them yet."""
+    """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
     fault: str = ""
     """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """What one optimizer step computed and cost."""
+    """Numbers and cost of one optimizer step."""
 
     step: int
     """Counted from 0."""
@@ -100,7 +100,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """How a run was made, and what it cost beyond its steps."""
+    """Circumstances of a run, and what it cost beyond its steps."""
 
     engine: str
     experiment: Experiment
@@ -268,7 +268,7 @@ class Recorder:
 
 
 def clear_record(folder: Path) -> None:
-    """Remove what an earlier run left, so that nobody takes it for this run's. Hold the folder's lock."""
+    """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, LEDGER]
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)

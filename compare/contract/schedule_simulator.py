@@ -1,4 +1,4 @@
-"""What holds of a pipeline schedule, found out without a network: order, progress, memory, time."""
+"""Simulation of a pipeline schedule without a network: order, progress, memory, time."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class ScheduleError(ValueError):
 
 
 class Slot(NamedTuple):
-    """When a rank does a task, in units of a whole rank's forward of one microbatch."""
+    """Time of a rank's task, in units of a whole rank's forward of one microbatch."""
 
     rank: int
     task: Task
@@ -23,7 +23,7 @@ class Slot(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What a rank does, its communication spelled out: compute, or send to or receive from a peer."""
+    """One action of a rank, its communication spelled out: compute, or send to or receive from a peer."""
 
     what: str
     """compute, send_activation, receive_activation, send_gradient or receive_gradient."""
@@ -34,7 +34,7 @@ class Action(NamedTuple):
 
 
 def prerequisites(task: Task, stages: int) -> list[Task]:
-    """What must be done before a task can begin, on whatever rank."""
+    """Tasks that must be done before a task can begin, on any rank."""
     kind, stage, microbatch = task
     if kind == Kind.FORWARD:
         return [Task(Kind.FORWARD, stage - 1, microbatch)] if stage else []
@@ -85,7 +85,7 @@ def run(schedule: Schedule) -> list[Slot]:
         however many chunks it is cut into.
 
     Raises:
-        ScheduleError: incomplete, or all ranks wait for ever.
+        ScheduleError: incomplete, or deadlocked.
     """
     stages = check_complete(schedule)
     chunks = stages // len(schedule)

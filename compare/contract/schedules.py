@@ -14,7 +14,7 @@ from compare.contract.experiment import ExperimentError, check_tasks
 
 
 class Kind(StrEnum):
-    """What a task computes."""
+    """The kinds of task: forward, and backward whole or in halves."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -22,7 +22,7 @@ class Kind(StrEnum):
     BACKWARD_INPUT = "I"
     """Of its input alone: what the stage before waits for."""
     BACKWARD_WEIGHT = "W"
-    """Of its weights alone: nobody waits for it, so it can fill a bubble."""
+    """Of its weights alone: no rank waits for it, so it can fill a bubble."""
 
 
 class Task(NamedTuple):

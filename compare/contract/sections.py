@@ -49,7 +49,7 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the tokens come from."""
+    """Source of the tokens."""
 
     source: str = "stdlib"
     """stdlib (bytes of Python's standard library), synthetic, a folder with nanoGPT's train.bin,
@@ -88,7 +88,7 @@ class Optimizer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long, and how much per step."""
+    """Length of the training, and size of a step."""
 
     max_iters: Positive = 100
     """Optimizer steps."""
@@ -101,7 +101,7 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the numbers are."""
+    """The dtype of the numbers."""
 
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Compute dtype. Weights, gradients and moments are float64 for float64, else float32; bfloat16
@@ -111,7 +111,7 @@ class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the run is spread over devices: a point in a space of degrees, whose product is the devices."""
+    """Spread of the run over devices: a point in a space of degrees, whose product is the devices."""
 
     dp_replicate: Positive = 1
     """Data parallelism: groups of devices that hold a replica of the model and a share of each batch."""

@@ -1,4 +1,4 @@
-"""Where a run's batches come from: its corpus, or a user's own function."""
+"""Source of a run's batches: its corpus, or a user's own function."""
 
 from collections.abc import Callable
 

@@ -12,7 +12,7 @@ class RecordError(ValueError):
 
 
 def garbled(path: Path, error: Exception) -> RecordError:
-    """What to raise for a file that could not be read."""
+    """The error to raise for a file that could not be read."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return RecordError(f"{path} cannot be read: {' '.join(why.split()) or type(error).__name__}")
 

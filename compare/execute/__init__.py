@@ -1,1 +1,1 @@
-"""How a run is executed: processes, their environment, their folders, their progress."""
+"""Execution of runs: processes, their environment, their folders, their progress."""

@@ -121,7 +121,7 @@ def require_devices(experiment: Experiment, platform: str) -> None:
 
 
 def visible_gpus() -> int:
-    """How many NVIDIA GPUs this process may use, asked without loading a framework."""
+    """Number of NVIDIA GPUs that this process may use, asked without loading a framework."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([item for item in chosen.split(",") if item.strip() not in ("", "-1")])
@@ -226,7 +226,7 @@ def _failed(engine: str, why: str, folder: Path, *, exit_code: int) -> EngineErr
 
 
 def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
-    """Why an engine failed, in one line: its own words, or the signal, or the last line of its log."""
+    """Reason of an engine's failure, in one line: its own words, or the signal, or its log's last line."""
     failure = files.read_failure(folder)
     if failure:
         return failure.message

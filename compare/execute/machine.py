@@ -1,4 +1,4 @@
-"""How much memory this machine has, at the very most."""
+"""Memory of this machine: an upper bound."""
 
 import functools
 import shutil
@@ -31,7 +31,7 @@ def gpu_memory_bytes() -> int:
 
 
 def _cgroup_limits() -> list[int]:
-    """What the cgroups above us allow, swap included where they limit it."""
+    """Limits of the cgroups above us, swap included where they limit it."""
     limits = []
     for folder in _own_cgroups():
         for name in _MEMORY_FILES:

@@ -1,4 +1,4 @@
-"""Where a comparison stands while it runs: which engine, which step, how fast, how long still.
+"""Progress of a comparison while it runs: which engine, which step, how fast, how long still.
 
 Times are handed in, so that all of this can be tested without waiting.
 """
@@ -17,7 +17,7 @@ STRETCH = 0.05  # of the time since the start: a run of hours has lines for hour
 
 
 class Pace:
-    """What is known of the engines so far.
+    """Speed of the engines, as far as it is known.
 
     Args:
         requests: of all cases, in the order in which they run.
@@ -57,16 +57,16 @@ class Pace:
 
     @property
     def steps(self) -> int:
-        """How many the case is asked for."""
+        """Number of steps that the case is asked for."""
         return self._requests[self.name].experiment.train.max_iters
 
     @property
     def done(self) -> int:
-        """How many it has recorded."""
+        """Number of steps that it has recorded."""
         return 0 if self.last is None else self.last.step + 1
 
     def place(self) -> str:
-        """Which case it is: `engine 2 of 4: jax-manual`, or its name alone where there is one."""
+        """Name of the case among others: `engine 2 of 4: jax-manual`, or the name alone if there is one."""
         if len(self._requests) == 1:
             return self.name
         number = list(self._requests).index(self.name) + 1
@@ -91,7 +91,7 @@ class Pace:
         return f"{self.place()}: {self.doing()}, {self.figures(now)}"
 
     def outcome(self, now: float) -> str:
-        """What the case took, once it has ended: well, or before its last step."""
+        """Duration of the case, once it has ended: well, or before its last step."""
         steps = "1 step" if self.done == 1 else f"{self.done} steps"
         how = steps if self.done == self.steps else f"stopped after {steps} of {self.steps}"
         start_up = f" ({human_seconds(self._first - self._begun)} to the first step)" if self.last else ""
@@ -141,7 +141,7 @@ class Pace:
 
 
 class Cadence:
-    """When it is time for another line: at each tenth of the steps, and now and then in between.
+    """Times at which a line is due: at each tenth of the steps, and now and then in between.
 
     Never twice within SHORTEST_S, and ever less often the longer it takes.
     """
@@ -155,7 +155,7 @@ class Cadence:
         self._said, self._tenth = now, 0
 
     def is_due(self, fraction: float, now: float) -> bool:
-        """Whether to say a line now, which is then taken as said. `fraction` of the case's steps are done."""
+        """True if a line is due, which is then taken as said. `fraction` of the case's steps are done."""
         tenth, silent_s = int(10 * fraction), now - self._said
         has_news = tenth > self._tenth and silent_s >= SHORTEST_S
         if not has_news and silent_s < max(LONGEST_S, STRETCH * (now - self._begun)):

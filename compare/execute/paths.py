@@ -1,4 +1,4 @@
-"""Where results and caches go."""
+"""Folders of results and caches."""
 
 import datetime
 import itertools
@@ -18,7 +18,7 @@ def check_output(flag: str, path: Path | None, *, kinds: tuple[str, ...] = ()) -
 
     Args:
         flag: that asked for it.
-        path: the file; None if nobody asked.
+        path: the file; None if none was asked for.
         kinds: what its name may end in; anything, if there are none.
 
     Raises:
@@ -43,7 +43,7 @@ def check_output(flag: str, path: Path | None, *, kinds: tuple[str, ...] = ()) -
 
 
 def is_utf8(text: str) -> bool:
-    """Whether text from the operating system can be written as UTF-8, which JSON is."""
+    """True if text from the operating system can be written as UTF-8, which JSON is."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -52,7 +52,7 @@ def is_utf8(text: str) -> bool:
 
 
 def default_cache() -> str:
-    """The user's cache folder: $XDG_CACHE_HOME/shardpair, or ~/.cache/shardpair; '' if he has no home."""
+    """The user's cache folder: $XDG_CACHE_HOME/shardpair, or ~/.cache/shardpair; '' if there is no home."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     except RuntimeError:  # a container's user without a name

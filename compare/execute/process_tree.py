@@ -17,11 +17,11 @@ class ProcessTree:
         self._activity = Activity(self._cpu_seconds)
 
     def is_busy(self) -> bool:
-        """Whether any of them used the processor since the last call."""
+        """True if any of them used the processor since the last call."""
         return self._activity.is_busy()
 
     def is_stopped(self) -> bool:
-        """Whether the root is suspended: SIGSTOP, a debugger. Its children may go on."""
+        """True if the root is suspended: SIGSTOP, a debugger. Its children may go on."""
         try:
             return psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         except psutil.NoSuchProcess:

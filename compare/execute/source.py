@@ -1,4 +1,4 @@
-"""Which version of this project's source runs."""
+"""Version of this project's source that runs."""
 
 import os
 import subprocess

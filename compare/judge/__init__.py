@@ -1,1 +1,1 @@
-"""What is true: the ladder, its tolerances, what a run cost, closed forms."""
+"""Judgement of runs: the ladder, its tolerances, costs, closed forms."""

@@ -1,4 +1,4 @@
-"""Is a record what was asked for? Held against the request before it is held against anything else.
+"""Acceptance of a record: it is held against its request before it is held against anything else.
 
 Two runs that both did something else agree with each other: an engine that ignores its layout, a loop that
 stops early, a recorder that leaves no tensors. So the request is the first rung of the ladder, and every run,
@@ -21,7 +21,7 @@ LISTED = 3
 
 
 def objections(record: Record) -> list[str]:
-    """What a record is not that its request asked for, each in a few words; [] if it is all of it.
+    """Differences between a record and its request, each in a few words; [] if there are none.
 
     Args:
         record: with its request. One without (numbers that no engine of ours made) is taken as it is.

@@ -47,7 +47,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     failures: dict[str, str] = {}
     """Cases that did not finish: why, by name."""
     left_out: dict[str, str] = {}
-    """Engines that nobody named and that cannot express the layout: why, by name."""
+    """Engines that were not named and cannot express the layout: why, by name."""
     device_kind: str = ""
     """The reference's device, as its framework names it."""
 
@@ -58,12 +58,12 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every case finished."""
+        """True if every case finished."""
         return not self.failures and not self.not_run
 
     @property
     def passed(self) -> bool:
-        """Whether every case finished, and agrees with the reference on every rung."""
+        """True if every case finished, and agrees with the reference on every rung."""
         return self.is_complete and all(verdict.passed for verdict in self.verdicts)
 
     def sentence(self) -> str:
@@ -173,7 +173,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
 
 
 def differences(saved: Comparison, anew: Comparison) -> list[str]:
-    """Where the records no longer give the verdict that was saved with them, a line each.
+    """Points at which the records no longer give the verdict that was saved with them, a line each.
 
     An error may move in its last digits between two versions of NumPy; more is told.
     """

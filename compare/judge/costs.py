@@ -1,4 +1,4 @@
-"""What a run cost, reduced to the figures of the table: time, memory, communication."""
+"""Costs of a run, reduced to the figures of the table: time, memory, communication."""
 
 import math
 import statistics

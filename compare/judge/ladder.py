@@ -56,7 +56,7 @@ class RungResult(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance. A NaN is not."""
+        """True if the error is within the tolerance. A NaN is not."""
         return self.error <= self.tolerance
 
 
@@ -76,12 +76,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether every rung that was compared held. A verdict without any rung has not."""
+        """True if every rung that was compared held, and at least one was."""
         return bool(self.rungs) and self.failure is None
 
     @property
     def compared_tensors(self) -> bool:
-        """Whether gradients, weights and moments were compared, and not losses and norms alone."""
+        """True if gradients, weights and moments were compared, and not losses and norms alone."""
         return "gradients" not in self.skipped and "first_weights" not in self.skipped
 
     def error(self, rung: str) -> float | None:
@@ -204,7 +204,7 @@ def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found 
 
 
 def _missing(candidate: Record, rung: Rung) -> Found | None:
-    """None where nobody asked for a rung; a failure where it was asked for and both runs lack it."""
+    """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
     asked = rungs_asked_for(candidate.request) if candidate.request else ()
     return (math.inf, "neither run left it") if rung in asked else None
 

@@ -1,4 +1,4 @@
-"""How far tensors are from what they should be: one error for each rung of the ladder, and where it is."""
+"""Errors of tensors: the largest one for each rung of the ladder, and where it is."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""How far two correct runs may differ, per precision and rung, each with its reason.
+"""Tolerances: the largest difference of two correct runs, per precision and rung, each with its reason.
 
 Engines add the same numbers in another order: across devices, inside a matrix product, in a softmax.
 float64 is where equality is proven: its limit is 1e-10 for everything, a hundred times and more above what

@@ -1,1 +1,1 @@
-"""What is shown of results: tables, pictures, pages."""
+"""Presentation of results: tables, pictures, pages."""

@@ -44,7 +44,7 @@ def markdown(cells: list[Cell], *, steps: int, version: str) -> str:
         if any(name in cell.verdicts or name in cell.failures for cell in cells):
             rows = [
                 (
-                    f"`{layout}` {PRESETS[layout].story}",
+                    f"`{layout}` {PRESETS[layout].description}",
                     str(PRESETS[layout].devices),
                     *(cell_text(by_place[engine, layout], name) for engine in engines),
                 )

@@ -16,7 +16,7 @@ from compare.terminal.units import error_text, human_bytes
 
 
 def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
-    """What `run` and `report` say: the ladder, the costs, the verdict, where the page is."""
+    """Print what `run` and `report` say: the ladder, the costs, the verdict, where the page is."""
     if as_json:
         print_json(comparison)
         return
@@ -29,7 +29,7 @@ def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
 
 
 def print_check(comparison: Comparison, *, as_json: bool) -> None:
-    """What `check` says: worst errors of every case against the one reference."""
+    """Print what `check` says: worst errors of every case against the one reference."""
     if as_json:
         print_json(comparison)
         return
@@ -57,7 +57,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
 
 
 def print_faults(comparison: Comparison, *, as_json: bool) -> None:
-    """What `faults` says: each planted mistake, and the rung that caught it."""
+    """Print what `faults` says: each planted mistake, and the rung that caught it."""
     if as_json:
         print_json(comparison)
         return

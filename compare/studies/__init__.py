@@ -1,1 +1,1 @@
-"""What is asked: paired runs, presets, faults, the matrix, nanoGPT's golden numbers."""
+"""Studies: paired runs, presets, faults, the matrix, nanoGPT's golden numbers."""

@@ -1,4 +1,4 @@
-"""What a command would do, without starting anything: `--dry_run`."""
+"""Plan of a command, which starts nothing: `--dry_run`."""
 
 from msgspec import Struct
 from rich.table import Table
@@ -37,7 +37,7 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What a command would run."""
+    """The runs that a command would make."""
 
     experiment: Experiment
     """As the user gave it, every field spelled out."""
@@ -55,7 +55,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def refusal(self) -> str:
-        """Why nothing would run: one case that is refused is enough. Empty if all can."""
+        """Reason why nothing would run: one case that is refused is enough. Empty if all can."""
         reasons = [*(case.refusal for case in self.cases), *self.input_refusals]
         return next((reason for reason in reasons if reason), "")
 
@@ -119,7 +119,7 @@ def show(planned: Plan, *, as_json: bool) -> int:
 
 
 def _look_at_data(experiment: Experiment) -> tuple[int, str]:
-    """How many tokens there are to train on; and what is wrong with them."""
+    """Number of tokens that there are to train on; and what is wrong with them."""
     try:
         return len(open_corpus(experiment, validated_sha256=UNREAD).train), ""
     except ExperimentError as error:
@@ -145,7 +145,7 @@ def _planned(case: Case, platform: str) -> PlannedCase:
 
 
 def _refusal(case: Case, platform: str) -> str:
-    """What `compare_cases` would say of it."""
+    """The objection that `compare_cases` would raise."""
     try:
         require_devices(case.experiment, platform)
         ENGINES[case.engine].require(case.experiment.layout, platform=platform)

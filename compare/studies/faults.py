@@ -21,7 +21,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     name: str
     rung: str
     """The first rung that it must turn red."""
-    story: str
+    description: str
     """What went wrong, in a few words."""
     edit: Mapping[str, Mapping[str, object]] | None = None
     """Sections and fields with the wrong value; None if the side plants it in its code."""
@@ -35,101 +35,101 @@ FAULTS = {
         Fault(
             name="different_seed",
             rung="batch",
-            story="one engine draws other rows",
+            description="one engine draws other rows",
             edit={"train": {"seed": 1338}},
         ),
-        Fault(name="moved_weight", rung="initial_weights", story="one weight starts 1e-3 away"),
+        Fault(name="moved_weight", rung="initial_weights", description="one weight starts 1e-3 away"),
         Fault(
             name="gelu_tanh",
             rung="loss",
-            story="the tanh approximation, JAX's default GELU",
+            description="the tanh approximation, JAX's default GELU",
             edit={"model": {"activation": "gelu_tanh"}},
         ),
         Fault(
             name="norm_eps_1e-6",
             rung="loss",
-            story="flax's default LayerNorm epsilon",
+            description="flax's default LayerNorm epsilon",
             edit={"model": {"norm_eps": 1e-6}},
         ),
         Fault(
             name="dropped_all_reduce",
             rung="gradients",
-            story="each replica keeps its own gradients",
+            description="each replica keeps its own gradients",
         ),
         Fault(
             name="sum_for_mean",
             rung="gradients",
-            story="gradients are summed over replicas, not averaged",
+            description="gradients are summed over replicas, not averaged",
         ),
         Fault(
             name="no_clip",
             rung="first_weights",
-            story="gradients are not clipped",
+            description="gradients are not clipped",
             edit={"optimizer": {"grad_clip": 0.0}},
         ),
         Fault(
             name="decay_on_vectors",
             rung="first_weights",
-            story="LayerNorm scales and biases decay too",
+            description="LayerNorm scales and biases decay too",
             edit={"optimizer": {"decay": "all"}},
         ),
         Fault(
             name="warmup_off_by_one",
             rung="first_weights",
-            story="one warm-up step too few",
+            description="one warm-up step too few",
             edit={"optimizer": {"warmup_iters": -1}},
         ),
         Fault(
             name="wrong_beta2",
             rung="first_moments",
-            story="PyTorch's default beta2 = 0.999",
+            description="PyTorch's default beta2 = 0.999",
             edit={"optimizer": {"beta2": 0.999}},
         ),
         Fault(
             name="kept_gradients",
             rung="later_weights",
-            story="gradients are not cleared between steps",
+            description="gradients are not cleared between steps",
         ),
         Fault(
             name="dropped_tp_all_reduce",
             rung="loss",
-            story="a row-parallel product stays one rank's part",
+            description="a row-parallel product stays one rank's part",
             preset="tp",
         ),
         Fault(
             name="doubled_row_bias",
             rung="gradients",
-            story="a row-parallel bias is added before the sum, once a rank",
+            description="a row-parallel bias is added before the sum, once a rank",
             preset="tp_sp",
         ),
         Fault(
             name="missing_norm_psum",
             rung="gradients",
-            story="LayerNorm gradients are not summed under sequence parallelism",
+            description="LayerNorm gradients are not summed under sequence parallelism",
             preset="tp_sp",
         ),
         Fault(
             name="norm_counts_replicas_twice",
             rung="grad_norm",
-            story="the global norm counts what every rank has once a rank",
+            description="the global norm counts what every rank has once a rank",
             preset="tp",
         ),
         Fault(
             name="wrong_optimizer_shard",
             rung="first_weights",
-            story="a shard is updated with another rank's gradients",
+            description="a shard is updated with another rank's gradients",
             preset="fsdp",
         ),
         Fault(
             name="overwritten_microbatch",
             rung="gradients",
-            story="a microbatch's gradient replaces those before it",
+            description="a microbatch's gradient replaces those before it",
             preset="pp",
         ),
         Fault(
             name="stale_tied_copy",
             rung="gradients",
-            story="the two ends of a pipeline do not add their gradients of the tied embedding",
+            description="the two ends of a pipeline do not add their gradients of the tied embedding",
             preset="pp",
         ),
     )
@@ -178,7 +178,7 @@ def planted(case_name: str) -> tuple[Fault, str]:
 
 
 def caught_as_expected(comparison: Comparison) -> bool:
-    """Whether every planted fault was run, and failed first at the rung that it belongs to."""
+    """True if every planted fault was run, and failed first at the rung that it belongs to."""
     return comparison.is_complete and all(
         verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
         for verdict in comparison.verdicts

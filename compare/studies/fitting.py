@@ -1,4 +1,4 @@
-"""Which engines can express a layout; those that cannot are named, with the reason."""
+"""Choice of engines that can express a layout; those that cannot are named, with the reason."""
 
 from collections.abc import Sequence
 

@@ -29,7 +29,7 @@ PROVENANCE, OUTCOME = "provenance.json", "golden.json"
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
-    """Where a golden is from, and what its files must be."""
+    """Origin of a golden, and what its files must be."""
 
     source: str
     """The repository whose code was run."""
@@ -49,11 +49,11 @@ class Held(Struct, frozen=True, kw_only=True):
     failures: dict[str, str] = msgspec.field(default_factory=dict)
     """Engines that did not finish: why, by name."""
     left_out: dict[str, str] = {}
-    """Engines that nobody named and that cannot express the layout: why, by name."""
+    """Engines that were not named and cannot express the layout: why, by name."""
 
     @property
     def passed(self) -> bool:
-        """Whether every engine finished, and every rung was there and held."""
+        """True if every engine finished, and every rung was there and held."""
         whole = all(verdict.passed and not verdict.skipped for verdict in self.verdicts)
         return whole and bool(self.verdicts) and not self.failures
 

@@ -39,7 +39,7 @@ class HarnessFault(Struct, frozen=True, kw_only=True):
 
 
 class Caught(Struct, frozen=True, kw_only=True):
-    """What became of one fault."""
+    """Outcome of one fault."""
 
     fault: str
     description: str
@@ -51,7 +51,7 @@ class Caught(Struct, frozen=True, kw_only=True):
 
     @property
     def is_right(self) -> bool:
-        """Whether it was caught where it should be."""
+        """True if it was caught where it should be."""
         return self.rung == self.expected
 
 

@@ -49,12 +49,12 @@ class Cell(Struct, frozen=True, kw_only=True):
 
     @property
     def excess(self) -> float:
-        """How far `resident` is off, as a fraction: see `closed_forms.memory.excess`. 0 without any."""
+        """Distance of `resident` from the closed form: see `closed_forms.memory.excess`. 0 without any."""
         return excess(self.resident, self.closed_form) if self.resident else 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether every study of an expressible cell passed, and its devices hold what they should.
+        """True if every study of an expressible cell passed, and its devices hold what they should.
 
         What was not measured has not passed.
         """
@@ -114,7 +114,7 @@ def _with_a_schedule_of(engine: Engine, layout: Layout) -> tuple[Layout, str]:
 
 
 def _refusal(engine: Engine, preset: str, layout: Layout) -> str:
-    """Why a cell is left out; empty if it is not."""
+    """Reason why a cell is left out; empty if it is not."""
     try:
         engine.require(layout)
     except ExperimentError as reason:

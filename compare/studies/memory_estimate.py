@@ -1,4 +1,4 @@
-"""What a run needs of memory, before anything is allocated: an estimate, and a bound that is certain.
+"""Memory of a run, before anything is allocated: an estimate, and a bound that is certain.
 
     parameters, gradients, optimizer   `compare.judge.closed_forms.memory`: exact
     activations    numbers that a block keeps for backward, of b sequences of s tokens, width h, a heads:

@@ -24,7 +24,7 @@ BAD_REQUEST = 2
 
 
 class Init(Struct, frozen=True, kw_only=True):
-    """Where a run's own initial weights are, and what they are; both '' where the seed gives them."""
+    """Path and kind of a run's own initial weights; both '' where the seed gives them."""
 
     path: str = ""
     sha256: str = ""
@@ -64,7 +64,7 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
 
 
 def objection_to(source: str, experiment: Experiment) -> str:
-    """What is wrong with a user's weights, as far as it shows without starting a side; '' if nothing is."""
+    """An objection to a user's weights, as far as it shows without starting a side; '' if there is none."""
     path = Path(source)
     if why := why_not_readable(path):
         return f"--init_from: {path} {why}"
@@ -77,7 +77,7 @@ def objection_to(source: str, experiment: Experiment) -> str:
 
 
 def _is_canonical(path: Path) -> bool:
-    """Whether a file is for us to read: any safetensors but nanoGPT's."""
+    """True if a file is for us to read: any safetensors but nanoGPT's."""
     if path.suffix in PICKLES:
         return False
     try:

@@ -51,7 +51,7 @@ class Case(Struct, frozen=True, kw_only=True):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """How cases are run, as opposed to what they compute."""
+    """Settings of a run that change nothing in what it computes."""
 
     platform: Platform = "cpu"
     timeout_s: float = 600.0
@@ -146,7 +146,7 @@ def compare_cases(
 def _planned(
     name: str, experiment: Experiment, cases: list[Case], folder: Path, *, command: str, settings: Settings
 ) -> Comparison:
-    """What is asked of every case, before any of them runs."""
+    """The requests of all cases, before any of them runs."""
     prepared = prepare(experiment, folder)
     init = freeze_weights(settings.init_from, experiment, folder, pythons=settings.pythons)
     requests = {case.name: _request(case, prepared, settings, init) for case in cases}

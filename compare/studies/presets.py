@@ -15,7 +15,7 @@ Fields = dict[str, object]
 class Preset(Struct, frozen=True):
     """A way of spreading a run over N devices."""
 
-    story: str
+    description: str
     fields: Callable[[int], Fields]
     """The layout's fields for N devices."""
     devices: int = 4

@@ -1,1 +1,1 @@
-"""What is printed: text as it is, numbers and layouts as people read them."""
+"""Printed text: text as it is, numbers and layouts as people read them."""

@@ -1,4 +1,4 @@
-"""Where results and messages are printed: text as it is, never as markup.
+"""Consoles for results and messages: they print text as it is, never as markup.
 
 A path or an engine's last words may hold what rich takes for markup: `runs/[/x]` ended a run that had
 trained. So no console of ours knows markup; colour comes from `style=` and from `coloured`.
@@ -16,7 +16,7 @@ PIPE_WIDTH = 160  # a table in a log should not be cut to the 80 columns that ri
 
 
 class PlainConsole(Console):
-    """A console that prints any text as it is, and goes on when nobody reads on."""
+    """A console that prints any text as it is, and goes on when its reader has left."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -26,7 +26,7 @@ class PlainConsole(Console):
         return super().render_str(printable(text, keep="\n"), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does, but what cannot be written is said by name, and messages end no run: nobody would
+        """As rich does, but what cannot be written is said by name, and messages end no run: no reader would
         hear why."""
         try:
             super().print(*objects, **options)

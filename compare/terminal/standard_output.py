@@ -1,4 +1,4 @@
-"""Standard output when nobody reads on, or when its disk is full. Needs nothing but the standard library."""
+"""Standard output whose reader has left, or whose disk is full. It needs the standard library alone."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ def flush() -> OSError | None:
     """Write out what is buffered, here and not when Python ends, where a failure would be a traceback.
 
     Returns:
-        Why it could not be written, after discarding it; None if it was, or if nobody reads on.
+        Why it could not be written, after discarding it; None if it was, or if its reader has left.
     """
     try:
         if sys.stdout is not None:  # None where it is closed: `shardpair ... >&-`

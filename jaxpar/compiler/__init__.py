@@ -115,7 +115,7 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
 
 
 def _gathers_layers(problem: Problem, layout: Layout) -> bool:
-    """Whether layers are stored as shards that each gathers for itself.
+    """True if layers are stored as shards that each gathers for itself.
 
     A pipeline's layers run at every tick: what is to be kept of them is gathered up front, with the rest.
     """

@@ -61,7 +61,7 @@ def unpad(params: Any, placements: Any) -> Any:
 
 
 def gather_of_layer(placements: Any, *, mesh: Mesh, stages: str | None = None) -> IsGather:
-    """Whether an operation makes a parameter of a scanned layer whole, for remat policies.
+    """True if an operation makes a parameter of a scanned layer whole, for remat policies.
 
     Args:
         placements: of the stacked layers' leaves.

@@ -189,7 +189,7 @@ def one_pass(batch: Tree, *, microbatches: int) -> Tree:
 
 
 def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where microbatches wait, and where they are when they are done.
+    """Places where microbatches wait, and where they are when they are done.
 
     Returns:
         Three arrays (S, K): the microbatch that enters from each place; the one that has been put into it

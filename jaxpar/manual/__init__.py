@@ -163,7 +163,7 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
 
 
 def _gathers_layers(problem: Problem, layout: Layout) -> bool:
-    """Whether layers are stored as shards that each gathers for itself."""
+    """True if layers are stored as shards that each gathers for itself."""
     return (
         layout.zero == 3
         and problem.stacked in problem.shapes

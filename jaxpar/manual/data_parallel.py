@@ -58,7 +58,7 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.
 
 
 def bucket_plan(sizes: list[int], *, capacity: int) -> list[list[tuple[int, int, int]]]:
-    """Which part of which leaf goes into which bucket, as plain data.
+    """Buckets as plain data: which part of which leaf goes into which bucket.
 
     Args:
         sizes: elements of each leaf.

@@ -26,7 +26,7 @@ from compare.contract.axes import PP
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, TIED_GRADIENTS
 from jaxpar.comm import collectives
 from jaxpar.manual.pipeline.stage import EndSums, Stage
-from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, Work
+from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
@@ -92,11 +92,11 @@ def run_pipeline(
             f"and {count} microbatches"
         )
     device = _Device(pieces, ticks, params, batch, stacked, reduce)
-    work_T = jax.tree.map(lambda work_TR: jnp.asarray(work_TR)[:, lax.axis_index(AXIS)], ticks.work)
+    tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
     sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
-    carry = device.initial_carry(jax.tree.map(lambda x: x[0], work_T), zeros)
-    _, _, (of_layers, ends) = lax.scan(device.step, carry, (work_T, *sends_T))[0]
+    carry = device.initial_carry(jax.tree.map(lambda x: x[0], tasks_T), zeros)
+    _, _, (of_layers, ends) = lax.scan(device.step, carry, (tasks_T, *sends_T))[0]
     gradients = {**ends.gradients, stacked: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
     loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
@@ -123,9 +123,9 @@ class _Device(NamedTuple):
     stacked: str
     reduce: Callable[[Any], Any]
 
-    def initial_carry(self, work: Work, zeros: Any) -> Carry:
-        """Empty slots, and sums of zero; given the first tick's work, and zeros like gradients."""
-        stage = self.stage(work)
+    def initial_carry(self, task: TickTasks, zeros: Any) -> Carry:
+        """Empty slots, and sums of zero; given the first tick's task, and zeros like gradients."""
+        stage = self.stage(task)
         # For their types alone, the axes along which they vary included; XLA drops the numbers.
         x = self.pieces.embed(stage.params(stage.rest), stage.batch)
         loss = self.pieces.loss(stage.params(stage.rest), x, stage.batch)
@@ -136,19 +136,19 @@ class _Device(NamedTuple):
             (self.by_chunk(zeros[self.stacked]), EndSums(jnp.zeros_like(loss), zero_rest)),
         )
 
-    def step(self, carry: Carry, now: tuple[Work, jax.Array, jax.Array]) -> tuple[Carry, None]:
+    def step(self, carry: Carry, now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Carry, None]:
         """One tick: do the task, hand on its result, and store what arrives."""
         inputs_S, gradients_S, sums = carry
-        work, sends_activations, sends_gradients = now
-        x, g = inputs_S[work.input_slot], gradients_S[work.gradient_slot]
+        task, sends_activations, sends_gradients = now
+        x, g = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
         # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
-        runs_forward = (work.kind == FORWARD) & (work.stage < self.ticks.stages - 1)
-        y = lax.cond(runs_forward, self.forward, lambda work, x: jnp.zeros_like(x), work, x)
+        runs_forward = (task.kind == FORWARD) & (task.stage < self.ticks.stages - 1)
+        y = lax.cond(runs_forward, self.forward, lambda task, x: jnp.zeros_like(x), task, x)
         of_x, sums = lax.cond(
-            work.kind == BACKWARD,
+            task.kind == BACKWARD,
             self.backward,
-            lambda work, x, g, sums: (jnp.zeros_like(x), sums),
-            *(work, x, g, sums),
+            lambda task, x, g, sums: (jnp.zeros_like(x), sums),
+            *(task, x, g, sums),
         )
         from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
         from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
@@ -157,22 +157,22 @@ class _Device(NamedTuple):
             y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
         with self.turns_scope(self.ticks.sends_gradients.sum()):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
-        inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, work.arriving_input, 0)
-        gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, work.arriving_gradient, 0)
+        inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, task.arriving_input, 0)
+        gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, task.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums), None
 
-    def forward(self, work: Work, x: jax.Array) -> jax.Array:
+    def forward(self, task: TickTasks, x: jax.Array) -> jax.Array:
         """The output of the stage at work."""
-        with self.turns_scope(self.tasks):
-            return self.stage(work).forward(x)
+        with self.turns_scope(self.task_count):
+            return self.stage(task).forward(x)
 
-    def backward(self, work: Work, x: jax.Array, g: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+    def backward(self, task: TickTasks, x: jax.Array, g: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
         """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
-        with self.turns_scope(self.tasks):
-            of_x, of_layers, ends = self.stage(work).backward(x, g, ends)
+        with self.turns_scope(self.task_count):
+            of_x, of_layers, ends = self.stage(task).backward(x, g, ends)
             of_layers = self.reduce({self.stacked: of_layers})[self.stacked]
-            chunk = work.stage // self.ticks.ranks
+            chunk = task.stage // self.ticks.ranks
             total = jax.tree.map(lambda x: _at(x, chunk), of_chunks)
             of_chunks = jax.tree.map(
                 lambda x, after: lax.dynamic_update_index_in_dim(x, after, chunk, 0),
@@ -181,17 +181,17 @@ class _Device(NamedTuple):
             )
         return of_x, (of_chunks, ends)
 
-    def stage(self, work: Work) -> Stage:
+    def stage(self, task: TickTasks) -> Stage:
         """The stage and the microbatch that are next."""
         by_chunk = self.by_chunk(self.params[self.stacked])
         return Stage(
             self.pieces,
             self.stacked,
-            layers=jax.tree.map(lambda x: _at(x, work.stage // self.ticks.ranks), by_chunk),
+            layers=jax.tree.map(lambda x: _at(x, task.stage // self.ticks.ranks), by_chunk),
             rest={key: self.params[key] for key in self.params if key != self.stacked},
-            batch=jax.tree.map(lambda x: _at(x, work.microbatch), self.batch),
-            is_first=work.stage == 0,
-            is_last=work.stage == self.ticks.stages - 1,
+            batch=jax.tree.map(lambda x: _at(x, task.microbatch), self.batch),
+            is_first=task.stage == 0,
+            is_last=task.stage == self.ticks.stages - 1,
             accumulate=lambda total, gradients: add(total, self.reduce(gradients)),
             end_scope=lambda: self.turns_scope(self.ticks.microbatches),
         )
@@ -202,13 +202,13 @@ class _Device(NamedTuple):
         return jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), layers)
 
     @property
-    def tasks(self) -> int:
+    def task_count(self) -> int:
         """A device's forwards in a step; and its backwards."""
         return self.ticks.microbatches * self.ticks.stages // self.ticks.ranks
 
     def turns_scope(self, turns: int) -> AbstractContextManager:
         """A scope that tells the ledger at how many of the ticks its content runs."""
-        return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.work.kind)}")
+        return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.tasks.kind)}")
 
 
 def microbatches(batch: Any, *, each: int) -> Any:

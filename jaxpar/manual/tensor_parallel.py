@@ -132,7 +132,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where tokens are in this device's `rows` of the vocabulary, and whether they are there at all."""
+    """Rows of tokens in this device's `rows` of the vocabulary, and whether they are there at all."""
     row_BT = tokens_BT - lax.axis_index(AXIS) * rows
     return jnp.clip(row_BT, 0, rows - 1), (row_BT >= 0) & (row_BT < rows)
 

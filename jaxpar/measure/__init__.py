@@ -1,1 +1,1 @@
-"""What a run communicates, holds and costs."""
+"""Measurements of a run: communication, memory, time."""

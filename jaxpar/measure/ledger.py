@@ -1,4 +1,4 @@
-"""What a compiled step communicates, read from the HLO that XLA made of it.
+"""Communication of a compiled step, read from the HLO that XLA made of it.
 
 The two ends of a pipeline are both counted, though no device is both: an upper bound. Logical bytes are those
 of the full (gathered) tensor.
@@ -61,7 +61,7 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
 
 
 def _inferred_purpose(collective: Collective, axis: str) -> str:
-    """A guess, for what XLA put there by itself: nobody said what it is for.
+    """A guess, for what XLA put there by itself, without a purpose.
 
     By size: scalars are of the loss or the norm. By axis: along tp go activations, and permutes along pp
     carry these or, in what autodiff made, their gradients. By kind: other gathers are of parameters, and all

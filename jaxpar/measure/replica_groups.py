@@ -1,4 +1,4 @@
-"""Which devices speak with each other in a collective, read from its HLO in any of XLA's spellings."""
+"""Groups of devices in a collective, read from its HLO in any of XLA's spellings."""
 
 import math
 import re

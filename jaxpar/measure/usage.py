@@ -42,7 +42,7 @@ def resident_bytes(tree: Any, devices: list[jax.Device]) -> list[int]:
 
 
 def threads(devices: list[jax.Device]) -> str:
-    """What computes on the host, in words."""
+    """Threads that compute on the host, in words."""
     if devices[0].platform != "cpu":
         return f"{len(devices)} devices driven by one process"
     return f"{len(devices)} virtual devices in one process, one XLA thread pool over {cores()} cores"

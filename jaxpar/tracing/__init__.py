@@ -1,1 +1,1 @@
-"""What a loss does with a layout's edits, read from its jaxpr."""
+"""Checks of a loss with a layout's edits, read from its jaxpr."""

@@ -1,4 +1,4 @@
-"""Whether a loss goes through what a layout's edits put into its model: else it would use parts as if whole.
+"""A check that a loss uses a layout's edits of its model: else it would use parts as if whole.
 
 The loss is traced once as for one device, with edits that change no number and leave marks (`tracing.flow`)
 where the real ones gather and split. A parameter that reaches the loss unmarked was used past them.

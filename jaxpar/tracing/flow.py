@@ -1,4 +1,4 @@
-"""What flows where in a traced function: labels that inputs carry, as far as its outputs.
+"""Flow of data in a traced function: labels that inputs carry, as far as its outputs.
 
 A function is traced with `clears` and `adds` in the places of interest, both of which do nothing to the
 numbers; `labels_reaching` then reads the jaxpr. What it does not know it takes for passing everything on.

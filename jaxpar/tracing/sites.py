@@ -1,4 +1,4 @@
-"""Where tensor parallelism changes a model: the modules that have a weight which it splits."""
+"""Sites of tensor parallelism in a model: the modules that have a weight which it splits."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Site(NamedTuple):
 
     @property
     def splits_inputs(self) -> bool:
-        """Whether a Linear's inputs are split (row parallel), and not its outputs (column parallel)."""
+        """True if a Linear's inputs are split (row parallel), and not its outputs (column parallel)."""
         return type(self.module) is Linear and self.dim < self.module.contracted
 
     def replace(self, model: Any, module: nnx.Module) -> None:

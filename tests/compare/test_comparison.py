@@ -24,7 +24,7 @@ NAMES = ["torch-manual", "jax-manual", "torch-library"]
 
 @dataclass
 class Engines:
-    """What the engines that are none are told to do, and what they did."""
+    """Stand-ins for engines: what they are told to do, and what they did."""
 
     failing: dict[str, BaseException] = field(default_factory=dict)
     steps: list[Step] | None = None

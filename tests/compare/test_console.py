@@ -1,4 +1,4 @@
-"""What is printed is printed as it is: nothing from outside is taken for markup, or obeyed by a terminal."""
+"""Printing text as it is: nothing from outside is taken for markup, or obeyed by a terminal."""
 
 import ast
 import io
@@ -112,7 +112,7 @@ def verdict(candidate: str) -> Verdict:
 
 
 def test_outcome_with_hostile_names(capsys):
-    """What `run --run_dir 'runs/[/x]'` and a message of gloo's were: a traceback after the training."""
+    """`run --run_dir 'runs/[/x]'` and a message of gloo's once ended in a traceback after the training."""
     comparison = comparison_of(
         Experiment(),
         name="[/name]",

@@ -1,4 +1,4 @@
-"""What each engine sends in a step of each layout, number by number: calls, bytes and bytes on the wire.
+"""Ledgers of each engine in each layout, number by number: calls, bytes and bytes on the wire.
 
 `ledger_numbers.json` has a row for each collective and axis, purposes added up. A change that sends something
 else shows here, and nowhere else if it computes the same. Where the numbers change on purpose, replace the

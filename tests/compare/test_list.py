@@ -1,4 +1,4 @@
-"""What a person asks of a command line before any training: names, version, JSON everywhere, completion."""
+"""The command line before any training: names, version, JSON everywhere, completion."""
 
 import json
 import subprocess
@@ -42,9 +42,9 @@ def test_list_as_json(capsys):
     assert {kind: [entry["name"] for entry in entries] for kind, entries in everything.items()} == {
         kind: list(names) for kind, names in known.items()
     }
-    assert all(entry["story"] for entries in everything.values() for entry in entries)
+    assert all(entry["description"] for entries in everything.values() for entry in entries)
     (golden,) = (entry for entry in everything["experiments"] if entry["name"] == "golden")
-    assert golden["story"] == "What nanoGPT itself was run on"
+    assert golden["description"] == "What nanoGPT itself was run on"
     assert golden["facts"] == {"parameters": 7360, "steps": 30, "dtype": "float64", "devices": 1}
 
 

@@ -1,4 +1,4 @@
-"""What a run needs of memory, against sums by hand; and that only what cannot fit is refused."""
+"""Memory estimates against sums by hand; and that only what cannot fit is refused."""
 
 import msgspec
 import pytest

@@ -55,7 +55,7 @@ def nanogpt_state(experiment: Experiment = EXPERIMENT) -> dict[str, torch.Tensor
 
 
 def checkpoint(path: Path, experiment: Experiment = EXPERIMENT, **sizes: object) -> Path:
-    """What nanoGPT saves."""
+    """A checkpoint as nanoGPT saves it."""
     arguments = {key: getattr(experiment.model, key) for key in SIZES} | {"dropout": 0.0} | sizes
     best = torch.tensor(3.0)
     torch.save({"model": nanogpt_state(experiment), "model_args": arguments, "best_val_loss": best}, path)

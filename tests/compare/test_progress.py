@@ -99,7 +99,7 @@ def test_one_case_alone_and_cases_that_are_no_engines(tmp_path, requests):
 
 
 def lines_of(total_s: float, *, engines: int) -> int:
-    """How many lines a run of so long leaves in a pipe, beside the two of each engine."""
+    """Number of lines that a run of so long leaves in a pipe, beside the two of each engine."""
     cadence, lines = Cadence(0), 0
     for engine in range(engines):
         begun, each_s = engine * total_s / engines, total_s / engines

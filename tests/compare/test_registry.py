@@ -64,7 +64,7 @@ def test_a_third_side_that_is_wrong_turns_red(third_side, tmp_path):
 def test_flags_tables_and_refusals_follow_from_the_declaration(third_side, tmp_path):
     listed = json.loads(shardpair(third_side, tmp_path, "list", "--json").stdout)
     (entry,) = (entry for entry in listed["engines"] if entry["name"] == "numpy-loop")
-    assert entry["story"] == "a loop over devices in one process"
+    assert entry["description"] == "a loop over devices in one process"
     assert "--numpy_python" in shardpair(third_side, tmp_path, "run", "--help").stdout
     refused = shardpair(third_side, tmp_path, "run", "check", "--preset", "tp", "--engines", "numpy-loop")
     assert refused.returncode == 2

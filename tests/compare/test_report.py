@@ -46,7 +46,7 @@ def make_comparison(
 
 
 class Outline(HTMLParser):
-    """What a page is made of: its tags, the text of its cells, the names of its pictures."""
+    """Outline of a page: its tags, the text of its cells, the names of its pictures."""
 
     def __init__(self, page: str):
         super().__init__()

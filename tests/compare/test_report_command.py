@@ -20,7 +20,7 @@ from compare.studies.presets import spread
 
 
 class Asked(Exception):
-    """What a command would have run."""
+    """The runs that a command asked for."""
 
 
 def planned(command: str, name: str, experiment: Experiment, cases: list[Case], folder, **more) -> Comparison:

@@ -1,4 +1,4 @@
-"""A `numpy.py` in the user's folder is his: no side imports it, and what any program says is limited."""
+"""A `numpy.py` in the user's folder: no side imports it, and what any program says is limited."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Whether a run hangs: a long compilation is none, a stopped or idle process and an endless step are."""
+"""Hangs: a long compilation is none, a stopped or idle process and an endless step are."""
 
 import sys
 
@@ -39,7 +39,7 @@ def test_jaxpars_watchdog(does, code, says):
 
 
 def watched(script: str, folder, monkeypatch) -> str:
-    """What the harness says of a process, which is ended then."""
+    """The harness's words on a process, which is ended then."""
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
     process = start([sys.executable, "-c", "import os, signal, sys, time\n" + script, str(folder)])
     says = watch.watch(process, folder, timeout_s=TIMEOUT_S, on_step=lambda step: None)

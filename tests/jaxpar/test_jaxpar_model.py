@@ -16,39 +16,39 @@ F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 
 
-def random_parameters(spec: Model, dtype: str = "float64") -> dict[str, np.ndarray]:
+def random_parameters(config: Model, dtype: str = "float64") -> dict[str, np.ndarray]:
     """Canonical parameters of size about 0.3, so that nothing is near zero or one."""
-    experiment = Experiment(model=spec, precision=Precision(dtype=dtype))
+    experiment = Experiment(model=config, precision=Precision(dtype=dtype))
     generator = np.random.default_rng(0)
     initial = initial_parameters(experiment)
     return {n: w + generator.normal(0, 0.3, w.shape).astype(w.dtype) for n, w in initial.items()}
 
 
-def random_batch(spec: Model, size: int = 3) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(1).integers(0, spec.vocab_size, (2, size, spec.block_size))
+def random_batch(config: Model, size: int = 3) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, size, config.block_size))
     return {"inputs": tokens[0], "targets": tokens[1]}
 
 
-def numpy_loss(spec: Model, named: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> float:
+def numpy_loss(config: Model, named: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> float:
     """nanoGPT's forward pass, written a second time from canonical parameters."""
 
     def norm(x, name):
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + spec.norm_eps)
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
         return x * named[f"{name}.scale"] + named.get(f"{name}.bias", 0)
 
     def gelu(x):
-        if spec.activation == "gelu":
+        if config.activation == "gelu":
             return x * (1 + erf(x / np.sqrt(2))) / 2
         return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
-    length = spec.block_size
+    length = config.block_size
     x = named["embedding.token"][batch["inputs"]] + named["embedding.position"]
-    for layer in range(spec.n_layer):
+    for layer in range(config.n_layer):
         at = f"blocks.{layer}"
         qkv = np.einsum("btc,cihd->ibhtd", norm(x, f"{at}.norm1"), named[f"{at}.attention.qkv.weight"])
-        if spec.bias:
+        if config.bias:
             qkv = qkv + named[f"{at}.attention.qkv.bias"][:, None, :, None]
-        scores = np.einsum("bhtd,bhsd->bhts", qkv[0], qkv[1]) / np.sqrt(spec.n_embd // spec.n_head)
+        scores = np.einsum("bhtd,bhsd->bhts", qkv[0], qkv[1]) / np.sqrt(config.n_embd // config.n_head)
         scores = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
         mixed = np.einsum("bhts,bhsd->bthd", scores / scores.sum(-1, keepdims=True), qkv[2])
         x = x + np.einsum("bthd,hdc->btc", mixed, named[f"{at}.attention.out.weight"])
@@ -63,11 +63,13 @@ def numpy_loss(spec: Model, named: dict[str, np.ndarray], batch: dict[str, np.nd
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_loss_equals_numpy(bias, activation):
-    spec = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=bias, activation=activation)
-    named, batch = random_parameters(spec), random_batch(spec)
-    loss, _ = make_loss(spec, precision=F64, remat="dots")
+    config = Model(
+        n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=bias, activation=activation
+    )
+    named, batch = random_parameters(config), random_batch(config)
+    loss, _ = make_loss(config, precision=F64, remat="dots")
     # Measured 2e-16 to 9e-16; gelu against gelu_tanh differs by 1e-4 and eps 1e-6 by 1e-6.
-    assert abs(loss(weights.from_canonical(named, spec), batch) - numpy_loss(spec, named, batch)) < 1e-13
+    assert abs(loss(weights.from_canonical(named, config), batch) - numpy_loss(config, named, batch)) < 1e-13
 
 
 def test_no_token_sees_a_later_one():

@@ -17,7 +17,7 @@ ACTIVATIONS = 0.1
 
 
 def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -> tuple[int, int]:
-    """What one device allocates within a step, and a whole layer's parameters, in bytes."""
+    """Bytes that one device allocates within a step, and bytes of a whole layer's parameters."""
     experiment = Experiment(
         model=Model(n_layer=n_layer, n_head=2, n_embd=64, block_size=2, vocab_size=16, bias=True),
         train=Train(batch_size=SHARDS, gradient_accumulation_steps=1),

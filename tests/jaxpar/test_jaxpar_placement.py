@@ -1,4 +1,4 @@
-"""Where leaves live: padding comes off again, parts are equal, and the rule picks what it says."""
+"""Placements: padding comes off again, parts are equal, and the rule picks what it says."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
 
 @given(st.integers(1, 12), st.integers(2, 4), st.integers(2, 4))
 def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
-    """What tensor parallelism owns does not depend on how dp_shard cuts it."""
+    """A device's part along tp does not depend on how dp_shard cuts it."""
     p = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=shards)
     assert (p.tp_dim, p.shard_dim) == (0, 0)
     x = np.arange(1.0, size + 1)

@@ -35,12 +35,12 @@ def case(request):
 
 
 def tasks_of(ticks: Ticks) -> Schedule:
-    """What each rank does, in order, read back from the table."""
-    work = ticks.work
+    """Tasks of each rank, in order, read back from the table."""
+    tasks = ticks.tasks
     return [
         [
-            Task(KINDS[kind], int(work.stage[tick, rank]), int(work.microbatch[tick, rank]))
-            for tick, kind in enumerate(work.kind[:, rank])
+            Task(KINDS[kind], int(tasks.stage[tick, rank]), int(tasks.microbatch[tick, rank]))
+            for tick, kind in enumerate(tasks.kind[:, rank])
             if kind != IDLE
         ]
         for rank in range(ticks.ranks)
@@ -58,7 +58,7 @@ def test_number_of_ticks(case):
     """v m forwards and v m backwards, and p - 1 ticks to fill the pipeline each way: none is wasted."""
     _, p, v, of_m = case
     for m, (_, ticks) in of_m.items():
-        assert {len(array) for array in ticks.work} == {2 * (v * m + p - 1)}
+        assert {len(array) for array in ticks.tasks} == {2 * (v * m + p - 1)}
 
 
 def test_slots(case):
@@ -90,18 +90,18 @@ class Rank:
 
 def carry_out(ticks: Ticks) -> None:
     """A step with labels for numbers: what a task reads must be what the stage beside it sent."""
-    p, work, last = ticks.ranks, ticks.work, ticks.stages - 1
+    p, tasks, last = ticks.ranks, ticks.tasks, ticks.stages - 1
     ranks = [Rank([None] * (ticks.input_slots + 1), [None] * (ticks.gradient_slots + 1)) for _ in range(p)]
-    for tick in range(len(work.kind)):
+    for tick in range(len(tasks.kind)):
         sent = [(None, None)] * p
         for rank, own in enumerate(ranks):
-            stage, microbatch = work.stage[tick, rank], work.microbatch[tick, rank]
-            x, g = own.inputs[work.input_slot[tick, rank]], own.gradients[work.gradient_slot[tick, rank]]
-            if work.kind[tick, rank] == IDLE:
+            stage, microbatch = tasks.stage[tick, rank], tasks.microbatch[tick, rank]
+            x, g = own.inputs[tasks.input_slot[tick, rank]], own.gradients[tasks.gradient_slot[tick, rank]]
+            if tasks.kind[tick, rank] == IDLE:
                 continue
             if stage > 0:
                 assert x == (stage, microbatch)
-            if work.kind[tick, rank] == FORWARD:
+            if tasks.kind[tick, rank] == FORWARD:
                 sent[rank] = ((stage + 1, microbatch), None)
             else:
                 if stage < last:
@@ -109,8 +109,8 @@ def carry_out(ticks: Ticks) -> None:
                 sent[rank] = (None, (stage - 1, microbatch))
         for rank, own in enumerate(ranks):
             activation, gradient = sent[(rank - 1) % p][0], sent[(rank + 1) % p][1]
-            own.inputs[work.arriving_input[tick, rank]] = activation
-            own.gradients[work.arriving_gradient[tick, rank]] = gradient
+            own.inputs[tasks.arriving_input[tick, rank]] = activation
+            own.gradients[tasks.arriving_gradient[tick, rank]] = gradient
             own.inputs[-1] = own.gradients[-1] = None  # the scratch slot
 
 
@@ -123,23 +123,23 @@ def test_every_stage_finds_what_was_meant_for_it(case):
 def test_a_slot_given_twice_is_noticed():
     """The check above can fail: with three slots where 1F1B needs four, an input is lost while alive."""
     ticks = tables("1f1b", 4, 1)[8][1]
-    work = ticks.work
+    tasks = ticks.tasks
     squeezed = {}
     for name in ("input_slot", "arriving_input"):
-        slots = getattr(work, name)
+        slots = getattr(tasks, name)
         assert set(slots.flat) == {0, 1, 2, 3, 4}  # the last is the scratch slot
         squeezed[name] = np.where(slots == 3, 2, slots)
     with pytest.raises(AssertionError):
-        carry_out(ticks._replace(work=work._replace(**squeezed)))
+        carry_out(ticks._replace(tasks=tasks._replace(**squeezed)))
 
 
 def test_whether_anybody_sends(case):
-    """GPipe sends activations at its first ticks and gradients at its last; nobody sends from the ends."""
+    """GPipe sends activations at its first ticks, gradients at its last; the ends send nothing outwards."""
     name, p, _, of_m = case
     for m, (_, ticks) in of_m.items():
-        work, last = ticks.work, ticks.stages - 1
-        activations = (work.kind == FORWARD) & (work.stage < last)
-        gradients = (work.kind == BACKWARD) & (work.stage > 0)
+        tasks, last = ticks.tasks, ticks.stages - 1
+        activations = (tasks.kind == FORWARD) & (tasks.stage < last)
+        gradients = (tasks.kind == BACKWARD) & (tasks.stage > 0)
         np.testing.assert_array_equal(ticks.sends_activations, activations.any(axis=1))
         np.testing.assert_array_equal(ticks.sends_gradients, gradients.any(axis=1))
         if name == "gpipe" and p > 1:

@@ -49,7 +49,7 @@ def leave_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """How a process ended, and what it said."""
+    """The end of a process, and its output."""
 
     returncode: int
     stdout: str

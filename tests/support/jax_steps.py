@@ -22,7 +22,7 @@ ACCUMULATION = 2
 
 
 class Outcome(NamedTuple):
-    """What two steps came to."""
+    """Numbers, memory and communication of two steps."""
 
     numbers: dict[str, np.ndarray]
     """Loss, norm, gradients and weights: "0 loss", "1 gradient norm.scale"."""
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def experiment_of(layout: Layout, *, model: Model, batch_size: int) -> Experiment:
-    """What `two_steps` trains."""
+    """The experiment that `two_steps` trains."""
     return Experiment(
         model=model,
         data=Data(source="synthetic"),

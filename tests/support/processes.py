@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen | None =
 
 
 def has_ended(pid: int) -> bool:
-    """Whether no such process runs; one that nobody has waited for has ended, too."""
+    """True if no such process runs; one that was not waited for has ended, too."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

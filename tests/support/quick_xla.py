@@ -24,7 +24,7 @@ def use() -> None:
 
 @functools.cache
 def is_known(flags: str) -> bool:
-    """Whether the XLA that is installed, if any, takes these flags: it aborts on others."""
+    """True if the XLA that is installed, if any, takes these flags: it aborts on others."""
     try:
         version = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:

@@ -135,7 +135,7 @@ def make_record(
 
 
 def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder: bool = True) -> Request:
-    """What an engine was asked for."""
+    """A request to an engine."""
     later = min(20, experiment.train.max_iters)
     return Request(
         engine=engine, experiment=experiment, ladder=ladder, later_step=later, corpus_sha256=CORPUS

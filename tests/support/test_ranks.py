@@ -1,4 +1,4 @@
-"""The ranks that other tests run on: whoever fails, the test fails with his own error."""
+"""The ranks that other tests run on: whichever fails, the test fails with its error."""
 
 import os
 import signal

@@ -97,7 +97,7 @@ def test_one_broadcast_a_pass_and_none_without_buffers(rank: int, wrap) -> None:
             axis = Axis.of(None)
             model = wrap(make(), group=axis, broadcast_buffers=broadcasts)
             axis.traffic.clear()
-            with CommunicationMode([axis], door=axis.traffic, default_purpose="elsewhere") as mode:
+            with CommunicationMode([axis], own_calls=axis.traffic, default_purpose="elsewhere") as mode:
                 model(batch(0, rank)).sum().backward()
                 model.finish_gradient_synchronization()
             expected = {Call("broadcast", "world", BUFFERS): 1} if broadcasts and count else {}

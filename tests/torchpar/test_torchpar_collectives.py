@@ -1,4 +1,4 @@
-"""The door to the network: what each of its collectives does, on four gloo ranks."""
+"""Collectives of `torchpar.comm`, each against its definition, on four gloo ranks."""
 
 from functools import partial
 from unittest.mock import patch
@@ -9,7 +9,7 @@ from ranks import RANKS, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchpar.comm import process_groups
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 
 double = torch.float64
@@ -18,10 +18,10 @@ close = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # whole numbers
 
 @on_ranks
 def test_native_collectives_agree_with_sends(rank: int) -> None:
-    """What NCCL would run, on gloo: equal pieces as they are, uneven ones through a padded copy."""
+    """NCCL's calls, on gloo: equal pieces as they are, uneven ones through a padded copy."""
     axis = Axis.of(None)
     for count in (1, 3, 8, 10, 1000):
-        cut = pieces(count, RANKS)[rank]
+        cut = chunk_slices(count, RANKS)[rank]
         mine = torch.arange(count, dtype=double) * (rank + 1)
         for sends in (True, False):
             with patch.object(Axis, "_sends_to_each", sends):
@@ -45,7 +45,7 @@ def test_strided_tensors_are_refused(rank: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 10, 4097])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_pieces_cover_everything_once_and_are_equal_but_for_the_last(count, ranks):
-    cuts = pieces(count, ranks)
+    cuts = chunk_slices(count, ranks)
     assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(count))
     sizes = [cut.stop - cut.start for cut in cuts]
     assert sizes == sorted(sizes, reverse=True)

@@ -75,7 +75,7 @@ def test_a_copy_in_the_middle_of_a_step_is_at_rest(rank: int, wrap) -> None:
     plain(ids(0)).backward()
     with model.no_sync():
         model(share(ids(0), rank)).backward()
-        early = copy.deepcopy(model)  # with gradients that nobody reduced, and inside of no_sync
+        early = copy.deepcopy(model)  # with gradients that were not reduced, and inside of no_sync
     loss = model(share(ids(1), rank))
     late = copy.deepcopy(model)  # while units are whole
     plain(ids(1)).backward()

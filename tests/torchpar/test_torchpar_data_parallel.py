@@ -77,7 +77,7 @@ def test_accumulation_reduces_once(rank: int, sync: GradientSync) -> None:
 
 
 class Branches(nn.Module):
-    """Rank 1 does not use `sometimes`; nobody uses `never`."""
+    """Rank 1 does not use `sometimes`; no rank uses `never`."""
 
     def __init__(self):
         super().__init__()
@@ -152,11 +152,11 @@ def test_fewer_parameters_than_ranks(rank: int, sync: GradientSync) -> None:
 
 @each_sync
 @on_ranks
-def test_ledger_of_the_door_and_of_the_dispatcher_agree(rank: int, sync: GradientSync) -> None:
+def test_ledger_of_own_calls_and_of_the_dispatcher_agree(rank: int, sync: GradientSync) -> None:
     axis = Axis.of(None)
     replicas = DataParallel(Odd(), gradient_sync=sync, group=axis, find_unused_parameters=True)
     axis.traffic.clear()
-    with CommunicationMode([axis], door=axis.traffic, default_purpose="elsewhere") as mode:
+    with CommunicationMode([axis], own_calls=axis.traffic, default_purpose="elsewhere") as mode:
         replicas(ids()).backward()
         replicas.finish_gradient_synchronization()
     assert mode.seen.ledger({"world": RANKS}) == axis.traffic.ledger({"world": RANKS}) != []

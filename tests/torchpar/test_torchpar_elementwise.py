@@ -1,4 +1,4 @@
-"""Which optimizers may update pieces of tensors: tried, and said on all ranks, before anything is updated."""
+"""Optimizers that may update pieces of tensors: tried, and said on all ranks, before anything is updated."""
 
 import warnings
 from functools import partial

@@ -37,7 +37,7 @@ EXAMPLES = {
 
 
 def public_names() -> dict[str, object]:
-    """What an example may use without saying where it is from."""
+    """Names that an example may use without saying where they are from."""
     modules: list[ModuleType] = [*EXAMPLES.values()]
     return {**COMMON, **{name: value for module in modules for name, value in vars(module).items()}}
 

@@ -130,7 +130,7 @@ def test_two_backwards_without_no_sync_add_up(rank: int) -> None:
 
 
 class Branch(nn.Module):
-    """Nobody uses `never`; `twice` runs twice."""
+    """No rank uses `never`; `twice` runs twice."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What torchpar.manual.FSDP keeps and sends, and when: pieces, dtypes, peaks, order, on four gloo ranks."""
+"""Costs of torchpar.manual.FSDP, and when they arise: pieces, dtypes, peaks, order, on four gloo ranks."""
 
 import copy
 from unittest.mock import patch

@@ -134,7 +134,7 @@ def ledger(rank: int) -> None:
 
 
 def count(parallel: ParallelModel, mesh: Mesh) -> Traffic:
-    mode = CommunicationMode(mesh.axes, door=mesh.traffic, default_purpose="gradients")
+    mode = CommunicationMode(mesh.axes, own_calls=mesh.traffic, default_purpose="gradients")
     with mode:
         backward(parallel, mesh, 0)
     return mode.seen

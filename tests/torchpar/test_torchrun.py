@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts: error.json names the one that is to blame, whoever is left to write it."""
+"""Ranks that torchrun starts: error.json names the one that is to blame, whichever is left to write it."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named(tmp_path):
 
 
 def be_rank(number: int, port: int, folder: Path) -> int:
-    """What torchrun starts, as one of two. Rank 1 fails at step 3."""
+    """A program for torchrun, as one of two ranks. Rank 1 fails at step 3."""
     from torchpar import train
     from torchpar.__main__ import main
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax of every file."""
+"""Imports that are allowed, read from the syntax of every file."""
 
 import ast
 import sys
@@ -87,7 +87,7 @@ def test_the_model_does_not_know_that_it_is_parallel(side):
     }
 
 
-def test_only_the_door_calls_torch_distributed():
+def test_only_comm_calls_torch_distributed():
     """Hand-written engines go through `comm/`; the library engine is PyTorch's own."""
     may = {"collectives.py", "process_groups.py", "ledger.py", "memory.py"}
     for path in files("torchpar"):

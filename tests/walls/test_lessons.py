@@ -35,12 +35,12 @@ def calls(source: str) -> Iterator[str]:
 
 
 def missing(lesson: str, source: str) -> set[str]:
-    """Which collectives of a strategy its file does not call."""
+    """Collectives of a strategy that its file does not call."""
     return LESSONS[lesson] - set(calls(source))
 
 
 def misplaced(source: str) -> set[str]:
-    """Which collectives a helper calls that are a strategy's."""
+    """Collectives that a helper calls although they are a strategy's."""
     return COLLECTIVES & set(calls(source))
 
 

@@ -1,11 +1,12 @@
-"""The one door to torch.distributed but for `process_groups`: collectives, each counted (`counter`).
+"""Collectives, each counted: the only module but `process_groups` that calls torch.distributed.
 
 An `Axis` is one mesh axis as this rank sees it. Its methods are the collectives along that axis; each
 demands contiguous tensors, because gloo silently returns wrong numbers for a strided one.
 
-Gathers and scatters cut a tensor as `pieces` says: equal but for the last ones, so nothing is padded. gloo's
-own reduce-scatter is an all-reduce, and its all-gather copies everything once more: on gloo an all-to-all
-and a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's are fast.
+Gathers and scatters cut a tensor as `chunk_slices` says: equal but for the last ones, so nothing is padded.
+gloo's own reduce-scatter is an all-reduce, and its all-gather copies everything once more: on gloo an
+all-to-all and a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's
+are fast.
 """
 
 from collections.abc import Generator
@@ -15,9 +16,9 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.counter import Call, Traffic
-from torchpar.comm.handles import Done, Then, Together, Work
+from torchpar.comm.handles import CompletedWork, Work, WorkGroup, WorkThen
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
@@ -93,7 +94,7 @@ class Axis:
         """Fill `full` (n,) with every rank's `piece`, one after the other.
 
         Args:
-            full: cut as `pieces(n, size)` says.
+            full: cut as `chunk_slices(n, size)` says.
             piece: this rank's; may be its place in `full` itself, which saves a copy.
             purpose: for the ledger.
         """
@@ -102,13 +103,13 @@ class Axis:
     def start_all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> Work:
         """Begin `all_gather`; neither tensor may be touched before `wait()` on the result."""
         with self._counted("all_gather", full, purpose, piece):
-            slots = [full[cut] for cut in pieces(len(full), self.size)]
+            slots = [full[cut] for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
-                return Done(lambda: slots[0].copy_(piece) if self.size == 1 else None)
+                return CompletedWork(lambda: slots[0].copy_(piece) if self.size == 1 else None)
             if self._sends_to_each:
                 if piece.data_ptr() != slots[self.rank].data_ptr():
                     slots[self.rank].copy_(piece)
-                return Together(self._exchange(slots, piece))
+                return WorkGroup(self._exchange(slots, piece))
             if len(full) % self.size == 0:
                 return _gather_equal(full, piece, group=self.group, async_op=True)
             return self._gather_padded(full, piece, len(slots[0]))
@@ -123,9 +124,9 @@ class Axis:
         `piece` may be its place in `full` itself.
         """
         with self._counted("reduce_scatter", full, purpose, piece):
-            counts = [cut.stop - cut.start for cut in pieces(len(full), self.size)]
+            counts = [cut.stop - cut.start for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
-                return Done(lambda: piece.copy_(full))
+                return CompletedWork(lambda: piece.copy_(full))
             if self._sends_to_each:
                 parts = full.new_empty(self.size, len(piece))
                 work = dist.all_to_all_single(
@@ -136,12 +137,12 @@ class Axis:
                     group=self.group,
                     async_op=True,
                 )
-                return Then(work, lambda: torch.sum(parts, 0, out=piece))
+                return WorkThen(work, lambda: torch.sum(parts, 0, out=piece))
             if len(full) % self.size == 0:
                 return _reduce_scatter_equal(piece, full, group=self.group, async_op=True)
             padded, mine = _pad(full, self.size * counts[0]), full.new_empty(counts[0])
             work = _reduce_scatter_equal(mine, padded, group=self.group, async_op=True)
-            return Then(work, lambda: piece.copy_(mine[: len(piece)]))
+            return WorkThen(work, lambda: piece.copy_(mine[: len(piece)]))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> None:
         """Send `sent[r]` to rank r, and fill `received[r]` with what it sent here; both (size, ...)."""
@@ -151,7 +152,7 @@ class Axis:
         """Begin `all_to_all`; neither tensor may be touched before `wait()` on the result."""
         with self._counted("all_to_all", sent, purpose, received):
             if self.group is None:
-                return Done(lambda: received.copy_(sent))
+                return CompletedWork(lambda: received.copy_(sent))
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         assert work is not None
         return work
@@ -182,7 +183,7 @@ class Axis:
 
     @property
     def _sends_to_each(self) -> bool:
-        """Whether gathers and scatters are made of sends: see the module's text."""
+        """True if gathers and scatters are made of sends: see the module's text."""
         return dist.get_backend(self.group) == "gloo"
 
     def _exchange(self, slots: list[torch.Tensor], piece: torch.Tensor) -> list[dist.Work]:
@@ -200,7 +201,7 @@ class Axis:
         """NCCL gathers equal pieces only: pad the last ones on the way."""
         padded = full.new_empty(self.size * count)
         work = _gather_equal(padded, _pad(piece, count), group=self.group, async_op=True)
-        return Then(work, lambda: full.copy_(padded[: len(full)]))
+        return WorkThen(work, lambda: full.copy_(padded[: len(full)]))
 
     @contextmanager
     def _counted(

@@ -9,7 +9,7 @@ from compare.contract.communication import Communication, ring_wire_bytes
 
 
 class Call(NamedTuple):
-    """What calls to a collective have in common in a ledger."""
+    """A row of the ledger: kind, axis and purpose of its calls."""
 
     kind: str
     axis: str
@@ -21,7 +21,7 @@ class Traffic:
 
     Attributes:
         calls, bytes: by kind, axis and purpose; bytes are those of the full (gathered) tensors.
-        purpose: of the call being made right now, "" outside the door: what `measure.ledger` asks for.
+        purpose: of the call being made right now, "" outside of one; `measure.ledger` asks for it.
         is_paused: nothing is counted just now.
     """
 
@@ -52,7 +52,7 @@ class Traffic:
         self.bytes.clear()
 
     def ledger(self, sizes: Mapping[str, int]) -> list[Communication]:
-        """What was counted, as the record wants it. `sizes`: the number of ranks along each axis."""
+        """The count as a record's ledger. `sizes`: the number of ranks along each axis."""
         return [
             Communication(
                 kind=call.kind,

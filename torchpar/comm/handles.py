@@ -12,7 +12,7 @@ class Work(Protocol):
         ...
 
 
-class Done:
+class CompletedWork:
     """A collective of one rank, done where it begins."""
 
     def __init__(self, do: Callable[[], object]):
@@ -22,8 +22,8 @@ class Done:
         """Nothing to wait for."""
 
 
-class Together:
-    """Several as one."""
+class WorkGroup:
+    """Several collectives as one."""
 
     def __init__(self, works: Sequence[Work]):
         self._works = works
@@ -34,8 +34,8 @@ class Together:
             work.wait()
 
 
-class Then:
-    """One, and what remains to be computed of its result."""
+class WorkThen:
+    """A collective, and what remains to be computed of its result."""
 
     def __init__(self, work: Work | None, finish: Callable[[], object]):
         assert work is not None

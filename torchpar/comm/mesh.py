@@ -1,4 +1,4 @@
-"""The mesh: this rank's axes and device, built from the layout and passed to whoever needs it."""
+"""The mesh: this rank's axes and device, built from the layout and passed to what needs it."""
 
 import math
 from collections.abc import Mapping

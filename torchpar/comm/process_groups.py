@@ -60,7 +60,7 @@ def make_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only says that another rank went away, so that the cause lies elsewhere."""
+    """True if an error only says that another rank went away, so that the cause lies elsewhere."""
     text = str(error).lower()
     signs = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

@@ -1,4 +1,4 @@
-"""What one process knows of its place among all, and how it shows that it is alive."""
+"""A rank: one process's place among all, and how it shows that it is alive."""
 
 from collections.abc import MutableSequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _FIELDS = 3  # beats, step, phase
 
 
 class Position(NamedTuple):
-    """Where a rank is. All ranks run the same sequence of phases, so `beats` says who is behind."""
+    """Progress of a rank. All ranks run the same sequence of phases, so `beats` says who is behind."""
 
     beats: int
     step: int
@@ -19,12 +19,12 @@ class Position(NamedTuple):
 
     @property
     def has_joined(self) -> bool:
-        """Whether the rank has met all others."""
+        """True if the rank has met all others."""
         return self.phase != "starting"
 
     @property
     def in_step(self) -> bool:
-        """Whether it has come to its first step."""
+        """True if it has come to its first step."""
         return self.phase not in _BEFORE_STEPS
 
     @property
@@ -48,7 +48,7 @@ class Heartbeat:
 
     @staticmethod
     def cells_for(ranks: int) -> int:
-        """How many integers are needed."""
+        """Number of integers that are needed."""
         return _FIELDS * ranks
 
     def beat(self, rank: int, step: int, phase: str) -> None:
@@ -59,7 +59,7 @@ class Heartbeat:
         self._cells[base] += 1
 
     def position(self, rank: int) -> Position:
-        """Where rank `rank` is."""
+        """Position of rank `rank`."""
         beats, step, phase = self._cells[_FIELDS * rank : _FIELDS * (rank + 1)]
         return Position(beats, step, PHASES[phase])
 
@@ -92,7 +92,7 @@ class Rank:
 
     @property
     def position(self) -> Position:
-        """Where this rank is."""
+        """Position of this rank."""
         return self.heartbeat.position(self.rank)
 
     def at(self, step: int, phase: str) -> None:

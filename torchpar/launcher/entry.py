@@ -102,7 +102,7 @@ def start_ranks(
 
 
 def doctor() -> dict[str, object]:
-    """What this environment offers: package versions, CPU devices in words, GPUs by name."""
+    """Facts of this environment: package versions, CPU devices in words, GPUs by name."""
     cores = os.cpu_count() or 1
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {

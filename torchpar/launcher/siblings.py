@@ -16,9 +16,9 @@ POLL_S = 0.05
 
 
 class Siblings:
-    """Finds out why the run ends, from inside a rank: nobody is above it but a launcher that says nothing.
+    """Finds out why the run ends, from inside a rank: above it is only a launcher that says nothing.
 
-    Every rank leaves error.json before it leaves, unless there is one: so whoever is gone without it was
+    Every rank leaves error.json before it leaves, unless there is one: so a rank that is gone without it was
     killed.
 
     Args:
@@ -32,7 +32,7 @@ class Siblings:
         self._others = _ranks_beside_us()
 
     def why(self, report: Report) -> Failure:
-        """What ended the run, given what ended this rank: waits a little for a rank that is to blame."""
+        """Cause of the run's end, given what ended this rank: waits a little for a rank that is to blame."""
         deadline = time.monotonic() + GRACE_S
         while report.is_consequence and time.monotonic() < deadline:
             if cause := self._cause():
@@ -41,13 +41,16 @@ class Siblings:
         return report.failure
 
     def why_signalled(self, number: int) -> Failure:
-        """What ended the run, given that this rank was told to end: torchrun ends survivors so."""
+        """Cause of the run's end, given that this rank was told to end: torchrun ends survivors so."""
         how = describe_exit(128 + number, when=self._rank.position.when)
         return self._cause() or Failure(message=f"rank {self._rank.rank} was {how}", rank=self._rank.rank)
 
     def leave_word(self, failure: Failure) -> None:
-        """Leave error.json, unless another rank was first. A rank that has met nobody leaves none: it cannot
-        know whether rank 0 holds the folder, or another run does."""
+        """Leave error.json, unless another rank was first.
+
+        A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
+        run does.
+        """
         if (self._rank.rank == 0 or self._rank.position.has_joined) and not read_failure(self._folder):
             write_failure(self._folder, failure)
 

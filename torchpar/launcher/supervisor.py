@@ -37,7 +37,7 @@ class RanksFailed(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """What a failing rank says before it leaves."""
+    """Last words of a failing rank."""
 
     rank: int
     message: str
@@ -61,7 +61,7 @@ class Child:
 
 
 def make_report(error: BaseException, rank: Rank) -> Report:
-    """What to say about an error that ended a rank."""
+    """A report of an error that ended a rank."""
     text = " ".join(str(error).split())
     if isinstance(error, DivergedError):  # on all ranks alike
         return Report(rank=-1, message=text, traceback="", is_consequence=False)
@@ -83,7 +83,7 @@ def supervise(
 ) -> None:
     """Return when all ranks are done; raise RanksFailed when one failed or none makes progress.
 
-    Before its first step a rank makes progress as long as it uses the processor: nobody knows how long
+    Before its first step a rank makes progress as long as it uses the processor: it is not known how long
     importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
     """
     positions = [heartbeat.position(child.rank) for child in children]
@@ -176,7 +176,7 @@ def _hang(running: list[Child], heartbeat: Heartbeat, timeout_s: float) -> Failu
 
 
 def _is_stopped(child: Child) -> bool:
-    """Whether the process is suspended: SIGSTOP, Ctrl-Z, a debugger."""
+    """True if the process is suspended: SIGSTOP, Ctrl-Z, a debugger."""
     try:
         return psutil.Process(child.process.pid).status() in (
             psutil.STATUS_STOPPED,

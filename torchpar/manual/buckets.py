@@ -33,7 +33,7 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether every gradient of this step is in."""
+        """True if every gradient of this step is in."""
         return not self._pending
 
     @property
@@ -97,7 +97,7 @@ class Buckets:
         return iter(self._buckets)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of buckets."""
         return len(self._buckets)
 
     @property

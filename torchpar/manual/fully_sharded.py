@@ -300,7 +300,7 @@ class FSDP(nn.Module):
         return {name: full[name] for name in pieces}
 
     def full_state_dict(self) -> dict[str, Any]:
-        """What the wrapped module's `state_dict()` would be if it were not sharded, on every rank."""
+        """The `state_dict()` of the wrapped module as if it were not sharded, on every rank."""
         weights = self.gather({name: piece.detach() for name, piece in self.pieces.items()})
         return full_state(self.module, self._flats, weights)
 

@@ -261,7 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.before_step(optimizer, parameters)
 
     def _claim(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Gradients that it reduces are nobody else's; nor can it cut pieces that are cut already."""
+        """Refuse gradients that another wrapper reduces, and pieces that are cut already."""
         if self._reduces:
             self._names.update((parameter, name) for name, parameter in named)
             claim(self, {name: parameter for parameter, name in self._names.items()})

@@ -1,1 +1,1 @@
-"""What a step communicates and holds."""
+"""Communication and memory of a step."""

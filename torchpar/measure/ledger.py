@@ -1,4 +1,4 @@
-"""What a step communicates, read from PyTorch's dispatcher: sees our own door and DDP's C++ alike.
+"""Communication of a step, read from PyTorch's dispatcher: it sees our own calls and DDP's C++ alike.
 
 Patching torch.distributed would miss what the library wrappers send from C++.
 """
@@ -55,17 +55,17 @@ class CommunicationMode(TorchDispatchMode):
 
     Args:
         axes: the mesh's axes, to name the process groups.
-        door: the count of our own calls: says what a call is for while one is being made.
-        default_purpose: of calls that did not come through the door: those of PyTorch's wrappers.
+        own_calls: the count of our own calls, which says what a call is for while one is being made.
+        default_purpose: of calls that are not our own: those of PyTorch's wrappers.
 
     Attributes:
         seen: the count.
     """
 
-    def __init__(self, axes: list[Axis], *, door: Traffic, default_purpose: str):
+    def __init__(self, axes: list[Axis], *, own_calls: Traffic, default_purpose: str):
         super().__init__()
         self.seen = Traffic()
-        self._door = door
+        self._own_calls = own_calls
         self._default_purpose = default_purpose
         self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group}
 
@@ -74,7 +74,7 @@ class CommunicationMode(TorchDispatchMode):
             return NotImplemented  # DTensor first: what it makes of the operator comes back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional") and not self._door.is_paused:
+        if func.namespace in ("c10d", "_c10d_functional") and not self._own_calls.is_paused:
             self._count(func, args, kwargs, result)
         return result
 
@@ -89,7 +89,7 @@ class CommunicationMode(TorchDispatchMode):
         group = _group_name((*args, *kwargs.values()))
         assert group in self._axis_names, f"{name} over process group {group!r}, which is no axis of the mesh"
         kind, axis = _KINDS.get(name, name), self._axis_names[group]
-        purpose = self._door.purpose or _WRAPPERS.get((axis, kind), self._default_purpose)
+        purpose = self._own_calls.purpose or _WRAPPERS.get((axis, kind), self._default_purpose)
         self.seen.add(Call(kind, axis, purpose), size)
 
 

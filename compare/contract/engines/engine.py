@@ -57,7 +57,7 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     @property
     def offers_choice(self) -> bool:
-        """Whether the layout's gradient_sync is ours to choose in this engine."""
+        """True if the layout's gradient_sync is ours to choose in this engine."""
         return len(self.gradient_sync) > 1
 
     def gradient_sync_for(self, layout: Layout) -> str:

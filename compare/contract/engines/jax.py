@@ -7,7 +7,7 @@ INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person coul
 
 
 def _not_in_lock_step(layout: Layout) -> str:
-    """What jax-manual's pipeline, one program that all devices run tick by tick, does not do."""
+    """Limits of jax-manual's pipeline, one program that all devices run tick by tick."""
     if layout.pp > 1 and layout.remat in ("none", "dots"):
         return (
             f"layout.remat = {layout.remat} with layout.pp = {layout.pp}: a device keeps the inputs of its "

@@ -5,7 +5,7 @@ from compare.contract.experiment import Layout
 
 
 def _not_in_pytorch(layout: Layout) -> str:
-    """What torch.distributed.pipelining (2.13) cannot combine with a schedule, found out by running it."""
+    """Limits of torch.distributed.pipelining (2.13) beside a schedule, found out by running it."""
     if layout.pp == 1 or layout.schedule != "zero_bubble":
         return ""
     if layout.data_parallel > 1:

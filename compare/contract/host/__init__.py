@@ -1,1 +1,1 @@
-"""What both sides and the harness need of the machine: files, locks, signals, exits."""
+"""The machine, for both sides and the harness: files, locks, signals, exits."""

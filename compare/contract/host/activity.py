@@ -1,4 +1,4 @@
-"""Whether a process computes: how a long compilation is told from a hang."""
+"""Activity of a process: a long compilation computes, and a hang does not."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ LOOK_S = 1.0
 
 
 def look_s(timeout_s: float) -> float:
-    """How often to look, if a hang is to be noticed after `timeout_s`."""
+    """Seconds between two looks, if a hang is to be noticed after `timeout_s`."""
     return min(LOOK_S, timeout_s / 4)
 
 
@@ -26,7 +26,7 @@ class Activity:
         self._used, self._at = cpu_seconds(), time.monotonic()
 
     def is_busy(self) -> bool:
-        """Whether more than `BUSY_SHARE` of a core was used since the last call."""
+        """True if more than `BUSY_SHARE` of a core was used since the last call."""
         used, now = self._cpu_seconds(), time.monotonic()
         share = (used - self._used) / max(now - self._at, 1e-9)
         self._used, self._at = used, now

@@ -63,7 +63,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a process that was killed could not: temporary names. Nobody else may be writing there."""
+    """Remove temporary names that a killed process left. No other process may be writing there."""
     for pattern in (TEMPORARY, f"{RENDEZVOUS}.*"):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How a process ended, in words: a signal, and whether the kernel wanted its memory."""
+"""The end of a process, in words: a signal, and whether the kernel wanted its memory."""
 
 import re
 import signal
@@ -10,7 +10,7 @@ _POLITE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def describe_exit(code: int, *, when: str = "", oom_kills_before: int | None = None) -> str:
-    """What became of a process: 'killed by SIGKILL at step 3: out of memory, says the kernel'.
+    """The end of a process in words: 'killed by SIGKILL at step 3: out of memory, says the kernel'.
 
     Args:
         code: as `subprocess` gives it: negative for a signal. 128 + n stands for signal n, as in a shell.
@@ -41,7 +41,7 @@ def signal_name(number: int) -> str:
 
 
 def oom_kills() -> int | None:
-    """How many processes of our cgroup the kernel has killed for want of memory; None if it does not say."""
+    """Number of processes of our cgroup that the kernel killed for memory; None if it does not say."""
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:

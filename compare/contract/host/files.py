@@ -1,4 +1,4 @@
-"""What is wrong with a file that somebody named, before it is opened: a FIFO would wait for ever."""
+"""A check of a file that a user named, before it is opened: opening a FIFO would hang."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ _KINDS = {
 
 
 def why_not_readable(path: Path) -> str:
-    """What keeps `path` from being read as a file, in words that follow its name; '' if nothing does."""
+    """The reason why `path` cannot be read as a file, in words that follow its name; '' if it can."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:

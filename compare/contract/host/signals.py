@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 
 def is_ignored(number: int) -> bool:
-    """Whether whoever started this process has it ignore the signal, which is then left so.
+    """True if this process was started with the signal ignored, which is then left so.
 
     A script's background job (`shardpair run &`, `nohup`) ignores SIGINT: Ctrl-C is for the foreground.
     """

@@ -1,1 +1,1 @@
-"""What theory says of a layout, one short function for each thing."""
+"""Theory of a layout, one short function for each thing."""

@@ -1,4 +1,4 @@
-"""What the manual engines send in a step, in closed form: logical bytes, for the device that sends most.
+"""Communication of the manual engines in a step, in closed form: logical bytes, for the busiest device.
 
     strategy            collective                         bytes
     data parallel       all-reduce of gradients            G, or the shard of it that ZeRO has scattered
@@ -145,7 +145,7 @@ def measured(ledger: list[Communication]) -> Bytes:
 
 
 def _is_one_program(engine: str) -> bool:
-    """Whether all devices run one program, as those of jax-manual do, and not each rank its own."""
+    """True if all devices run one program, as those of jax-manual do, and not each rank its own."""
     return ENGINES[engine].side == JAX.name
 
 

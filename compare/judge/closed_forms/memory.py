@@ -1,4 +1,4 @@
-"""What a layout keeps on each device between two steps, in closed form: what the records are held against.
+"""Memory of a layout on each device between two steps, in closed form: the records are held against it.
 
     elements of a stage    its blocks / tp, where tp splits them; the first stage has both embeddings, the
                            last one the final norm and its own copy of the token embedding, the tied head
@@ -46,7 +46,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
 
 
 def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]]) -> float:
-    """How far the device that is furthest from the closed form is off, as a fraction of it; 0.05 is 5 %.
+    """Distance of the device that is furthest from the closed form, as a fraction of it; 0.05 is 5 %.
 
     A device may hold less than its share where shards cannot all be equal: then another holds more.
     All devices together are held to it both ways.
@@ -82,5 +82,5 @@ def on_one_of_tp(parameters: Iterable[Parameter], layout: Layout) -> float:
 
 
 def is_split_by_tp(parameter: Parameter) -> bool:
-    """Whether tensor parallelism splits it, or every device of tp has all of it."""
+    """True if tensor parallelism splits it; false if every device of tp has all of it."""
     return TP in map(SPLIT.get, parameter.axes)

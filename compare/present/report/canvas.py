@@ -39,7 +39,7 @@ def colour(index: int) -> str:
 
 
 def marker(index: int) -> str:
-    """What tells a case from the others that have its colour; '' where none has."""
+    """Marker that tells a case from the others of its colour; '' where there are none."""
     return MARKERS[index // len(OKABE_ITO) % len(MARKERS)]
 
 

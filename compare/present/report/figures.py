@@ -56,7 +56,7 @@ def learning_rates(names: list[str], records: list[Record]) -> Markup:
 
 
 def loss_differences(names: list[str], records: list[Record]) -> Markup:
-    """How far every other engine's loss is from the first one's, relative, on a log axis."""
+    """Difference of every other engine's loss from the first one's, relative, on a log axis."""
     title = f"Relative difference of the loss from {names[0]}, over steps"
     return _with_legend(title, names, lambda axes: _draw_differences(axes, names, records))
 
@@ -100,7 +100,7 @@ def windowed(values: list[float], reduce: Callable[[list[float]], float]) -> tup
 
 
 def _with_legend(title: str, names: list[str], draw: Callable[[Axes], list[Line2D]]) -> Markup:
-    """What `draw` draws, with the keys that it returns above."""
+    """The figure that `draw` draws, with the keys that it returns above."""
     size = (WIDTH, HEIGHT + legend_height(len(names) + 1))
     return svg(title, lambda axes: legend_above(axes, draw(axes)), size=size)
 
@@ -139,7 +139,7 @@ def _alternating(slot: int, curves: int) -> str | tuple[float, tuple[float, floa
 
 
 def _draw_differences(axes: Axes, names: list[str], records: list[Record]) -> list[Line2D]:
-    """Where losses are equal to the last bit, points stand on a line of their own below all others.
+    """Draw differences on a log axis; points where losses are equal to the last bit have a line of their own.
 
     Returns:
         A key for each curve, and one for that line if it is there.

@@ -1,4 +1,4 @@
-"""What a case's devices hold between two steps, beside its closed form."""
+"""Bytes that a case's devices hold between two steps, beside the closed form."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ class AtRest(Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return len(self.measured[KINDS[0]])
 
     @property
@@ -28,17 +28,17 @@ class AtRest(Struct, frozen=True, kw_only=True):
 
     @property
     def fullest(self) -> dict[str, int]:
-        """What the fullest device holds, by kind."""
+        """Bytes of the fullest device, by kind."""
         return {kind: self.measured[kind][self.device] for kind in KINDS}
 
     @property
     def expected(self) -> dict[str, float]:
-        """What the fullest device should hold, by kind."""
+        """Bytes that the fullest device should hold, by kind."""
         return {kind: self.closed_form[kind][self.device] for kind in KINDS}
 
 
 def at_rest(record: Record) -> AtRest | None:
-    """What a record says of it; None if it says nothing."""
+    """Bytes at rest as a record says; None if it says nothing."""
     manifest = record.manifest
     if not manifest.resident_bytes:
         return None
@@ -83,7 +83,7 @@ def device_table(name: str, held: AtRest, axes: dict[str, int]) -> Table:
 
 
 def _coordinates(device: int, axes: dict[str, int]) -> str:
-    """Where a device is in the mesh: `pp 1, tp 0`."""
+    """Position of a device in the mesh: `pp 1, tp 0`."""
     words = []
     for axis, degree in reversed(axes.items()):
         device, place = divmod(device, degree)

@@ -1,4 +1,4 @@
-"""Which pictures a report has, in which order, and what is said below each."""
+"""Pictures of a report, in order, and the text below each."""
 
 import math
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def _timeline(name: str, ranks: int, microbatches: int, chunks: int) -> Picture:
 
 
 def how_close(names: list[str], records: list[Record]) -> str:
-    """Whether the loss curves can be told apart at all."""
+    """A sentence on whether the loss curves can be told apart at all."""
     if len(names) == 1:
         return "Before the update, over the global batch."
     off = [
@@ -127,7 +127,7 @@ def _of_timing(platform: str) -> str:
 
 
 def _of_peaks(names: list[str], records: list[Record]) -> str:
-    """How each case measured its peak; cases that did it in the same way are named together."""
+    """Methods by which cases measured their peaks; cases with the same one are named together."""
     by_method: dict[str, list[str]] = {}
     for name, record in zip(names, records, strict=True):
         by_method.setdefault(record.manifest.peak_memory_method, []).append(name)

@@ -59,7 +59,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _summary(comparison: Comparison) -> dict[str, object]:
-    """What stands on top: what was compared, and under which layout."""
+    """The head of the page: what was compared, and under which layout."""
     experiments = [request.experiment for request in comparison.requests.values()]
     layouts = {experiment.layout for experiment in experiments}
     if len(layouts) > 1:

@@ -84,7 +84,7 @@ _REBUILD = {"run": _run, "check": _check, "faults": _faults, "matrix": _matrix}
 
 
 def _same(cases: list[Case], comparison: Comparison) -> bool:
-    """Whether cases are those that were asked for. Where the data are is another matter: see `_data`."""
+    """True if cases are those that were asked for. The place of the data is another matter: see `_data`."""
     if [case.name for case in cases] != list(comparison.requests):
         return False
     return all(
@@ -99,7 +99,7 @@ def _same(cases: list[Case], comparison: Comparison) -> bool:
 
 
 def _data(comparison: Comparison) -> list[str]:
-    """Where the tokens are, seen from the page's folder: what `freeze_data` made of the source."""
+    """Place of the tokens, seen from the page's folder, as `freeze_data` froze it."""
     source = comparison.experiment.data.source
     frozen = next(iter(comparison.requests.values())).experiment.data.source
     if source == frozen:

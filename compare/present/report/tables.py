@@ -137,7 +137,7 @@ def layout_table(comparison: Comparison, records: list[Record]) -> Table:
 
 
 def manifest_table(name: str, record: Record) -> Table:
-    """How one case was run. Its experiment and its bytes at rest have places of their own."""
+    """Circumstances of one case. Its experiment and its bytes at rest have places of their own."""
     manifest = record.manifest
     facts = {
         "engine": manifest.engine,

@@ -1,4 +1,4 @@
-"""What the cases communicate in a step, side by side."""
+"""Communication of the cases in a step, side by side."""
 
 from compare.contract.communication import Communication
 from compare.judge.costs import Cost
@@ -7,7 +7,7 @@ from compare.terminal.units import human_bytes
 
 
 def ledger_table(names: list[str], ledgers: list[list[Communication]], costs: list[Cost]) -> Table:
-    """What each case sends in a step, side by side: a row for each collective, axis and purpose.
+    """Communication of each case in a step: a row for each collective, axis and purpose.
 
     Args:
         names: of the cases.

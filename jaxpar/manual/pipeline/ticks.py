@@ -29,8 +29,11 @@ IDLE, FORWARD, BACKWARD = range(3)
 CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD}
 
 
-class Work(NamedTuple):
-    """Tasks of the ranks: int arrays (ticks, ranks); without a task 0, or the scratch slot for a slot."""
+class TickTasks(NamedTuple):
+    """Tasks of the ranks: int arrays (ticks, ranks); without a task 0, or the scratch slot for a slot.
+
+    Within the loop over ticks each device has its own task: the same fields, as scalars.
+    """
 
     kind: np.ndarray
     """IDLE, FORWARD or BACKWARD."""
@@ -49,7 +52,7 @@ class Work(NamedTuple):
 class Ticks(NamedTuple):
     """A schedule in lock-step."""
 
-    work: Work
+    tasks: TickTasks
     sends_activations: np.ndarray
     """Whether a rank has one to send, by tick."""
     sends_gradients: np.ndarray
@@ -92,7 +95,9 @@ def lock_step(schedule: Schedule) -> Ticks:
     input_slots, read_input, arriving_input = _give_slots(inputs, shape)
     gradient_slots, read_gradient, arriving_gradient = _give_slots(gradients, shape)
     return Ticks(
-        work=Work(kind, of_stage, microbatch, read_input, read_gradient, arriving_input, arriving_gradient),
+        tasks=TickTasks(
+            kind, of_stage, microbatch, read_input, read_gradient, arriving_input, arriving_gradient
+        ),
         sends_activations=np.asarray((arriving_input < input_slots).any(axis=1)),
         sends_gradients=np.asarray((arriving_gradient < gradient_slots).any(axis=1)),
         ranks=ranks,

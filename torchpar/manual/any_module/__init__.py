@@ -1,1 +1,1 @@
-"""What it takes to serve any module, beside the lessons."""
+"""Service for any module, beside the lessons."""

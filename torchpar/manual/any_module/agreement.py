@@ -11,7 +11,7 @@ from torchpar.comm.collectives import Axis
 def agree_on_use(
     used: Sequence[bool], axes: Sequence[Axis | None], *, device: torch.device | None
 ) -> list[bool]:
-    """Which parameters have a gradient on any rank: one small all-reduce along each axis.
+    """The parameters that have a gradient on any rank: one small all-reduce along each axis.
 
     Args:
         used: which have one on this rank; as many, in the same order, on all ranks.

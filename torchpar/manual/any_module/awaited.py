@@ -1,6 +1,6 @@
-"""Marks on pieces whose gradients are on their way: whoever drops or changes them meanwhile is noticed.
+"""Marks on pieces whose gradients are on their way: who drops or changes them meanwhile is noticed.
 
-`Optimizer.zero_grad` tells nobody. But it leaves None where it found something: so a piece whose gradient
+`Optimizer.zero_grad` has no hook. But it leaves None where it found something: so a piece whose gradient
 is not there yet gets a stand-in, of NaN, that takes no memory.
 """
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Awaited:
-    """Which of some pieces await a gradient, and what was done to `grad` since.
+    """The pieces among some that await a gradient, and what was done to `grad` since.
 
     Args:
         names, pieces: in the same order.
@@ -26,7 +26,7 @@ class Awaited:
 
     @property
     def first(self) -> str | None:
-        """The name of a piece that awaits a gradient which nobody has dropped, if there is one."""
+        """The name of a piece that awaits a gradient which was not dropped, if there is one."""
         return next((self._names[p] for p in self._seen if self._pieces[p].grad is not None), None)
 
     def add(self, index: int) -> bool:
@@ -43,7 +43,7 @@ class Awaited:
         return was_dropped
 
     def was_dropped(self, index: int) -> bool:
-        """Whether a piece awaited a gradient, and somebody has set it to None.
+        """True if a piece awaited a gradient, and it was set to None since.
 
         Raises:
             RuntimeError: somebody has changed it.

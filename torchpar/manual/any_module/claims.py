@@ -1,4 +1,4 @@
-"""Who synchronises a parameter's gradients, so that no optimizer steps without them.
+"""Claims on parameters' gradients, so that no optimizer steps without their synchronisation.
 
 A wrapper claims the parameters whose gradients it reduces, and is asked around every `step()` of a torch
 Optimizer that holds one of them. Nothing is written on the parameters themselves.
@@ -17,7 +17,7 @@ from torchpar.manual.any_module.untraced import untraced
 
 
 class Claimant(Protocol):
-    """What reduces gradients, and knows which of them are not reduced yet.
+    """An owner of gradients: it reduces them, and knows which of them are not reduced yet.
 
     Attributes:
         kind: its class, as a user knows it.
@@ -34,7 +34,7 @@ class Claimant(Protocol):
         ...
 
 
-_claims: dict[int, weakref.ref[Any]] = {}  # by id: whoever claims a parameter keeps it alive
+_claims: dict[int, weakref.ref[Any]] = {}  # by id: a claimant keeps its parameters alive
 
 
 def claim(claimant: Claimant, named: Mapping[str, torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ def require_unclaimed(named: Mapping[str, torch.Tensor], *, by: object = None) -
 
 
 def claimant_of(parameter: torch.Tensor) -> Claimant | None:
-    """Who synchronises a parameter's gradients, if anybody does."""
+    """The claimant that synchronises a parameter's gradients, if there is one."""
     claimant = _claims.get(id(parameter))
     return claimant() if claimant else None
 

@@ -56,7 +56,7 @@ class ReplicatedParameters:
 
     @property
     def are_changed(self) -> bool:
-        """Whether parameters were frozen, unfrozen, converted or replaced since `refresh`."""
+        """True if parameters were frozen, unfrozen, converted or replaced since `refresh`."""
         return self._trainable != self._list_trainable()
 
     def refresh(self) -> None:

@@ -12,7 +12,7 @@ from torchpar.manual.megatron.mappings import gather_parts
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is cut over an axis.
+    """The cut of a parameter over an axis.
 
     Attributes:
         dim: along which.

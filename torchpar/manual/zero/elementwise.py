@@ -1,4 +1,4 @@
-"""Whether an optimizer treats elements one by one, as one that updates pieces of tensors must.
+"""A check that an optimizer treats elements one by one, as one that updates pieces of tensors must.
 
 It is tried: a few steps on a small matrix, and the same on two cuts of it, each a vector with an optimizer of
 its own, as two ranks would have them. What Adafactor, Muon, LBFGS, Shampoo or LAMB make of a row, a matrix or
@@ -58,7 +58,7 @@ def require_elementwise(
 
 
 def _compare(make: MakeOptimizer, group: Mapping[str, Any], device: torch.device) -> tuple[str, str]:
-    """What differs between a matrix and cuts of it, and why that cannot be told; both "" if all is well."""
+    """Differences between a matrix and cuts of it, and why that cannot be told; both "" if all is well."""
     try:
         whole = _after_steps(make, group, [slice(None)], device)
     except Exception as error:  # whatever somebody's optimizer may raise

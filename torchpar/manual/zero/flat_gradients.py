@@ -55,7 +55,7 @@ class FlatGradients:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the gradients."""
         return self._pieces[0].device
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class FlatGradients:
 
     @property
     def used(self) -> list[bool]:
-        """Which parameters have a gradient here that is still to be reduced."""
+        """The parameters that have a gradient here that is still to be reduced."""
         self._forget_dropped()
         return [index in self._used or p.grad is not None for index, p in enumerate(self._parameters)]
 
@@ -111,7 +111,7 @@ class FlatGradients:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether there are gradients that are still on their way to the pieces."""
+        """True if there are gradients that are still on their way to the pieces."""
         return self._awaited.first is not None
 
     def drop(self, *, set_to_none: bool = True) -> None:
@@ -210,7 +210,7 @@ class FlatGradients:
             self._awaited.add(index)
 
     def _forget_dropped(self) -> None:
-        """An optimizer's `zero_grad` tells nobody, but is to drop these gradients, too."""
+        """Drop these gradients with an optimizer's `zero_grad`, which has no hook."""
         dropped = {index for index in self._used if self._awaited.was_dropped(index)}
         for index in dropped:
             self._awaited.remove(index)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 
 
@@ -23,17 +23,17 @@ class FlatLayout:
         self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in parameters]
         self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
         self.numel = self._starts[-1]
-        self.own = pieces(self.numel, axis.size)[axis.rank]
+        self.own = chunk_slices(self.numel, axis.size)[axis.rank]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What a flat tensor (n,) holds for each parameter, in its shape."""
+        """Views of a flat tensor (n,), one for each parameter, in its shape."""
         return [
             flat.as_strided(shape, strides, start)
             for (shape, strides), start in zip(self._shapes, self._starts, strict=False)
         ]
 
     def slice_of(self, index: int) -> slice:
-        """Where in this rank's cut the piece of the parameter at `index` lies."""
+        """The slice of this rank's cut that is the piece of the parameter at `index`."""
         first = max(self._starts[index], self.own.start)
         last = min(self._starts[index + 1], self.own.stop)
         return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)

@@ -147,19 +147,19 @@ class FlatParameters:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the shard was written to since the parameters were gathered from it."""
+        """True if the shard was written to since the parameters were gathered from it."""
         return self.shard._version != self._gathered_version
 
     @property
     def is_stale(self) -> bool:
-        """Whether the parameters are unsharded, or about to be, but not what the shards are by now."""
+        """True if the parameters are unsharded, or about to be, but not what the shards are by now."""
         return self.is_changed and (self.is_unsharded or self.work is not None)
 
     @torch.no_grad()
     def keep_memory(self, kind: Kind) -> None:
         """Give pieces or parameters their memory back where somebody replaced it, and take in its values.
 
-        `module.double().float()` and `vector_to_parameters` replace it: nobody else would see the new one.
+        `module.double().float()` and `vector_to_parameters` replace it: else the new one would not be seen.
 
         Raises:
             RuntimeError: they have another shape, dtype or device now.
@@ -169,7 +169,7 @@ class FlatParameters:
                 self._take_back(kind, index, tensor)
 
     def begin_unshard(self) -> bool:
-        """Whether the parameters are to be gathered now: not if they are already, of these very shards."""
+        """Begin an unshard. False if the parameters were gathered already, of these very shards."""
         if self.is_stale:
             self.wait_unshard()
             self.is_unsharded = False

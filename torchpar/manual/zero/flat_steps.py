@@ -58,7 +58,7 @@ class FlatSteps:
             flat.gradients.require_finished("step()")
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """What is gathered is old now, whether or not the optimizer's kernels tell (fused ones do not)."""
+        """Mark what is gathered as old, whether or not the optimizer's kernels tell (fused ones do not)."""
         flats = self._flats(parameters)
         torch.autograd.graph.increment_version([flat.shard for flat in flats])
         for flat in flats:  # a closure may have forgotten it

@@ -44,7 +44,7 @@ class ReduceScheduler:
         return {**self.__dict__, "is_synchronizing": True, "_last": None, "_hooked": set()}
 
     def are_awaited(self) -> bool:
-        """Whether gradients are being accumulated, or are on their way to the pieces."""
+        """True if gradients are being accumulated, or are on their way to the pieces."""
         flats = (flat for unit in self._units for flat in unit.flats)
         return not self.is_synchronizing or any(flat.gradients.is_awaited for flat in flats)
 

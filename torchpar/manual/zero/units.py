@@ -45,12 +45,12 @@ class Unit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its parameters may be resharded while others run."""
+        """True if its parameters may be resharded while others run."""
         return not self.running and not self.spans
 
     @property
     def is_stale(self) -> bool:
-        """Whether it was gathered before its pieces were changed."""
+        """True if it was gathered before its pieces were changed."""
         return any(flat.is_stale for flat in self.flats)
 
     @property
@@ -184,5 +184,5 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def is_opaque(value: object) -> bool:
-    """Whether a module's output holds something in which tensors may hide."""
+    """True if a module's output holds something in which tensors may hide."""
     return not all(isinstance(leaf, _TRANSPARENT) for leaf in tree_leaves(value))

@@ -86,7 +86,7 @@ class UnshardScheduler:
         return tree_map(self._cast_one, (args, kwargs))
 
     def show_pieces(self) -> None:
-        """What a user sees between passes; memory stays."""
+        """Show a user the pieces between passes; memory stays."""
         for unit in self._unsharded:
             unit.show_pieces()
 
