@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -68,11 +69,9 @@ def _run_alone(folder: Path) -> int:
         watchdog = Watchdog(request.timeout_s, partial(_report, folder))
         configure_jax(request)
         # Imported after configuring: a backend, once started, keeps its devices and platform.
-        from jaxpar.faults import plant
         from jaxpar.train import train
 
-        layout = request.experiment.layout
-        with plant(request.fault, engine=request.engine, layout=layout):
+        with _planted(request):
             train(request, Recorder(folder), progress=watchdog.progress)
     except ExperimentError as error:
         return _fail(folder, error, BAD_REQUEST)
@@ -81,6 +80,15 @@ def _run_alone(folder: Path) -> int:
     except Exception as error:
         return _fail(folder, error, FAILED)
     return DONE
+
+
+def _planted(request: Request) -> AbstractContextManager:
+    """The mistake that the request asks for; a run without one does not import them."""
+    if not request.fault:
+        return nullcontext()
+    from jaxpar.faults import plant
+
+    return plant(request.fault, engine=request.engine, layout=request.experiment.layout)
 
 
 def configure_jax(request: Request) -> None:

@@ -164,14 +164,9 @@ def run_passes(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) ->
             with autocast(run):
                 _, mean = run.parallel.module(inputs_BT, targets_BT)
             run.rank.at(run.state.step, "backward")
-            backward(run, mean / passes)
+            (mean / passes).backward()
         loss += mean.detach() / passes
     return loss
-
-
-def backward(run: Run, share: torch.Tensor) -> None:
-    """Add the gradients of one pass's share of the loss to those of the passes before it."""
-    share.backward()
 
 
 def to_device(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

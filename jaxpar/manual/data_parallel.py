@@ -15,6 +15,7 @@ Compile with `collectives.KEEP_COLLECTIVES_APART`, or XLA merges what naive and 
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 from compare.contract.axes import DP_REPLICATE
 from compare.contract.communication import GRADIENTS
-from jaxpar.comm.collectives import all_reduce, axis_size
+from jaxpar.comm import collectives
 
 AXIS = DP_REPLICATE
 BYTES_PER_MB = 1_000_000
@@ -49,11 +50,11 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.
     if method not in METHODS:
         raise ValueError(f"method = {method}: choose from {', '.join(METHODS)}")
     if method == "naive":
-        summed = [all_reduce(leaf, axis, purpose=GRADIENTS) for leaf in leaves]
+        summed = [collectives.all_reduce(leaf, axis, purpose=GRADIENTS) for leaf in leaves]
     else:
         bucket_bytes = math.inf if method == "flat" else bucket_mb * BYTES_PER_MB
         summed = _all_reduce_buckets(leaves, bucket_bytes=bucket_bytes, axis=axis)
-    replicas = axis_size(axis)
+    replicas = collectives.axis_size(axis)
     return jax.tree.unflatten(structure, [leaf / replicas for leaf in summed])
 
 
@@ -86,18 +87,19 @@ def bucket_plan(sizes: list[int], *, capacity: int) -> list[list[tuple[int, int,
 
 def _all_reduce_buckets(leaves: list[jax.Array], *, bucket_bytes: float, axis: str) -> list[jax.Array]:
     """The leaves' sums over an axis, a bucket at a time. A bucket has one dtype."""
+    all_reduce = partial(collectives.all_reduce, axis=axis, purpose=GRADIENTS)
     pieces: list[list[jax.Array]] = [[] for _ in leaves]
     for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
         sizes = [leaf.size if leaf.dtype == dtype else 0 for leaf in leaves]
         capacity = max(1, int(min(bucket_bytes / dtype.itemsize, sum(sizes))))
         for bucket in bucket_plan(sizes, capacity=capacity):
             parts = [leaves[leaf].ravel()[start:stop] for leaf, start, stop in bucket]
-            summed = all_reduce(jnp.concatenate(parts), axis, purpose=GRADIENTS)
+            summed = all_reduce(jnp.concatenate(parts))
             ends = list(itertools.accumulate(part.size for part in parts))[:-1]
             for (leaf, _, _), part in zip(bucket, jnp.split(summed, ends), strict=True):
                 pieces[leaf].append(part)
     return [
         # An empty leaf is in no bucket.
-        jnp.concatenate(parts).reshape(leaf.shape) if parts else all_reduce(leaf, axis, purpose=GRADIENTS)
+        jnp.concatenate(parts).reshape(leaf.shape) if parts else all_reduce(leaf)
         for leaf, parts in zip(leaves, pieces, strict=True)
     ]

@@ -21,9 +21,7 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
     for p, g in zip(jax.tree.leaves(placements), jax.tree.leaves(gradients), strict=True):
         squares.setdefault(split_axes(p), []).append(jnp.sum(jnp.square(g)))
     totals = {axes: jnp.stack(local).sum() for axes, local in squares.items()}
-    return jnp.sqrt(jnp.stack([sum_over(total, axes) for axes, total in totals.items()]).sum())
-
-
-def sum_over(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum of a scalar over mesh axes."""
-    return collectives.all_reduce(total, axes, purpose=NORM) if axes else total
+    whole = [
+        collectives.all_reduce(total, axes, purpose=NORM) if axes else total for axes, total in totals.items()
+    ]
+    return jnp.sqrt(jnp.stack(whole).sum())

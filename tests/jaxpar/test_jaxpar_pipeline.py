@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -51,7 +52,7 @@ def example(*, schedule: str, devices: int, chunks: int = 1):
 
 def errors_of_the_example(*, fault: str = "", **shape) -> dict[str, float]:
     """Largest errors of its loss and gradients, against autodiff of the whole model."""
-    with plant(fault, engine="jax-manual", layout=Layout(pp=2)):
+    with plant(fault, engine="jax-manual", layout=Layout(pp=2)) if fault else nullcontext():
         pieces, step, placements = example(**shape)
         draw = np.random.default_rng(0).standard_normal
         params = {"embedding": draw((WIDTH, HIDDEN)), "blocks": draw((LAYERS, HIDDEN, HIDDEN))}

@@ -1,5 +1,6 @@
 """Two steps of a layout on JAX's virtual devices, compiled once a process, and what tests ask of them."""
 
+from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
     """Train in float64, with clipping that bites and every step at the full rate."""
     spec = experiment_of(layout, model=model, batch_size=batch_size)
     mesh = make_mesh(layout, platform="cpu")
-    with plant(fault, engine=engine, layout=layout):
+    with plant(fault, engine=engine, layout=layout) if fault else nullcontext():
         sharded, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout, engine=engine))
         step = compile_step(sharded, state, spec, with_gradients=True)
     numbers = {}

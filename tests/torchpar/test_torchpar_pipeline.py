@@ -21,7 +21,7 @@ from compare.contract.schedules import Kind, Schedule, Task, make_schedule
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
 from torchpar.comm.mesh import make_mesh
-from torchpar.faults.pipeline_faults import overwritten_microbatch
+from torchpar.faults.manual_faults import overwritten_microbatch
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.pipeline_parallel import PipelineParallel
 
@@ -137,7 +137,7 @@ def test_an_overwritten_microbatch_is_seen(rank: int) -> None:
     whole, mine = make_stages(RANKS), make_stages(RANKS)
     data, own = make_data(4), own_stages(schedule, rank, mine)
     expected(whole, data)
-    with overwritten_microbatch("torch-manual"):
+    with overwritten_microbatch():
         PipelineParallel(own, schedule=schedule, loss=loss, boundary=boundary).run(*data)
     with pytest.raises(AssertionError, match=r"(norm|twice|convolution|out|embedding)\."):
         assert_same_gradients(whole[rank], mine[rank])

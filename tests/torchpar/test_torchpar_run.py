@@ -95,7 +95,7 @@ def test_a_fault_shows_at_its_rung(engine, fault, rung, one_device, tmp_path):
     ("request_fields", "code", "message"),
     [
         ({"fault": "gremlin"}, 2, "torch-manual knows dropped_all_reduce"),
-        ({"fault": "sum_for_mean"}, 2, "layout.dp_replicate = 1"),
+        ({"fault": "sum_for_mean"}, 2, "give layout.dp_replicate = 2 or more"),
         ({"experiment": replace(EXPERIMENT, data=Data(source="/nowhere.txt"))}, 2, "/nowhere.txt"),
     ],
 )

@@ -110,8 +110,12 @@ def test_a_fault_shows_at_its_rung(name, fault, rung, references, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "fault", "message"),
     [
-        (Layout(dp_shard=2, zero=3), "norm_counts_replicas_twice", "nothing is replicated"),
-        (Layout(dp_replicate=2), "wrong_optimizer_shard", "no cuts with layout.zero = 0"),
+        (
+            Layout(dp_shard=2, zero=3),
+            "norm_counts_replicas_twice",
+            "no parameter is on two devices",
+        ),
+        (Layout(dp_replicate=2), "wrong_optimizer_shard", "give layout.zero = 1 or more"),
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(layout, fault, message, tmp_path):

@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[2]
 DECLARATIONS = ROOT / "compare" / "contract" / "engines"
 OWN_NAMES = {
     ROOT / "compare" / "studies" / "harness_faults.py",  # a record by another engine is one of its faults
-    *(ROOT / "jaxpar").glob("faults*"),
-    *(ROOT / "torchpar" / "faults").glob("*.py"),
 }
 
 

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,6 @@ from compare.contract.initial_weights import checked_weights, starting_sha256
 from compare.contract.record import Request
 from compare.contract.stream import Batches
 from torchpar.comm.rank import Rank
-from torchpar.faults import plant
 from torchpar.launcher.local import bind_to_loopback, launch
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.train import PARALLELIZE, train
@@ -37,7 +37,7 @@ def read_request(folder: Path) -> Request:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
     layout = request.experiment.layout
     ENGINES[request.engine].require(layout, platform=request.platform)
-    plant(request.fault, engine=request.engine, layout=layout)  # validates only: nothing is entered
+    planted(request)  # validates only: nothing is entered
     return request
 
 
@@ -121,8 +121,20 @@ def train_faulty(
     batches: Batches | None = None,
 ) -> None:
     """Train as one rank, with the mistake that the request asks for."""
-    with plant(request.fault, engine=request.engine, layout=request.experiment.layout):
+    with planted(request):
         train(rank, request=request, folder=folder, weights=weights, batches=batches)
+
+
+def planted(request: Request) -> AbstractContextManager:
+    """The mistake that the request asks for, if any: a run without one does not import them.
+
+    Raises:
+        ExperimentError: there is no such fault, or the engine or the layout cannot express it.
+    """
+    if not request.fault:
+        return nullcontext()
+    faults = importlib.import_module("torchpar.faults")
+    return faults.plant(request.fault, engine=request.engine, layout=request.experiment.layout)
 
 
 def require_gpus(needed: int) -> None:

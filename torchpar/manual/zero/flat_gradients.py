@@ -78,16 +78,11 @@ class FlatGradients:
         if self._buffer is None:
             self._buffer = self._make_buffer()
         slot = self._layout.views(self._buffer)[index]
-        self.accumulate(slot, gradient, is_first=index not in self._used)
-        self._used.add(index)
-
-    @staticmethod
-    def accumulate(slot: torch.Tensor, gradient: torch.Tensor, *, is_first: bool) -> None:
-        """Add one pass's gradient to those of the passes before it."""
-        if is_first:
-            slot.copy_(gradient)
-        else:
+        if index in self._used:
             slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
+            self._used.add(index)
 
     def take_all(self) -> None:
         """Take those that backward left on parameters without a hook, which were frozen before."""

@@ -1,0 +1,102 @@
+"""Faults of the training loop, the optimizer and the weights, the same in both engines."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from compare.contract.axes import AXES
+from torchpar import train
+from torchpar.comm.collectives import Axis
+from torchpar.parallel_model import local
+from torchpar.state import Run
+from torchpar.weights import load_weights
+
+MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
+
+
+def spoiled(spoil: Callable[[Run], None]) -> AbstractContextManager:
+    """A run that is set up as it should be, and then spoiled."""
+    set_up = train.set_up
+
+    def wrong(*args: Any, **options: Any) -> Run:
+        run = set_up(*args, **options)
+        spoil(run)
+        return run
+
+    return patch.object(train, "set_up", wrong)
+
+
+def moved_weight() -> AbstractContextManager:
+    """One weight starts a little away."""
+
+    def load_moved(model: Any, named: Mapping[str, np.ndarray]) -> None:
+        weight = named[MOVED].copy()
+        weight.flat[0] += BY
+        load_weights(model, {**named, MOVED: weight})
+
+    return patch.object(train, "load_weights", load_moved)
+
+
+def kept_gradients() -> AbstractContextManager:
+    """A step's gradients are added to those of the step before."""
+
+    def keep(run: Run) -> None:
+        run.parallel.optimizer.zero_grad = lambda set_to_none=True: None
+
+    return spoiled(keep)
+
+
+def zeroed_before_each_pass() -> AbstractContextManager:
+    """`zero_grad` stands inside of the loop over the passes of a step, and not behind it."""
+
+    def zero_inside(run: Run) -> None:
+        parallel = run.parallel
+
+        def zero(*module_and_inputs: Any) -> None:
+            parallel.module.zero_grad()
+            parallel.optimizer.zero_grad()
+
+        if not parallel.run_pipeline:
+            parallel.module.register_forward_pre_hook(zero)
+
+    return spoiled(zero_inside)
+
+
+def norm_counts_replicas_twice() -> AbstractContextManager:
+    """Squares are summed over every axis, whether a parameter is spread over it or repeated."""
+
+    def count_all(run: Run) -> None:
+        axes = (getattr(run.mesh, name) for name in AXES)
+        everywhere = tuple(axis for axis in axes if axis.size > 1)
+        run.parallel = replace(run.parallel, sharded_over=lambda name: everywhere)
+
+    return spoiled(count_all)
+
+
+def wrong_optimizer_shard() -> AbstractContextManager:
+    """Each rank updates its shard with the gradients of the next rank's."""
+
+    def mix_up(run: Run) -> None:
+        def before_update(*optimizer_and_arguments: Any) -> None:
+            gradients = [p.grad for p in run.parallel.parameters.values() if p.grad is not None]
+            take_next_ranks([local(gradient).view(-1) for gradient in gradients], run.mesh.dp_shard)
+
+        run.parallel.optimizer.register_step_pre_hook(before_update)
+
+    return spoiled(mix_up)
+
+
+@torch.no_grad()
+def take_next_ranks(mine: list[torch.Tensor], axis: Axis) -> None:
+    """Fill these with the next rank's, which may be cut elsewhere: round and round, where it has too few."""
+    shards = axis.all_gather_objects(torch.cat(mine))
+    theirs, start = shards[(axis.rank + 1) % axis.size], 0
+    for gradient in mine:
+        places = torch.arange(start, start + len(gradient)) % max(len(theirs), 1)
+        gradient.copy_(theirs[places] if len(theirs) else torch.zeros_like(gradient))
+        start += len(gradient)
