@@ -17,7 +17,7 @@ from compare.contract.axes import AXES, SPLIT, TP
 from compare.contract.experiment import Model
 from compare.contract.parameters import Parameter, parameter_table
 from compare.contract.shards import Shard
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import ParallelModel, TensorsByName, local
 from torchpar.weights import nanogpt_dims, nanogpt_name
@@ -62,7 +62,7 @@ def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh) -> Shard:
     box = [slice(0, size) for size in row.shape]
     if TP in over:
         (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
-        box[dim] = pieces(row.shape[dim], mesh.tp.size)[mesh.tp.rank]
+        box[dim] = chunk_slices(row.shape[dim], mesh.tp.size)[mesh.tp.rank]
     shape = tuple(part.stop - part.start for part in box)
     own, size = parallel.elements(name), math.prod(shape)
     return Shard(

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import torch
 
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
-from torchpar.comm.handles import Done, Work
+from torchpar.comm.handles import CompletedWork, Work
 
 
 @contextmanager
@@ -20,13 +20,13 @@ def left_out_reductions(*, axis: str, purpose: str) -> Generator[None]:
 
     def no_all_reduce(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:
         if (self.name, purpose) == wrong:
-            return Done(lambda: None)
+            return CompletedWork(lambda: None)
         return all_reduce(self, tensor, purpose=purpose, **options)
 
     def no_reduce_scatter(self: Axis, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
         if (self.name, purpose) == wrong:
-            own = pieces(len(full), self.size)[self.rank]
-            return Done(lambda: piece.copy_(full[own]))
+            own = chunk_slices(len(full), self.size)[self.rank]
+            return CompletedWork(lambda: piece.copy_(full[own]))
         return reduce_scatter(self, piece, full, purpose=purpose)
 
     with patch.multiple(Axis, start_all_reduce=no_all_reduce, start_reduce_scatter=no_reduce_scatter):

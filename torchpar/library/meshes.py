@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compare.contract.axes import AXES
-from torchpar.comm.chunks import pieces
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import TensorsByName
@@ -47,9 +47,9 @@ def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
     if mesh.tp in axes and tensor.placements[-1].is_shard(0):
-        own = pieces(rows, mesh.tp.size)[mesh.tp.rank]
+        own = chunk_slices(rows, mesh.tp.size)[mesh.tp.rank]
         rows = own.stop - own.start
-    own = pieces(rows, mesh.dp_shard.size)[mesh.dp_shard.rank]
+    own = chunk_slices(rows, mesh.dp_shard.size)[mesh.dp_shard.rank]
     return slice(own.start * row, own.stop * row)
 
 
