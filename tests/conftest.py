@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 quick_xla.use()
 
 CACHING = {"run", "check", "faults", "matrix", "golden"}  # commands that take --cache_dir
-FAILED = pytest.StashKey[bool]()
 SLOW_FIXTURES = {"shardpair", "ranks"}
 SLOW = {
     "test_api",
@@ -73,8 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
     """Note for `no_process_left` whether the test failed."""
     report = yield
-    item.stash.setdefault(FAILED, False)
-    item.stash[FAILED] |= report.failed
+    item.stash.setdefault(processes.FAILED, False)
+    item.stash[processes.FAILED] |= report.failed
     return report
 
 
@@ -86,14 +85,7 @@ def no_process_left_at_the_end() -> Generator[None]:
         pytest.fail(f"left behind by the whole session, and now ended: {left}")
 
 
-@pytest.fixture(autouse=True)
-def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
-    """End what a test that failed has left; a test that passes may leave nothing."""
-    yield
-    failed = request.node.stash.get(FAILED, False)
-    left = processes.end_all(grace_s=0.0 if failed else processes.GONE_S)
-    if left and not failed:
-        pytest.fail(f"left behind, and now ended: {left}")
+no_process_left = pytest.fixture(autouse=True)(processes.no_process_left)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import psutil
 import pytest
@@ -28,6 +28,8 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 os.environ[MARK] = str(os.getpid())  # a worker of pytest-xdist is a process of its own
+FAILED = pytest.StashKey[bool]()
+"""Of a test: whether it has failed."""
 _strangers: set[int] = set()  # processes that were looked at and are not ours
 
 
@@ -112,6 +114,15 @@ def end_all(*, grace_s: float = GONE_S, at_the_end: bool = False) -> list[str]:
                 process.kill()
         psutil.wait_procs(left, timeout=GONE_S)
     return stubborn
+
+
+def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
+    """The fixture of every test: end what one that failed has left; one that passes may leave nothing."""
+    yield
+    failed = request.node.stash.get(FAILED, False)
+    left = end_all(grace_s=0.0 if failed else GONE_S)
+    if left and not failed:
+        pytest.fail(f"left behind, and now ended: {left}")
 
 
 def _is_multiprocessings_own(process: psutil.Process) -> bool:

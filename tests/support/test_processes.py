@@ -25,14 +25,12 @@ def test_an_orphan_is_found_and_ended():
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_test_that_leaves_one_fails(passed, request, monkeypatch):
     """The fixture itself, at the end of a test that left a process: what failed already is not told twice."""
-    from conftest import FAILED, no_process_left
-
     monkeypatch.setattr(processes, "GONE_S", 0.5)
-    ending = no_process_left.__wrapped__(request)
+    ending = processes.no_process_left(request)
     next(ending)
     start([sys.executable, "-c", SLEEPER])
     wait_for(lambda: len(left_behind()) == 1)
-    request.node.stash[FAILED] = not passed
+    request.node.stash[processes.FAILED] = not passed
     if passed:
         with pytest.raises(pytest.fail.Exception, match="left behind, and now ended: "):
             next(ending)
@@ -40,7 +38,7 @@ def test_a_test_that_leaves_one_fails(passed, request, monkeypatch):
         with pytest.raises(StopIteration):
             next(ending)
     assert left_behind() == []
-    request.node.stash[FAILED] = False
+    request.node.stash[processes.FAILED] = False
 
 
 def test_children_hear_ctrl_c_though_pytest_may_not():
