@@ -37,6 +37,7 @@ SLOW = {
     "test_jaxpar_pipeline",
     "test_jaxpar_pipeline_gpt",
     "test_jaxpar_run",
+    "test_jaxpar_shards",
     "test_own_weights",
     "test_processes",
     "test_progress",

@@ -25,6 +25,7 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
     x = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
     stored = p.pad(x)
     np.testing.assert_array_equal(p.unpad(stored), x)
+    assert stored.shape == p.stored_shape
     assert stored.sum() == x.sum()  # padding is zero
     for dim, size in enumerate(stored.shape):
         degree = (tp if dim == p.tp_dim else 1) * (shards if dim == p.shard_dim else 1)
@@ -42,6 +43,18 @@ def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
     for part, expected in zip(parts, alone.pad(x).reshape(tp, -1), strict=True):
         np.testing.assert_array_equal(part[: len(expected)], expected)
         assert not part[len(expected) :].any()
+
+
+@given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 4))
+def test_a_device_s_range_is_what_is_true_of_it_before_its_padding(size, tp, shards):
+    p = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=shards)
+    x = np.arange(1.0, size + 1)
+    stored = p.pad(x)
+    for devices in (tp, tp * shards if p.shard_dim == 0 else tp):  # at rest without dp_shard, and with it
+        for device, held in enumerate(stored.reshape(devices, -1)):
+            first, last = p.true_range(0, device * len(held), (device + 1) * len(held))
+            np.testing.assert_array_equal(held[: last - first], x[first:last])
+            assert not held[last - first :].any()
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
