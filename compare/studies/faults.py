@@ -1,7 +1,7 @@
 """The mistakes that people make, and the rung of the ladder that must catch each.
 
-Most are a wrong value somewhere in the spec, given to one engine only. The others live in a side's own
-`faults.py`, because no spec can express them: a collective that is missing, a sum that should be a mean.
+Most are a wrong value somewhere in the spec, given to one engine only. The others are rows of a table in a
+side's own `faults` (`contract.faults`), because no spec can express them: a collective that is missing.
 """
 
 from collections.abc import Mapping
