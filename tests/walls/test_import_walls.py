@@ -4,6 +4,7 @@ import ast
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,14 @@ def test_only_comm_calls_torch_distributed():
         if not {"library", "library_faults.py"} & set(path.parts) and path.name not in may:
             assert not any(name.startswith("torch.distributed") for name in imports(path)), path
             assert "torch.distributed" not in path.read_text().replace("`torch.distributed`", ""), path
+
+
+@pytest.mark.parametrize("entry", ["jaxpar.train", "torchpar.launcher.entry"])
+def test_a_run_imports_faults_only_if_it_asks_for_one(entry):
+    code = f"import {entry}, sys; print(*(name for name in sys.modules if '.faults' in name))"
+    done = processes.run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 def test_compare_is_empty_at_the_top():
