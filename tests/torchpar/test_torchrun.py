@@ -59,14 +59,14 @@ def be_rank(number: int, port: int, folder: Path) -> int:
 
     variables = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    backward = train.backward
+    run_passes = train.run_passes
 
-    def fail(run, share) -> None:
-        if number == 1 and run.rank.position.step == 3:
+    def fail(run, inputs_ABT, targets_ABT):
+        if number == 1 and run.state.step == 3:
             raise ValueError("a bad batch")
-        backward(run, share)
+        return run_passes(run, inputs_ABT, targets_ABT)
 
-    train.backward = fail
+    train.run_passes = fail
     sys.argv = ["torchpar", str(folder)]
     return main()
 
