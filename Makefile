@@ -24,7 +24,7 @@ demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report
 test: $(READY)  ## every test, in about 14 minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: about a minute
+test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: 90 seconds
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 lint: $(READY)  ## ruff and ty
