@@ -149,7 +149,7 @@ def canonical_weights(
 def gradients_at_rest(sharded: ShardedStep, state: TrainState) -> Any:
     """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
 
-    What the sharded asks for; that XLA does it is for tests to read from the loops of the compiled step.
+    As the step is to keep them; that XLA does so is for tests to read from the loops of the compiled step.
     """
     return jax.tree.map(
         lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),

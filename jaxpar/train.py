@@ -178,7 +178,7 @@ def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
 def compile_step(
     sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
 ) -> jax.stages.Compiled:
-    """Compile the sharded's step ahead of time, its state donated.
+    """Compile the sharded step ahead of time, its state donated.
 
     Args:
         with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.

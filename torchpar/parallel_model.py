@@ -92,6 +92,11 @@ class ParallelModel:
             gradients[name] = parameter.grad
         return gradients
 
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """All tensors that this rank's optimizer keeps: moments, and its own counts of steps."""
+        entries = self.optimizer.state.values()
+        return [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
+
     def moments(self, key: str) -> TensorsByName:
         """This rank's pieces of one tensor of the optimizer's state, such as exp_avg."""
         return {name: self.optimizer.state[p][key] for name, p in self.parameters.items()}

@@ -46,10 +46,8 @@ class Recording:
         self._first_step_s = 0.0
 
     def begin(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Before the first step: its batch, put together from what each rank received, and the weights."""
+        """For a ladder, before the first step: its batch, put together from all shares, and the weights."""
         run = self._run
-        if not run.request.ladder:
-            return
         shares = run.mesh.data.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
         inputs, targets = (
             np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True)
@@ -68,11 +66,8 @@ class Recording:
             yield
             return
         mesh, parallel = self._run.mesh, self._run.parallel
-        state = [
-            t for entry in parallel.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)
-        ]
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
-        resident = [*modules, *parallel.parameters.values(), *state]
+        resident = [*modules, *parallel.parameters.values(), *parallel.optimizer_state()]
         mesh.traffic.clear()
         mode = CommunicationMode(mesh.axes, own_calls=mesh.traffic, default_purpose=GRADIENTS)
         with track_peak(mesh.device, map(local, resident), parallel.transient) as peak, mode:
@@ -167,11 +162,8 @@ class Recording:
     def _resident(self) -> dict[str, int]:
         """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
         parallel = self._run.parallel
-        state = [
-            t for entry in parallel.optimizer.state.values() for t in entry.values() if torch.is_tensor(t)
-        ]
         return {
             "parameters": resident_bytes([*parallel.module.parameters(), *parallel.parameters.values()]),
             "gradients": self._gradient_bytes,
-            "optimizer": resident_bytes(state),
+            "optimizer": resident_bytes(parallel.optimizer_state()),
         }

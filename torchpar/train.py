@@ -62,7 +62,8 @@ def train(
     mesh = make_mesh(request.experiment.layout, rank=rank.rank, device=device)
     run = set_up(request, mesh, rank, weights=weights, batches=batches)
     recording = Recording(run, Recorder(folder) if rank.rank == 0 else None, started_utc=started_utc)
-    recording.begin(to_device(run, *run.corpus.batch(run.experiment, 0)))
+    if request.ladder:
+        recording.begin(to_device(run, *run.corpus.batch(run.experiment, 0)))
     while run.state.step < run.experiment.train.max_iters:
         train_step(run, recording)
     recording.finish()

@@ -10,11 +10,12 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.jax import JAX
+from compare.contract.engines.torch import TORCH
 from compare.contract.experiment import Experiment
 from compare.terminal.console import print_json, results_console
 
-FOLDERS = {e.name: f"{e.side}/{e.folder}" for e in ENGINES.values() if e.folder}
+FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
 """The folder of each engine's lessons."""
 STRATEGIES = ("data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel")
 _LAYOUT = (

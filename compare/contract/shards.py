@@ -8,7 +8,7 @@ cut them:
     torch's dp_shard                    a range of the box's elements, in the order in which torch stores them
 
 Padding is no part of a canonical tensor: what a device holds only to fill up an equal share is not described.
-All is done for one tensor at a time, so that nobody needs the whole model.
+All is done for one tensor at a time, so that no process needs the whole model.
 """
 
 from collections.abc import Iterable
