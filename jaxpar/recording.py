@@ -14,6 +14,7 @@ from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint, parameter_count
 from compare.contract.record import Manifest, Recorder, Request, Rung, Step
 from compare.contract.stream import OwnBatches
+from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
@@ -53,35 +54,32 @@ class Recording:
         self._request, self._recorder, self._sharded, self._state = request, recorder, sharded, state
         self._corpus, self._remat, self._started_utc = corpus, remat, started_utc
         self._first_step_s = 0.0
+        self._windows: list[Window] = []
         initial_weights = canonical_weights(sharded, state, self._experiment)
         self._initial_weights_sha256 = fingerprint(initial_weights)
         if request.ladder:
             recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
 
-    def step_is_done(self, batch: Any, metrics: Any, gradients: Any, *, seconds: float) -> None:
-        """After a step, before the state moves on: its numbers, and the tensors that the ladder asks for.
+    def steps_are_done(self, batch: Any, metrics: list[Any], gradients: Any, window: Window) -> None:
+        """After a step, or after several in a window, before the state moves on.
+
+        Leaves their numbers, and the tensors that the ladder asks for.
 
         Args:
-            batch: as it was placed.
-            metrics: loss and grad_norm, scalars.
+            batch: of the last step, as it was placed.
+            metrics: loss and grad_norm of each step, scalars.
             gradients: of step 0 with a ladder, before clipping; else None.
-            seconds: that the step took.
+            window: the steps, and what they cost.
 
         Raises:
-            DivergedError: the loss or the gradient norm is not finite; the record ends with this step.
+            DivergedError: the loss or the gradient norm is not finite; the record ends with that step.
         """
-        step, request, experiment = self._state.step, self._request, self._experiment
-        if step == 0:
-            self._first_step_s = seconds
-        done = Step(
-            step=step,
-            loss=float(metrics["loss"]),
-            grad_norm=float(metrics["grad_norm"]),
-            lr=learning_rate(experiment.optimizer, self._state.updates),
-            step_time_ms=seconds * 1e3,
-        )
-        self._recorder.step(done)
-        end_if_diverged(request.engine, done, where=self._first_weight_not_finite)
+        timing = self._request.timing
+        if timing and timing.is_in_window(self._state.step):
+            self._windows.append(window)
+        for ahead, metric in enumerate(metrics):
+            self._note(self._state.step + ahead, self._state.updates + ahead, metric, window)
+        step, request = self._state.step, self._request
         if request.ladder and step == 0:
             self._recorder.tensors(Rung.BATCH, jax.device_get(batch))
             self._leave(Rung.GRADIENTS, gradients)
@@ -121,8 +119,23 @@ class Recording:
                 "gradients": resident_bytes(gradients_at_rest(self._sharded, self._state), devices),
                 "optimizer": resident_bytes(self._state.opt_state, devices),
             },
+            windows=self._windows,
         )
         self._recorder.finish(manifest, communications(hlo, experiment.layout.axes))
+
+    def _note(self, step: int, updates: int, metrics: Any, window: Window) -> None:
+        seconds = window.wall_s / window.steps
+        if step == 0:
+            self._first_step_s = seconds
+        done = Step(
+            step=step,
+            loss=float(metrics["loss"]),
+            grad_norm=float(metrics["grad_norm"]),
+            lr=learning_rate(self._experiment.optimizer, updates),
+            step_time_ms=seconds * 1e3,
+        )
+        self._recorder.step(done)
+        end_if_diverged(self._request.engine, done, where=self._first_weight_not_finite)
 
     @property
     def _experiment(self) -> Experiment:

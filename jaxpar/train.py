@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import StepScalars, step_scalars
 from compare.contract.parameters import initial_parameters, storage_dtype
 from compare.contract.record import Recorder, Request
 from compare.contract.stream import Batches, open_stream
+from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import make_loss, make_pieces
@@ -103,37 +105,45 @@ def train(
     progress(in_step=True)
     while state.step < experiment.train.max_iters:
         run = first if state.step == 0 else step
-        train_step(run, sharded, state, recording, experiment, corpus.batch(experiment, state.step))
+        together = request.timing.together(state.step) if request.timing else 1
+        batches = [corpus.batch(experiment, state.step + ahead) for ahead in range(together)]
+        train_steps(run, sharded, state, recording, experiment, batches)
         progress(in_step=state.step < experiment.train.max_iters)
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
 
 
-def train_step(
+def train_steps(
     step: jax.stages.Compiled,
     sharded: ShardedStep,
     state: TrainState,
     recording: Recording,
     experiment: Experiment,
-    batch: tuple[np.ndarray, np.ndarray],
+    batches: list[tuple[np.ndarray, np.ndarray]],
 ) -> None:
-    """One step of the compiled program, blocked upon and timed.
+    """Steps of the compiled program, one for each batch: blocked upon together at their end, and timed.
 
     Args:
         step: from `compile_step`.
-        batch: inputs and targets, each int32 (A, B, T), on the host.
+        batches: inputs and targets of each step, int32 (A, B, T), on the host.
 
     Raises:
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
-    scalars = device_scalars(experiment, state.updates)
-    begun = time.perf_counter()
-    placed = jax.device_put(dict(zip(("inputs", "targets"), batch, strict=True)), sharded.batch)
-    outputs = step(state.params, state.opt_state, placed, scalars)
-    state.params, state.opt_state, metrics, gradients = jax.block_until_ready(outputs)
-    seconds = time.perf_counter() - begun
-    recording.step_is_done(placed, metrics, gradients, seconds=seconds)
-    state.step += 1
-    state.updates += 1
+    scalars = [device_scalars(experiment, state.updates + ahead) for ahead in range(len(batches))]
+    metrics, placed, gradients = [], None, None
+    begun, cpu_begun = time.perf_counter(), cpu_seconds()
+    for batch, scalar in zip(batches, scalars, strict=True):
+        placed = jax.device_put(dict(zip(("inputs", "targets"), batch, strict=True)), sharded.batch)
+        outputs = step(state.params, state.opt_state, placed, scalar)
+        state.params, state.opt_state, metric, gradients = outputs
+        metrics.append(metric)
+    jax.block_until_ready((state.params, state.opt_state, metrics, gradients))
+    wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
+    recording.steps_are_done(
+        placed, metrics, gradients, Window(steps=len(batches), wall_s=wall_s, cpu_s=cpu_s)
+    )
+    state.step += len(batches)
+    state.updates += len(batches)
 
 
 def prepare(

@@ -16,6 +16,7 @@ from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Manifest, Recorder, Rung, Step
+from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import CommunicationMode, of_the_busiest
@@ -44,6 +45,7 @@ class Recording:
         self._ledger: list[Communication] = []
         self._peak_bytes = self._gradient_bytes = 0
         self._first_step_s = 0.0
+        self._windows: list[Window] = []
 
     def begin(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         """For a ladder, before the first step: its batch, put together from all shares, and the weights."""
@@ -62,7 +64,7 @@ class Recording:
 
         The ledger is a count of our own calls, or what PyTorch's dispatcher saw of a library's.
         """
-        if not self._is_instrumented:
+        if self._run.state.step != self._instrumented:
             yield
             return
         mesh, parallel = self._run.mesh, self._run.parallel
@@ -81,7 +83,7 @@ class Recording:
         run = self._run
         if run.state.step == 0 and run.request.ladder:
             self._leave(Rung.GRADIENTS, run.parallel.gradients())
-        if self._is_instrumented:
+        if run.state.step == self._instrumented:
             # All that is allocated: a module may hold whole gradients of which this rank updates a piece.
             holders = [*run.parallel.module.parameters(), *run.parallel.parameters.values()]
             self._gradient_bytes = resident_bytes([p.grad for p in holders if p.grad is not None])
@@ -93,22 +95,11 @@ class Recording:
             DivergedError: the loss or the gradient norm is not finite. They are the same on all ranks, which
                 therefore end together.
         """
-        run = self._run
-        step = run.state.step
+        run, step = self._run, self._run.state.step
         run.rank.at(step, "record")
         if step == 0:
             self._first_step_s = seconds
-        done = Step(
-            step=step,
-            loss=loss.item(),
-            grad_norm=norm.item(),
-            lr=learning_rate(run.experiment.optimizer, run.state.updates),
-            step_time_ms=seconds * 1e3,
-            instrumented=self._is_instrumented,
-        )
-        if self._recorder:
-            self._recorder.step(done)
-        end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
+        self._note(step, run.state.updates, loss, norm, seconds=seconds)
         if run.request.ladder and step == 0:
             self._leave(Rung.FIRST_WEIGHTS, run.parallel.weights())
             for name, key in moment_keys(run.experiment.optimizer).items():
@@ -116,12 +107,44 @@ class Recording:
         if run.request.ladder and step + 1 == run.request.later_step:
             self._leave(Rung.LATER_WEIGHTS, run.parallel.weights())
 
+    def window_is_done(self, done: list[tuple[torch.Tensor, torch.Tensor]], window: Window) -> None:
+        """After a window of steps, when the state has moved on: their numbers.
+
+        Args:
+            done: loss and norm of each.
+            window: what they cost this rank.
+
+        Raises:
+            DivergedError: as `step_is_done`.
+        """
+        self._windows.append(window)
+        state = self._run.state
+        for ahead, (loss, norm) in enumerate(done, start=-len(done)):
+            seconds = window.wall_s / window.steps
+            self._note(state.step + ahead, state.updates + ahead, loss, norm, seconds=seconds)
+
+    def _note(
+        self, step: int, updates: int, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float
+    ) -> None:
+        run = self._run
+        done = Step(
+            step=step,
+            loss=loss.item(),
+            grad_norm=norm.item(),
+            lr=learning_rate(run.experiment.optimizer, updates),
+            step_time_ms=seconds * 1e3,
+            instrumented=step == self._instrumented,
+        )
+        if self._recorder:
+            self._recorder.step(done)
+        end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
+
     def finish(self) -> None:
         """After the last step: put the ranks' costs together, and complete the record."""
         run = self._run
         request, experiment = run.request, run.experiment
-        cost = (self._peak_bytes, cpu_seconds(), self._resident(), self._ledger)
-        peaks, cpu, residents, ledgers = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
+        cost = (self._peak_bytes, cpu_seconds(), self._resident(), self._ledger, self._windows)
+        peaks, cpu, residents, ledgers, windows = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
         if not self._recorder:
             return
         manifest = Manifest(
@@ -144,13 +167,14 @@ class Recording:
             peak_memory_bytes=list(peaks),
             peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
             resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
+            windows=[merged(parts) for parts in zip(*windows, strict=True)],
         )
         self._recorder.finish(manifest, of_the_busiest(ledgers))
 
     @property
-    def _is_instrumented(self) -> bool:
-        last = self._run.experiment.train.max_iters - 1
-        return self._run.state.step == min(INSTRUMENTED_STEP, last)
+    def _instrumented(self) -> int:
+        """The step that is watched."""
+        return min(INSTRUMENTED_STEP, self._run.experiment.train.max_iters - 1)
 
     def _leave(self, rung: Rung, pieces: TensorsByName) -> None:
         """Put every rank's pieces of weights, gradients or moments together, and record them on rank 0."""

@@ -13,10 +13,12 @@ import torch
 
 from compare.contract.communication import LOSS
 from compare.contract.engines.torch import TORCH
+from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.parameters import fingerprint
 from compare.contract.record import Recorder, Request
 from compare.contract.stream import Batches, open_stream
+from compare.contract.timing import Window
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
@@ -65,7 +67,10 @@ def train(
     if request.ladder:
         recording.begin(to_device(run, *run.corpus.batch(run.experiment, 0)))
     while run.state.step < run.experiment.train.max_iters:
-        train_step(run, recording)
+        if request.timing and request.timing.is_in_window(run.state.step):
+            train_window(run, recording, steps=request.timing.window)
+        else:
+            train_step(run, recording)
     recording.finish()
     if request.experiment.layout.devices > 1:
         process_groups.leave_group()
@@ -131,6 +136,26 @@ def train_step(run: Run, recording: Recording) -> None:
     recording.step_is_done(loss, norm, seconds=gradients_s + update_s)
     state.step += 1
     state.updates += 1
+
+
+def train_window(run: Run, recording: Recording, *, steps: int) -> None:
+    """Steps with no synchronisation of host and device between them, timed together.
+
+    Raises:
+        DivergedError: the loss or the gradient norm of a step is not finite.
+    """
+    first = run.state.step
+    batches = [run.corpus.batch(run.experiment, step) for step in range(first, first + steps)]
+    done = []
+    begun, cpu_begun = _now(run), cpu_seconds()
+    for batch in batches:
+        loss = compute_gradients(run, *to_device(run, *batch))
+        run.rank.at(run.state.step, "optimizer")
+        done.append((loss, optimizer_step(run.parallel, run.experiment.optimizer, run.state.updates)))
+        run.state.step += 1
+        run.state.updates += 1
+    window = Window(steps=steps, wall_s=_now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
+    recording.window_is_done(done, window)
 
 
 def compute_gradients(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:

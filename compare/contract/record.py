@@ -32,6 +32,7 @@ from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.optimizer import moment_names
 from compare.contract.tensors import RecordError, Tensors, garbled
+from compare.contract.timing import MIN_WARMUP, Timing, Window
 
 T = TypeVar("T")
 Platform = Literal["cpu", "gpu"]
@@ -79,6 +80,8 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
     init_sha256: str = ""
     """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
+    timing: Timing | None = None
+    """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
     fault: str = ""
     """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 
@@ -94,7 +97,8 @@ class Step(Struct, frozen=True, kw_only=True):
     """Global norm before clipping."""
     lr: float
     step_time_ms: float
-    """Wall time from the batch on the host to the updated weights, blocked upon."""
+    """Wall time from the batch on the host to the updated weights, blocked upon; in a window of a timed run
+    the mean over the window."""
     instrumented: bool = False
     """The step was watched by the ledger and the memory tracker: its time does not count."""
 
@@ -132,6 +136,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """How it was measured, in words."""
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
     """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters)."""
+    windows: list[Window] = field(default_factory=list)
+    """Of a timed run."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -179,7 +185,21 @@ def read_request(folder: Path) -> Request:
     except msgspec.DecodeError as error:
         raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
     revalidate(request.experiment)
+    _require_timeable(request)
     return request
+
+
+def _require_timeable(request: Request) -> None:
+    """Refuse a timed run of other steps than its timing has, or one that leaves tensors in between."""
+    timing, steps = request.timing, request.experiment.train.max_iters
+    if timing and request.ladder:
+        raise ExperimentError("timing: a timed run leaves no tensors: ask for the ladder in another run")
+    if timing and timing.warmup < MIN_WARMUP:
+        raise ExperimentError(
+            f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other"
+        )
+    if timing and timing.steps != steps:
+        raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
 
 
 def read_own_json(path: Path, type: type[T]) -> T:

@@ -1,0 +1,53 @@
+"""How the steps of a timed run are grouped, so that nothing but training happens between two readings.
+
+A host that waits for each step, to time it or to fetch its loss, leaves the device idle meanwhile. A timed
+run waits once a window of steps; the steps after the windows are waited for one by one, for their median.
+"""
+
+from msgspec import Struct
+
+MIN_WARMUP = 3
+
+
+class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Steps of a timed run: `warmup` one by one, `windows` of `window` steps, `single` one by one."""
+
+    warmup: int = 4
+    """Steps that do not count: the first pays for memory, the third is watched by the instruments."""
+    window: int = 10
+    """Steps between two synchronisations of host and devices."""
+    windows: int = 3
+    single: int = 10
+    """Steps after the windows, each waited for."""
+
+    @property
+    def steps(self) -> int:
+        """All of them: `train.max_iters` of the experiment."""
+        return self.warmup + self.window * self.windows + self.single
+
+    def is_in_window(self, step: int) -> bool:
+        """Whether a step runs in a window."""
+        return self.warmup <= step < self.warmup + self.window * self.windows
+
+    def together(self, step: int) -> int:
+        """How many steps run from this one on until the host waits for the devices."""
+        return self.window if self.is_in_window(step) else 1
+
+
+class Window(Struct, frozen=True, kw_only=True):
+    """Steps between two synchronisations, and what they cost."""
+
+    steps: int
+    wall_s: float
+    """Of the slowest process."""
+    cpu_s: float
+    """User plus system CPU seconds, summed over the processes."""
+
+
+def merged(windows: tuple[Window, ...]) -> Window:
+    """One window of several processes, as the whole run saw it."""
+    return Window(
+        steps=windows[0].steps,
+        wall_s=max(window.wall_s for window in windows),
+        cpu_s=sum(window.cpu_s for window in windows),
+    )
