@@ -25,6 +25,7 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
+from compare.commands.sweep import Sweep
 from compare.contract.engines.registry import OBJECTIONS
 from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
@@ -40,13 +41,14 @@ COMMANDS: dict[str, type] = {
     "faults": Faults,
     "matrix": Matrix,
     "golden": Golden,
+    "sweep": Sweep,
     "list": List,
     "report": Report,
     "doctor": Doctor,
     "schedule": Draw,
     "mirror": Mirror,
 }
-DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
+DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check", "sweep": "demo"}
 FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
