@@ -11,7 +11,7 @@ from compare.contract.record import Record, read_record
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
 from compare.execute.paths import create_run_dir
 from compare.judge.comparison import Comparison, read_saved
-from compare.present.sweep_tables import print_sweep
+from compare.present.sweep_tables import by_reason, print_sweep
 from compare.studies.paired_run import Settings
 from compare.studies.presets import PRESETS, check_names
 from compare.studies.sweep import Batch, Scaling, SweepPlan, sweep_batches
@@ -55,8 +55,8 @@ class Sweep(Spec, frozen=True, kw_only=True):
             cases = [case for batch in batches for case in batch.cases]
             return self.show_plan(plan.experiment, cases, left_out)
         if not self.quiet:
-            for name, why in left_out.items():
-                errors_console().print(f"{name} is left out: {why}", style="yellow")
+            for why, names in by_reason(left_out).items():
+                errors_console().print(f"left out: {', '.join(names)}: {why}", style="yellow")
         outcome, folder = self._outcome(plan, batches)
         print_sweep(outcome, folder, as_json=self.json)
         return 0 if outcome.passed else 1

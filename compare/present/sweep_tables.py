@@ -1,6 +1,6 @@
 """The classic table of a sweep, in the terminal and on the page, and what its times are worth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.table import Table as RichTable
@@ -18,22 +18,22 @@ Cell = Callable[[Strategy], str]
 COLUMNS: dict[str, Cell] = {
     "mean loss": lambda row: f"{row.mean_loss:.4f}",
     "final loss": lambda row: f"{row.final_loss:.4f}",
-    "step time, mean (ms)": lambda row: f"{row.step_time_ms_mean:.1f}",
-    "median (ms)": lambda row: f"{row.step_time_ms_median:.1f}",
+    "step, mean (ms)": lambda row: f"{row.step_time_ms_mean:.1f}",
+    "step, median (ms)": lambda row: f"{row.step_time_ms_median:.1f}",
     "tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
     "samples/s": lambda row: f"{row.samples_per_s:,.1f}",
     "GFLOP/s": lambda row: f"{row.model_flops_per_s / 1e9:,.1f}",
     "MFU": lambda row: NONE if row.mfu is None else f"{row.mfu:.1%}",
-    "peak memory per device": lambda row: human_bytes(row.peak_mem_bytes),
-    "communicated a step": lambda row: human_bytes(row.comm_bytes),
-    "sent on a ring": lambda row: human_bytes(row.comm_wire_bytes),
+    "peak memory": lambda row: human_bytes(row.peak_mem_bytes),
+    "logical bytes": lambda row: human_bytes(row.comm_bytes),
+    "wire bytes": lambda row: human_bytes(row.comm_wire_bytes),
 }
 SCALED: dict[str, Cell] = {
     "devices": lambda row: str(row.devices),
     "batch": lambda row: str(row.batch_size),
     "efficiency": lambda row: NONE if row.efficiency is None else f"{row.efficiency:.0%}",
 }
-LEFT_OUT_OF_SCALING = ("mean loss", "final loss", "median (ms)", "samples/s")
+LEFT_OUT_OF_SCALING = ("mean loss", "final loss", "step, median (ms)", "samples/s")
 SCALING_WORDS = {"strong": "Strong scaling: the batch stays", "weak": "Weak scaling: the batch grows"}
 
 
@@ -78,7 +78,8 @@ def print_sweep(outcome: SweepOutcome, folder: Path, *, as_json: bool) -> None:
     console, figures = results_console(), columns(outcome)
     table = RichTable(title=headline(outcome.plan), caption=worth(outcome), caption_justify="left")
     for name in ("engine", "strategy", *figures, "verdict"):
-        table.add_column(name, justify="right" if name in figures else "left")
+        is_figure = name in figures
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=not is_figure)
     engine = ""
     for row in outcome.rows:
         if engine and row.engine != engine:
@@ -87,8 +88,8 @@ def print_sweep(outcome: SweepOutcome, folder: Path, *, as_json: bool) -> None:
         verdict = coloured(verdict_of(row), "green" if row.passed else "red")
         table.add_row(row.engine, row.strategy, *(cell(row) for cell in figures.values()), verdict)
     console.print(table)
-    for name, why in outcome.left_out.items():
-        console.print(f"{name} was left out: {why}", soft_wrap=True)
+    for why, names in by_reason(outcome.left_out).items():
+        console.print(f"left out: {', '.join(names)}: {why}", soft_wrap=True)
     for name, why in outcome.failures.items():
         console.print(f"{name} did not finish: {why}", style="red", soft_wrap=True)
     console.print(outcome.sentence, style="bold green" if outcome.passed else "bold red", soft_wrap=True)
@@ -98,6 +99,14 @@ def print_sweep(outcome: SweepOutcome, folder: Path, *, as_json: bool) -> None:
 def verdict_of(row: Strategy) -> str:
     """PASS, the rung that failed, or that it is what others are held against."""
     return row.verdict or "reference"
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names with the same reason together."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return names
 
 
 def page_table(outcome: SweepOutcome) -> Table:

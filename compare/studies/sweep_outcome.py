@@ -24,7 +24,7 @@ from compare.studies.sweep import FIRST, SINGLE, SweepPlan, is_a_row
 SWEEP = "sweep.json"
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One strategy on one engine. Times are of steady steps, of one process: an order of magnitude."""
 
     engine: str
@@ -42,7 +42,7 @@ class Row(Struct, frozen=True, kw_only=True):
     samples_per_s: float
     model_flops_per_s: float
     """Over all devices: `closed_forms.flops`."""
-    mfu: float | None
+    mfu: float | None = None
     """None for devices without a peak in `judge.peaks`, such as any CPU."""
     peak_mem_bytes: int
     """Of the fullest device."""
@@ -90,18 +90,16 @@ def outcome_of(
         comparisons: by batch.
         records: by batch, of each finished case.
     """
-    several = len(comparisons) > 1
-    sentences = {name: comparison.sentence() for name, comparison in comparisons.items()}
     first = next(iter(comparisons.values()))
     versions = [found for comparison in comparisons.values() for found in comparison.versions]
     finished = [comparison for comparison in comparisons.values() if comparison.cases]
     return SweepOutcome(
         plan=plan,
-        sentence="; ".join(f"{name}: {said}" if several else said for name, said in sentences.items()),
+        sentence=_sentence(comparisons),
         passed=all(comparison.passed for comparison in comparisons.values()),
         rows=_rows(plan, [(comparison, records[name]) for name, comparison in comparisons.items()]),
-        left_out={name: why for one in comparisons.values() for name, why in one.left_out.items()},
-        failures={name: why for one in comparisons.values() for name, why in one.failures.items()},
+        left_out=dict(item for one in comparisons.values() for item in one.left_out.items()),
+        failures=dict(item for one in comparisons.values() for item in one.failures.items()),
         machine=first.machine,
         device_kind=finished[0].device_kind if finished else "",
         cores=cores(),
@@ -122,6 +120,14 @@ def read_outcome(folder: Path) -> SweepOutcome:
     if not (folder / SWEEP).is_file():
         raise RecordError(f"{folder} has no {SWEEP}: it is not the folder of a `shardpair sweep`")
     return read_own_json(folder / SWEEP, SweepOutcome)
+
+
+def _sentence(comparisons: Mapping[str, Comparison]) -> str:
+    """The verdict of every batch; what was left out is counted, and named in a list of its own."""
+    alone = {name: msgspec.structs.replace(one, left_out={}) for name, one in comparisons.items()}
+    said = [one.sentence() if len(alone) == 1 else f"{name}: {one.sentence()}" for name, one in alone.items()]
+    count = sum(len(one.left_out) for one in comparisons.values())
+    return "; ".join([*said, *([f"{count} left out"] if count else [])])
 
 
 def _rows(plan: SweepPlan, comparisons: Sequence[tuple[Comparison, Sequence[Record]]]) -> list[Row]:

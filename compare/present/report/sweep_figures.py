@@ -15,7 +15,7 @@ from compare.present.report.canvas import INK, WIDTH, colour, legend_above, lege
 from compare.present.report.figures import loss_curves
 from compare.present.report.pictures import Picture, how_close, how_peaks
 from compare.present.sweep_tables import worth
-from compare.studies.sweep import FIRST
+from compare.studies.sweep import FIRST, SINGLE
 from compare.studies.sweep_outcome import Row, SweepOutcome
 from compare.terminal.units import human_bytes
 
@@ -89,6 +89,9 @@ def _grouped(
     """Bars in groups, one for each strategy, and in each a bar for each engine, in that engine's colour."""
     engines = list(dict.fromkeys(row.engine for row in rows))
     strategies = list(dict.fromkeys(row.strategy for row in rows))
+    strategies.sort(
+        key=lambda strategy: strategy != SINGLE
+    )  # what the others are measured against comes first
     places, ticks, end = {}, [], 0.0
     for strategy in strategies:
         inside = [index for index, row in enumerate(rows) if row.strategy == strategy]
@@ -176,8 +179,10 @@ def _over_devices(
         if has_ideal:
             best = max(value(rows[0]) or 0.0 for rows in lines.values()) / counts[0]
             axes.plot(counts, [best * count for count in counts], color=INK, linewidth=1, linestyle=":")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
         else:
             axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
+            axes.yaxis.set_major_formatter("{x:.0%}")
         axes.set(xlabel="devices", ylabel=axis, xscale="log")
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_xticks([], minor=True)

@@ -15,7 +15,7 @@ from compare.present.report.repeat import EXPERIMENT
 from compare.present.report.sweep_figures import pictures
 from compare.present.report.tables import Row, Table, Text, manifest_table
 from compare.present.report.template import render_page
-from compare.present.sweep_tables import PAGE, headline, page_table, worth
+from compare.present.sweep_tables import PAGE, by_reason, headline, page_table, worth
 from compare.studies.sweep import FIRST, SweepPlan
 from compare.studies.sweep_outcome import SweepOutcome
 from compare.terminal.layout_words import layout_in_words
@@ -50,6 +50,7 @@ def write_page(
         flops_per_token=model_flops_per_token(plan.experiment),
         steps=plan.experiment.train.max_iters,
         dtype=plan.experiment.precision.dtype,
+        left_out=by_reason(outcome.left_out),
         missing=outcome.failures | dict.fromkeys(undone, "did not run"),
         continuation=how_to_go_on(first, folder.absolute() / next(iter(comparisons))),
         pictures=pictures(outcome, comparisons, records),
