@@ -41,7 +41,8 @@ def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
 def block_table(result: BenchResult, block: str, rows: list[BenchRow]) -> Table:
     """Cases that do the same work, a row each."""
     header, cells = table_cells(rows)
-    table = Table(title=block_title(result, block), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    title = block_title(result, block)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in header:
         table.add_column(name, justify="left" if name == header[0] else "right", no_wrap="ratio" in name)
     for row in cells:

@@ -20,7 +20,7 @@ _COLUMNS: Mapping[str, Callable[[BenchRow], str]] = {
     "CPU ratio": lambda row: ratio_text(row.cpu_ratio),
     "single ms": lambda row: f"{row.single_ms:.1f}",
     "tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
-    "GFLOP/s": lambda row: _number(row.flops_per_s, scale=1e9),
+    "GFLOP/s": lambda row: f"{row.flops_per_s / 1e9:,.3g}",
     "of ceiling": lambda row: _percent(row.of_ceiling),
     "MFU": lambda row: _percent(row.mfu),
     "compile s": lambda row: f"{row.compile_s:.2f}",
@@ -77,6 +77,7 @@ def sentences(result: BenchResult) -> list[str]:
         f"is a step that is waited for. Start, compilation and first step are apart. Memory is the peak of "
         f"the fullest device.",
         f"Ratios are to {_baseline(result)}, within a round; {_interval(result)}",
+        f"GFLOP/s are the model's, without what is computed anew.{_ceilings(result)}",
         f"Machine: {result.machine.cpu_model}, {result.machine.cores} cores, "
         f"{human_bytes(result.machine.memory_bytes)} of memory, {result.machine.system}; "
         f"{_versions(result)}; {_source(result)}.",
@@ -121,6 +122,14 @@ def _interval(result: BenchResult) -> str:
     return f"the median over rounds, and the {CONFIDENCE:.0%} interval that resampling of rounds gives."
 
 
+def _ceilings(result: BenchResult) -> str:
+    if not result.ceilings:
+        return ""
+    where = "on one GPU" if result.platform == "gpu" else "on all cores"
+    each = (f"{name} {one.flops_per_s / 1e9:,.0f} GFLOP/s" for name, one in result.ceilings.items())
+    return f" Their ceiling is the fastest matrix product {where}: {', '.join(each)}."
+
+
 def _versions(result: BenchResult) -> str:
     found: dict[str, str] = {}
     for one in result.circumstances.values():
@@ -133,10 +142,6 @@ def _source(result: BenchResult) -> str:
         return "shardpair, not from a git checkout"
     changed = " with uncommitted changes" if result.git_dirty else ""
     return f"shardpair {result.git_commit[:12]}{changed}"
-
-
-def _number(value: float | None, *, scale: float) -> str:
-    return NONE if value is None else f"{value / scale:.3g}"
 
 
 def _percent(value: float | None) -> str:

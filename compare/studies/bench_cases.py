@@ -10,6 +10,7 @@ from compare.contract.axes import AXES
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.judge.bench import BenchCase
+from compare.studies.fitting import refusal
 from compare.studies.presets import PRESETS, check_names, preset_layout
 
 SECTIONS = ("model", "optimizer", "train", "precision", "layout")
@@ -60,7 +61,7 @@ def bench_cases(
                 continue
             for variant in ("", *choice.variants):
                 for case in _rows(choice.engines, layout_name, size, variant, plain):
-                    if why := _refusal(case, plain, platform=platform):
+                    if why := _refusal(case, plain, is_preset=bool(choice.presets), platform=platform):
                         left_out[case.name] = why
                     else:
                         cases.append(case)
@@ -148,13 +149,12 @@ def _rows(
         )
 
 
-def _refusal(case: BenchCase, plain: Experiment, *, platform: str) -> str:
+def _refusal(case: BenchCase, plain: Experiment, *, is_preset: bool, platform: str) -> str:
     """Why an engine cannot do a case, or does it as it does another one; '' if it can."""
     engine, whole = ENGINES[case.engine], case.experiment
-    try:
-        engine.require(whole.layout, platform=platform)
-    except ExperimentError as error:
-        return str(error)
+    preset = case.layout.partition("-")[0] if is_preset else "ddp"
+    if why := refusal(engine, whole.layout, preset=preset, platform=platform):
+        return why
     chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}
     if case.variant and not engine.offers_choice and edited(whole, chosen) == plain:
         return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"

@@ -8,11 +8,13 @@ from benches import TIMING
 from records import make_record
 
 from compare.cli import main
+from compare.contract.ceiling import Ceiling
 from compare.contract.experiment import ExperimentError, to_toml
 from compare.contract.record import RecordError
 from compare.contract.timing import Window
-from compare.execute.launch import EngineError
+from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.judge.bench import BENCH, read_bench
+from compare.judge.bench_rows import blocks
 from compare.studies import bench as study
 from compare.studies.bench import continue_bench, plan_bench, run_bench
 from compare.studies.paired_run import Settings
@@ -30,6 +32,11 @@ class Engines:
         self.interrupted_at = 0
         self.loss = {}
         self.windows = None
+
+    def ceiling(self, side, platform, dtype, python):
+        if side == "jaxpar":
+            raise EnvironmentMissing("no matmul ceiling: it is shy")
+        return Ceiling(dtype=dtype, flops_per_s=1e9, threads=2, size=512)
 
     def __call__(self, request, folder, *, pythons, on_step):
         self.launched.append(folder.name)
@@ -60,6 +67,7 @@ def engines(tmp_path, monkeypatch, tiny) -> Engines:
     made_up = Engines()
     monkeypatch.setattr(study, "launch", made_up)
     monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(study, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
@@ -167,6 +175,17 @@ def test_a_machine_that_gets_busy_later_is_on_the_record(engines, monkeypatch, c
     monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "2") == 0
     assert "Others used the processor before round 2 (2.0 cores)" in capsys.readouterr().out
+
+
+def test_figures_are_held_against_what_the_machine_can_do(engines, tmp_path, capsys):
+    assert main(["bench", "tiny.toml", "--engines", "torch-manual", "jax-manual", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "fastest matrix product on all cores: torchpar float64 1 GFLOP/s." in printed
+    assert "left out: ceiling of jaxpar float64: no matmul ceiling: it is shy" in printed
+    (folder,) = (tmp_path / "runs").iterdir()
+    manual, jax = next(iter(blocks(read_bench(folder)).values()))
+    assert manual.of_ceiling == manual.flops_per_s / 1e9
+    assert (jax.of_ceiling, jax.mfu) == (None, None)
 
 
 def test_other_work_is_noticed(engines, capsys):
