@@ -3,11 +3,12 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
 from measured import Errors, Measured, read_measured
+from performance import BENCHES, read_performance
 
 from compare.cli import COMMANDS
 from compare.commands import list as names
@@ -194,6 +195,22 @@ def parity() -> str:
     return markdown(["worst error over all its layouts", *(f"`{name}`" for name in engines)], rows)
 
 
+def performance(name: str) -> str:
+    """A bench's tables, the command that makes them, and what is to be known; or that it was not run yet."""
+    stored = read_performance().get(name)
+    command = f"```sh\nshardpair {BENCHES[name]}\n```"
+    if stored is None:
+        return f"{command}\n\nNot measured yet: `make performance` measures it."
+    parts = [command]
+    for block in stored.blocks:
+        parts += [f"**{block.title}**", markdown(block.header, block.rows)]
+    words = [*stored.sentences, *(f"**{line}**" for line in stored.warnings)]
+    words += [f"Left out: {case}: {why}." for case, why in stored.left_out.items()]
+    if stored.command != f"shardpair {BENCHES[name]}":
+        words.append(f"**Measured with another command: `{stored.command}`.**")
+    return "\n\n".join([*parts, " ".join(words)])
+
+
 @cache
 def _measured() -> Measured:
     return read_measured()
@@ -217,5 +234,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "harness-faults-missed": missed_without_request,
     "parity": parity,
     "parity-count": parity_count,
+    **{f"performance-{name}": partial(performance, name) for name in BENCHES},
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""
