@@ -35,7 +35,8 @@ BENCHES = {
     "jax-4": f"{SIX_LAYERS} --train.batch_size 8 {JAX} --presets single ddp zero1 zero2 fsdp --devices 4",
     "jax-4-tensor": f"{SIX_LAYERS} --model.n_layer 8 --model.n_head 8 --train.batch_size 16 {JAX} "
     "--presets single tp --devices 4",
-    "single": f"{SIX_LAYERS} --train.batch_size 8 --presets single",
+    "single": f"{SIX_LAYERS} --train.batch_size 8 --presets single --baseline nanogpt-loop --engines "
+    "nanogpt-loop nanogpt-loop-compiled torch-manual plain-jit jax-compiler jax-manual",
     "itself": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual torch-manual --presets ddp "
     "--devices 2",
 }

@@ -14,7 +14,7 @@ from compare.cli import COMMANDS
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS, lengths, lessons
 from compare.commands.schedule import cost_of
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout
 from compare.contract.schedules import SCHEDULES, make_schedule
 from compare.judge.ladder import REQUEST, RUNGS
@@ -77,7 +77,7 @@ def engines() -> str:
     """Table of engines, and what each offers."""
     rows = [
         (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
-        for e in ENGINES.values()
+        for e in STUDIED.values()
     ]
     header = ["engine", "gradient synchronisation", "pipeline schedules", "why no other"]
     return markdown(header, rows, numbers_from=4)
@@ -141,8 +141,8 @@ def faults() -> str:
     """Every planted fault, the rung that catches it, and the least error that any engine showed there."""
     errors, rows = caught(), []
     for fault in FAULTS.values():
-        able = [name for name, engine in ENGINES.items() if fault.name not in engine.impossible_faults]
-        among = "all" if len(able) == len(ENGINES) else ", ".join(able)
+        able = [name for name, engine in STUDIED.items() if fault.name not in engine.impossible_faults]
+        among = "all" if len(able) == len(STUDIED) else ", ".join(able)
         rows.append(
             (f"`{fault.name}`", fault.description, fault.rung, error_text(min(errors[fault.name])), among)
         )

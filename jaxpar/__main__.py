@@ -75,8 +75,9 @@ def _run_alone(folder: Path) -> int:
         watchdog = Watchdog(request.timeout_s, partial(_report, folder))
         configure_jax(request)
         # Imported after configuring: a backend, once started, keeps its devices and platform.
-        from jaxpar.train import train
+        from jaxpar.peers import load_train
 
+        train = load_train(request.engine)
         with _planted(request):
             train(request, Recorder(folder), progress=watchdog.progress)
     except ExperimentError as error:

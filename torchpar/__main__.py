@@ -21,7 +21,7 @@ from pathlib import Path
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.disk import no_room
 from compare.contract.host.exits import describe_exit
-from compare.contract.host.facts import MissingDevicesError
+from compare.contract.host.facts import MissingDevicesError, MissingPackageError
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.host.signals import is_ignored
 from compare.contract.record import Failure, clear_record, write_failure
@@ -120,7 +120,7 @@ def _run(folder: Path) -> tuple[Failure | None, int]:
             entry.start_ranks(request, folder)
     except ExperimentError as error:
         return Failure(message=str(error)), BAD_REQUEST
-    except MissingDevicesError as error:
+    except (MissingDevicesError, MissingPackageError) as error:
         return Failure(message=str(error)), MISSING
     except RanksFailed as error:
         return error.failure, FAILED

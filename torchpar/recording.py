@@ -159,7 +159,7 @@ class Recording:
             initial_weights_sha256=run.initial_weights_sha256,
             corpus_sha256=run.corpus.sha256,
             versions=versions(PACKAGES),
-            threads="1 per rank",
+            threads=f"{torch.get_num_threads()} per rank",
             started_utc=self._started_utc,
             compile_s=0.0,
             first_step_s=self._first_step_s,
