@@ -117,6 +117,8 @@ def plan_bench(
         cases=cases,
         left_out={**(left_out or {}), **refused},
     )
+    if why := result.left_out.get(baseline):
+        raise EnvironmentMissing(f"--baseline {baseline}: {why}")
     if not any(baseline_of(result, case) for case in cases):
         there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in cases)
         raise ExperimentError(
