@@ -161,6 +161,7 @@ def test_a_strategy_that_computes_something_else_fails_the_sweep(small, tmp_path
     plan = plan_of(small, devices=[1, 2], scaling="weak")
     outcome, *_ = swept(plan, tmp_path, wrong=("torch-manual.fsdp.2",))
     assert not outcome.passed
+    assert [row.passed for row in outcome.rows] == [True, True, False]
     assert outcome.sentence.startswith("batch-16: torch-manual.fsdp.2 against reference: FAIL at loss")
     print_sweep(outcome, tmp_path, as_json=False)
     assert "FAIL at loss" in " ".join(capsys.readouterr().out.split())
