@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 quick_xla.use()
 
-CACHING = {"run", "check", "bench", "faults", "matrix", "golden"}  # commands that take --cache_dir
+CACHING = {"run", "check", "bench", "faults", "matrix", "golden", "sweep"}  # commands that take --cache_dir
 SLOW_FIXTURES = {"shardpair", "ranks"}
 SLOW = {
     "test_api",
