@@ -112,7 +112,9 @@ class ZeRO(ParallelModel):
 def configuration(experiment: Experiment) -> dict[str, Any]:
     """What a user would write into ds_config.json for this experiment."""
     train, layout = experiment.train, experiment.layout
-    bucket = int(layout.bucket_mb * 1e6 / FLOAT32_BYTES)  # DeepSpeed counts elements, half a billion by default
+    bucket = int(
+        layout.bucket_mb * 1e6 / FLOAT32_BYTES
+    )  # DeepSpeed counts elements, half a billion by default
     return {
         "train_micro_batch_size_per_gpu": train.batch_size // layout.dp_shard,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
