@@ -93,7 +93,7 @@ class ParallelModel:
         return gradients
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """All gradients that are allocated: a module may hold whole ones of which this rank updates a piece."""
+        """Gradients that are allocated: a module may hold whole ones, of which this rank updates a piece."""
         holders = [*self.module.parameters(), *self.parameters.values()]
         return [holder.grad for holder in holders if holder.grad is not None]
 

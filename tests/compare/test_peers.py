@@ -1,4 +1,4 @@
-"""Peers: run when they are named, refused by name, left out where they are not installed; held to the ladder."""
+"""Peers: run when they are named, refused by name, left out where they are not installed, and equal."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""deepspeed: ZeRO-1, 2 and 3 by `deepspeed.initialize`, with DeepSpeed's own defaults but the size of buckets.
+"""deepspeed: ZeRO-1, 2 and 3 by `deepspeed.initialize`, with its own defaults but for the size of buckets.
 
 So ZeRO-3 keeps tensors of fewer than 100,000 elements whole on every rank. Source: deepspeed.ai, "Getting
 Started"; ZeRO is arXiv 1910.02054.
@@ -104,7 +104,7 @@ class ZeRO(ParallelModel):
         return masters + [value for value in entries if torch.is_tensor(value)]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """This rank's averaged gradients; the storages behind ZeRO-1's are of whole ones."""
+        """This rank's averaged gradients."""
         groups = self.engine.optimizer.averaged_gradients.values()
         return [gradient for group in groups for gradient in group or ()]
 
@@ -112,9 +112,7 @@ class ZeRO(ParallelModel):
 def configuration(experiment: Experiment) -> dict[str, Any]:
     """What a user would write into ds_config.json for this experiment."""
     train, layout = experiment.train, experiment.layout
-    bucket = int(
-        layout.bucket_mb * 1e6 / FLOAT32_BYTES
-    )  # DeepSpeed counts elements, half a billion by default
+    bucket = int(layout.bucket_mb * 1e6 / FLOAT32_BYTES)  # in elements; half a billion is the default
     return {
         "train_micro_batch_size_per_gpu": train.batch_size // layout.dp_shard,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
