@@ -25,6 +25,7 @@ from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
+from jaxpar.optimizer import global_norm
 from jaxpar.problem import Loss, Problem
 from jaxpar.recording import Recording
 from jaxpar.remat import resolve_remat
@@ -57,7 +58,7 @@ def learning_rate_of(config: Optimizer) -> optax.Schedule:
     peak, low, warmup = config.learning_rate, config.min_lr, config.warmup_iters
     length = float(max(config.lr_decay_iters - warmup, 1))  # a quotient of integers would be float32
 
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: Any) -> jax.Array:
         done = jnp.clip((count - warmup) / length, 0.0, 1.0)
         cosine = low + 0.5 * (1.0 + jnp.cos(jnp.pi * done)) * (peak - low)
         cosine = jnp.where(count >= config.lr_decay_iters, low, cosine)
@@ -71,7 +72,7 @@ def make_step(loss: Loss, optimizer: optax.GradientTransformation, *, grad_clip:
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
         value, gradients = accumulated_gradients(loss, params, batch)
-        norm = optax.global_norm(gradients)
+        norm = global_norm(gradients)
         if grad_clip:
             scale = jnp.minimum(1.0, grad_clip / (norm + CLIP_EPS))
             gradients = jax.tree.map(lambda g: g * scale, gradients)

@@ -127,6 +127,7 @@ def train(
         parallel=ParallelModel(module=model, optimizer=optimizer, parameters=dict(model.named_parameters())),
         initial_weights_sha256=initial_weights_sha256,
     )
-    called = torch.compile(model) if compiled else model
-    loop = Loop(called, optimizer, experiment=experiment, device=device)
+    if compiled:
+        model.compile()
+    loop = Loop(model, optimizer, experiment=experiment, device=device)
     follow(run, loop, folder=folder, started_utc=started_utc)

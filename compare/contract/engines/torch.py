@@ -28,6 +28,7 @@ TORCH = Side(
     name="torchpar",
     python_flag="torch_python",
     converts_checkpoints=True,
+    environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
     peers=TORCH_PEERS,
     engines=(
         Engine(
