@@ -39,11 +39,11 @@ from compare.terminal.console import errors_console, printable
 COMMANDS: dict[str, type] = {
     "run": Run,
     "check": Check,
-    "bench": Bench,
     "faults": Faults,
     "matrix": Matrix,
     "golden": Golden,
     "sweep": Sweep,
+    "bench": Bench,
     "list": List,
     "report": Report,
     "doctor": Doctor,

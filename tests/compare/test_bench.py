@@ -12,11 +12,15 @@ from compare.contract.ceiling import Ceiling
 from compare.contract.experiment import ExperimentError, to_toml
 from compare.contract.record import RecordError
 from compare.contract.timing import Window
+from compare.execute import load
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.judge.bench import BENCH, read_bench
 from compare.judge.bench_rows import blocks
 from compare.studies import bench as study
-from compare.studies.bench import continue_bench, plan_bench, run_bench
+from compare.studies import bench_plan
+from compare.studies.bench import continue_bench, run_bench
+from compare.studies.bench_cases import Choice
+from compare.studies.bench_plan import plan_bench
 from compare.studies.paired_run import Settings
 
 ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
@@ -67,7 +71,7 @@ def engines(tmp_path, monkeypatch, tiny) -> Engines:
     made_up = Engines()
     monkeypatch.setattr(study, "launch", made_up)
     monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(study, "measure_ceiling", made_up.ceiling)
+    monkeypatch.setattr(bench_plan, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
@@ -159,6 +163,13 @@ def test_a_busy_machine_is_refused_before_anything_starts(engines, tmp_path, mon
     assert (engines.launched, (tmp_path / "b").exists()) == ([], False)
 
 
+def test_busy_is_more_than_a_core_s_fifth_and_a_twentieth_of_all(monkeypatch):
+    for cores, idle, busy in ((2, 0.1, 0.3), (128, 5.0, 7.0)):
+        monkeypatch.setattr(load.psutil, "cpu_count", lambda cores=cores: cores)
+        assert not load.is_busy(idle)
+        assert load.is_busy(busy)
+
+
 def test_a_busy_machine_is_on_the_record_if_it_is_wanted(engines, tmp_path, monkeypatch, capsys):
     loads = iter([1.5, 0.0, 1.0])
     monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
@@ -246,7 +257,7 @@ def test_saved_after_every_process(engines, tmp_path, tiny, monkeypatch):
     planned = plan_bench(
         "bench-test",
         tiny,
-        study.Choice(engines=("torch-manual",)),
+        Choice(engines=("torch-manual",)),
         timing=TIMING,
         rounds=3,
         baseline="",
