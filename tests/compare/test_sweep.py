@@ -208,6 +208,7 @@ def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, dr
     assert not [name for name, times in outline.ids.items() if times > 1]
     assert not [word for word in ("<script", "src=", "<link", "@import", "url(http") if word in page]
     assert worth(outcome) in page
+    assert "torch-manual, torch-manual" not in page
     assert "PASS" in page
     again = swept(plan_of(small, **given), tmp_path / "again")
     assert write_page(*again, tmp_path).read_text() == page
@@ -250,6 +251,14 @@ def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch,
     assert isinstance(parsed, command.Sweep)
     again = parsed._planned(load(name))
     assert msgspec.structs.replace(again, name=plan.name) == plan
+
+
+def test_files_are_found_from_the_folder_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parsed, name = parse(["sweep", "demo", "--data.source", "mine.txt", "--init_from", "w.safetensors"])
+    plan = parsed._planned(load(name))
+    assert plan.experiment.data.source == str(tmp_path / "mine.txt")
+    assert f"--init_from {tmp_path}/w.safetensors" in repeat_command(plan)
 
 
 def test_an_outcome_is_read_back_as_it_was(small, tmp_path):
