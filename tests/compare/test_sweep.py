@@ -304,6 +304,18 @@ def test_a_sweep_writes_its_page_and_its_json(monkeypatch, tmp_path, capsys):
     assert main(["report", "run/batch-8"]) == 1  # each batch is a comparison like any other
 
 
+def test_a_batch_of_which_nothing_finishes_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    everything = (FIRST, *(f"torch-manual.{strategy}.{n}" for strategy in ("ddp", "fsdp") for n in (2, 4)))
+    started = launched(monkeypatch, failing=everything)
+    assert main(["sweep", "check", *FLAGS.split(), "--scaling", "weak", "--devices", "2", "4"]) == 1
+    assert len(started) == 6
+    said = capsys.readouterr().out
+    assert "batch-16: INCOMPLETE: nothing has finished" in said
+    assert "batch-32: INCOMPLETE: nothing has finished" in said
+    assert Path("run", PAGE).is_file()
+
+
 def test_an_interrupted_sweep_goes_on_as_it_was_asked_for(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     launched(monkeypatch, interrupted="torch-manual.fsdp.2")
