@@ -73,8 +73,8 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """Go on with a run that was interrupted, or whose engines failed: run what is missing in this
     folder, as it was asked for there."""
     init_from: str = ""
-    """Begin with these weights instead of the seed's (run, check): a safetensors file with shardpair's or
-    nanoGPT's names, or nanoGPT's ckpt.pt, which nothing in can execute."""
+    """Begin with these weights instead of the seed's (run, check, sweep): a safetensors file with shardpair's
+    or nanoGPT's names, or nanoGPT's ckpt.pt, which nothing in can execute."""
     timeout_s: float = 600.0
     """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
     compiling, only has to use the processor."""

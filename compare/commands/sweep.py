@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from compare.commands.arguments import EngineName, Spec, chosen_engines
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.contract.record import Record, read_record
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
 from compare.execute.paths import create_run_dir
@@ -19,6 +19,7 @@ from compare.studies.sweep_outcome import SweepOutcome, outcome_of, read_outcome
 from compare.terminal.console import errors_console
 
 DEVICES, SCALED = (2,), (1, 2, 4)
+NO_FILES = ("stdlib", "synthetic")
 
 
 class Sweep(Spec, frozen=True, kw_only=True):
@@ -66,14 +67,14 @@ class Sweep(Spec, frozen=True, kw_only=True):
         check_names("--presets", "preset", self.presets, PRESETS)
         return SweepPlan(
             name=Path(self.experiment).stem,
-            experiment=self.resolved(),
+            experiment=_with_absolute_source(self.resolved()),
             strategies=list(self.presets or CLASSIC),
             engines=chosen_engines(self.engines),
             devices=self._devices(),
             scaling=self.scaling,
             platform=self.platform,
             ladder=self.ladder,
-            init_from=self.init_from,
+            init_from=str(Path(self.init_from).absolute()) if self.init_from else "",
         )
 
     def _devices(self) -> list[int]:
@@ -155,3 +156,11 @@ class Sweep(Spec, frozen=True, kw_only=True):
             if len(plan.devices) == 1 or plan.scaling == "strong":
                 raise
             return read_saved(folder / batch.name)
+
+
+def _with_absolute_source(experiment: Experiment) -> Experiment:
+    """The experiment with data that is found from the folder of the page, too."""
+    source = experiment.data.source
+    if source in NO_FILES:
+        return experiment
+    return edited(experiment, {"data": {"source": str(Path(source).absolute())}})

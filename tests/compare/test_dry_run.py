@@ -40,6 +40,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ("faults --names no_clip dropped_all_reduce", 1 + 4 + 3),
         ("matrix --layouts fsdp tp --studies float64 float32", 2 * (1 + 2 * 4)),
         ("golden --preset fsdp --devices 2", 4),
+        ("sweep check --presets ddp tp --engines jax-manual torch-manual", 1 + 2 * 2),
     ],
 )
 def test_every_command_that_trains_has_a_dry_run(nothing_starts, capsys, arguments, cases):

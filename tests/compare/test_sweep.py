@@ -208,6 +208,7 @@ def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, dr
     assert not [name for name, times in outline.ids.items() if times > 1]
     assert not [word for word in ("<script", "src=", "<link", "@import", "url(http") if word in page]
     assert worth(outcome) in page
+    assert "torch-manual, torch-manual" not in page
     assert "PASS" in page
     again = swept(plan_of(small, **given), tmp_path / "again")
     assert write_page(*again, tmp_path).read_text() == page
@@ -252,6 +253,14 @@ def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch,
     assert msgspec.structs.replace(again, name=plan.name) == plan
 
 
+def test_files_are_found_from_the_folder_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parsed, name = parse(["sweep", "demo", "--data.source", "mine.txt", "--init_from", "w.safetensors"])
+    plan = parsed._planned(load(name))
+    assert plan.experiment.data.source == str(tmp_path / "mine.txt")
+    assert f"--init_from {tmp_path}/w.safetensors" in repeat_command(plan)
+
+
 def test_an_outcome_is_read_back_as_it_was(small, tmp_path):
     outcome, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path)
     save_outcome(outcome, tmp_path)
@@ -293,6 +302,18 @@ def test_a_sweep_writes_its_page_and_its_json(monkeypatch, tmp_path, capsys):
     assert Path("run", PAGE).is_file()
     assert read_json(Path("run", SWEEP), SweepOutcome).sentence == outcome["sentence"]
     assert main(["report", "run/batch-8"]) == 1  # each batch is a comparison like any other
+
+
+def test_a_batch_of_which_nothing_finishes_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    everything = (FIRST, *(f"torch-manual.{strategy}.{n}" for strategy in ("ddp", "fsdp") for n in (2, 4)))
+    started = launched(monkeypatch, failing=everything)
+    assert main(["sweep", "check", *FLAGS.split(), "--scaling", "weak", "--devices", "2", "4"]) == 1
+    assert len(started) == 6
+    said = capsys.readouterr().out
+    assert "batch-16: INCOMPLETE: nothing has finished" in said
+    assert "batch-32: INCOMPLETE: nothing has finished" in said
+    assert Path("run", PAGE).is_file()
 
 
 def test_an_interrupted_sweep_goes_on_as_it_was_asked_for(monkeypatch, tmp_path, capsys):

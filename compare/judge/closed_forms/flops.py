@@ -20,7 +20,7 @@ def model_flops_per_token(experiment: Experiment) -> float:
 
     nanoGPT's `estimate_mfu` gives the same number by another way: it leaves the token table in N, because the
     head is tied to it, and so has no term for the head. Norms and biases are in N in both, as if they were
-    products: 1 part in 1,000 of GPT-2 124M.
+    products: 1 part in 7,000 of GPT-2 124M.
 
     Args:
         experiment: its model; neither layout nor precision changes the count.

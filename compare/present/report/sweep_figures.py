@@ -37,7 +37,8 @@ def pictures(
     if outcome.plan.scaling != "none":
         return _of_scaling(outcome)
     (comparison,), (found,) = comparisons.values(), records.values()
-    peaks = how_peaks([row.engine for row in outcome.rows], _in_order(outcome, found))
+    by_engine = {record.manifest.engine: record for record in found}  # all of an engine's are measured alike
+    peaks = how_peaks(list(by_engine), list(by_engine.values()))
     return [
         *_losses(comparison, found),
         Picture(
@@ -47,12 +48,6 @@ def pictures(
         ),
         Picture("Peak memory", _peaks(outcome.rows), f"Of the fullest device. {peaks}"),
     ]
-
-
-def _in_order(outcome: SweepOutcome, records: Sequence[Record]) -> list[Record]:
-    """A record of each row's engine: all of an engine's are measured alike."""
-    by_engine = {record.manifest.engine: record for record in records}
-    return [by_engine[row.engine] for row in outcome.rows]
 
 
 def _losses(comparison: Comparison, records: Sequence[Record]) -> list[Picture]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import to_toml
-from compare.contract.initial_weights import INIT
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Record, write_atomically
 from compare.judge.closed_forms.flops import model_flops_per_token
@@ -78,7 +77,7 @@ def repeat_command(plan: SweepPlan) -> str:
     if not plan.ladder:
         options.append("--no-ladder")
     if plan.init_from:
-        options += ["--init_from", plan.init_from or INIT]
+        options += ["--init_from", plan.init_from]
     return shlex.join(["shardpair", "sweep", EXPERIMENT, *options])
 
 
