@@ -14,7 +14,7 @@ from compare.cli import COMMANDS
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS, lengths, lessons
 from compare.commands.schedule import cost_of
-from compare.contract.engines.registry import STUDIED
+from compare.contract.engines.registry import PEERS, STUDIED
 from compare.contract.experiment import Layout
 from compare.contract.schedules import SCHEDULES, make_schedule
 from compare.judge.ladder import REQUEST, RUNGS
@@ -81,6 +81,15 @@ def engines() -> str:
     ]
     header = ["engine", "gradient synchronisation", "pipeline schedules", "why no other"]
     return markdown(header, rows, numbers_from=4)
+
+
+def peers() -> str:
+    """What others use, to be run beside the engines."""
+    rows = [
+        (f"`{e.name}`", e.decides, ", ".join(e.dtypes), f"`{e.pip_line}`" if e.pip_line else "")
+        for e in PEERS.values()
+    ]
+    return markdown(["peer", "what it is", "dtypes", "if it is missing"], rows, numbers_from=4)
 
 
 def schedules() -> str:
@@ -222,6 +231,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "experiments": experiments,
     "presets": presets,
     "engines": engines,
+    "peers": peers,
     "schedules": schedules,
     "tolerances": tolerances,
     "check": check,

@@ -12,9 +12,8 @@ from compare.judge.bench import BenchResult, read_bench
 from compare.judge.bench_rows import disagreements
 from compare.present.bench_tables import print_bench
 from compare.present.report.bench_page import PAGE, write_bench_page
-from compare.studies.bench import BenchInterrupted, continue_bench, run_bench
+from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
-from compare.studies.bench_plan import plan_bench
 from compare.studies.fitting import installed
 from compare.studies.paired_run import Case
 from compare.terminal.console import errors_console

@@ -17,10 +17,9 @@ from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.judge.bench import BENCH, read_bench
 from compare.judge.bench_rows import blocks
 from compare.studies import bench as study
-from compare.studies import bench_plan
-from compare.studies.bench import continue_bench, run_bench
+from compare.studies import bench_process
+from compare.studies.bench import continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
-from compare.studies.bench_plan import plan_bench
 from compare.studies.paired_run import Settings
 
 ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
@@ -69,9 +68,9 @@ class Engines:
 @pytest.fixture
 def engines(tmp_path, monkeypatch, tiny) -> Engines:
     made_up = Engines()
-    monkeypatch.setattr(study, "launch", made_up)
+    monkeypatch.setattr(bench_process, "launch", made_up)
     monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(bench_plan, "measure_ceiling", made_up.ceiling)
+    monkeypatch.setattr(bench_process, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
@@ -153,7 +152,8 @@ def test_ctrl_c_keeps_and_prints_the_finished_rounds(engines, tmp_path, capsys, 
     engines.interrupted_at = 0
     assert main(["bench", "--continue", "b", "--quiet"]) == 0
     assert len(engines.launched) == 6 - (at - 1)
-    assert read_bench(tmp_path / "b").finished_rounds == 3
+    result = read_bench(tmp_path / "b")
+    assert (result.finished_rounds, len(result.busy_cores)) == (3, 3)
 
 
 def test_a_busy_machine_is_refused_before_anything_starts(engines, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from compare.contract.experiment import Layout
 
 def _one_device(layout: Layout) -> str:
     if layout.devices > 1:
-        return f"it trains on one device, and the layout has {layout.devices}: leave its degrees at 1"
+        return f"it trains on one device, and the layout has {layout.devices}: give --preset single"
     return ""
 
 

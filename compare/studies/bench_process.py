@@ -1,0 +1,106 @@
+"""One process of a bench: launched, held to its request, reduced to its figures; and the sides' ceilings."""
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from compare.contract.engines.registry import side_of
+from compare.contract.record import Record, RecordError, Request, Step
+from compare.execute.ceiling import measure_ceiling
+from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
+from compare.execute.progress import Reporter
+from compare.judge.acceptance import objections
+from compare.judge.bench import BenchCase, BenchResult, FailedLaunch, circumstances_of, measured
+from compare.studies.paired_run import Settings
+
+
+def with_ceilings(planned: BenchResult, settings: Settings) -> BenchResult:
+    """The bench with the fastest products of its sides, or the reason why there are none."""
+    ceilings, left_out = {}, dict(planned.left_out)
+    for case in {case.products: case for case in planned.cases}.values():
+        side = side_of(case.engine).name
+        try:
+            ceilings[case.products] = measure_ceiling(
+                side,
+                planned.platform,
+                case.experiment.precision.product_dtype,
+                settings.pythons.get(side, sys.executable),
+            )
+        except EnvironmentMissing as error:
+            left_out[f"ceiling of {case.products}"] = str(error)
+    return msgspec.structs.replace(planned, ceilings=ceilings, left_out=left_out)
+
+
+def measure(
+    result: BenchResult,
+    number: int,
+    case: BenchCase,
+    request: Request,
+    place: Path,
+    *,
+    settings: Settings,
+    reporter: Reporter,
+) -> BenchResult:
+    """The result with one more measurement, or one more failure, whose folder is kept."""
+    shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+    try:
+        record, start_up_s = _timed(request, place, settings.pythons, reporter)
+    except KeyboardInterrupt:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    except (EngineError, RecordError) as error:
+        unreadable = EngineError(f"{case.engine}: {error}", exit_code=1)
+        failure = error if isinstance(error, EngineError) else unreadable
+        reporter.failed(failure)
+        failures = [*result.failures, FailedLaunch(round=number, case=case.name, why=str(failure))]
+        return msgspec.structs.replace(result, failures=failures)
+    measurement = measured(record, case=case, number=number, start_up_s=start_up_s, timing=result.timing)
+    shutil.rmtree(place)
+    return msgspec.structs.replace(
+        result,
+        measurements=[*result.measurements, measurement],
+        circumstances=result.circumstances | {case.name: circumstances_of(record)},
+    )
+
+
+def _timed(
+    request: Request, place: Path, pythons: Mapping[str, str], reporter: Reporter
+) -> tuple[Record, float]:
+    """Record of one process, and seconds from its start to its first step's record.
+
+    Raises:
+        EngineError: it failed, or did something else than was asked.
+        RecordError: it left a record that cannot be read.
+    """
+    begun, first_s = time.monotonic(), 0.0
+    with reporter.engine(place.name) as tell:
+
+        def on_step(step: Step) -> None:
+            nonlocal first_s
+            first_s = first_s or time.monotonic() - begun
+            tell(step)
+
+        record = launch(request, place, pythons=pythons, on_step=on_step)
+    timing = request.timing
+    wrong = objections(record)
+    if timing and len(record.manifest.windows) != timing.windows:
+        wrong.append(f"it timed {len(record.manifest.windows)} of {timing.windows} windows")
+    if wrong:
+        raise EngineError(f"{request.engine}: {'; '.join(wrong)}", exit_code=1)
+    return record, first_s
+
+
+def request_for(case: BenchCase, result: BenchResult, prepared: Prepared, settings: Settings) -> Request:
+    return Request(
+        engine=case.engine,
+        experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
+        platform=result.platform,
+        corpus_sha256=prepared.corpus_sha256,
+        timeout_s=settings.timeout_s,
+        cache_dir=settings.cache_dir,
+        timing=result.timing,
+    )
