@@ -149,7 +149,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
                 left_out=batch.left_out,
             )[0]
         except (ExperimentError, EnvironmentMissing):
-            if not any(path.is_dir() for path in folder.iterdir()):
+            if not self.continue_ and not any(path.is_dir() for path in folder.iterdir()):
                 shutil.rmtree(folder)  # nothing of worth is in it
             raise
         except EngineError:
