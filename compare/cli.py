@@ -16,6 +16,7 @@ import tyro
 
 from compare.commands.arguments import Spec, defaults_for
 from compare.commands.check import Check
+from compare.commands.collectives import Collectives
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
@@ -45,6 +46,7 @@ COMMANDS: dict[str, type] = {
     "doctor": Doctor,
     "schedule": Draw,
     "mirror": Mirror,
+    "collectives": Collectives,
 }
 DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
 FIXED_EXPERIMENT = {"golden": GOLDEN}
@@ -128,6 +130,8 @@ def _described(error: OSError) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:2] == ["bench", "collectives"]:  # a benchmark, but not of an experiment
+        arguments = arguments[1:]
     command, name = parse(arguments)
     return command(load(name))
 

@@ -1,4 +1,5 @@
 """`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR.
+`python -m jaxpar --collectives RUN_DIR`: time the collectives that RUN_DIR/request.json asks for.
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
 lacks what it needs; 143 SIGTERM. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
@@ -10,11 +11,14 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from compare.contract.collective_bench import clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
+from compare.contract.engines.jax import JAX
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.host.disk import no_room
 from compare.contract.host.exits import describe_exit
@@ -45,34 +49,26 @@ def main() -> int:
     if arguments.doctor:
         print(json.dumps(doctor()))
         return DONE
-    return run(arguments.run_dir)
+    return run(arguments.run_dir, time_collectives if arguments.collectives else train)
 
 
-def run(folder: Path) -> int:
-    """Train what folder/request.json asks for; every failure ends as one line and a code.
+def run(folder: Path, work: Callable[[Path], None]) -> int:
+    """Do what folder/request.json asks for; every failure ends as one line and a code.
 
     It leaves error.json too, but not in a folder in which another run is at work.
     """
     try:
         with lock_folder(folder):
-            return _run_alone(folder)
+            return _attempt(folder, work)
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
 
 
-def _run_alone(folder: Path) -> int:
+def _attempt(folder: Path, work: Callable[[Path], None]) -> int:
     on_signals([signal.SIGTERM], partial(_leave, folder))
     try:
-        request = read_request(folder)
-        clear_record(folder)
-        watchdog = Watchdog(request.timeout_s, partial(_report, folder))
-        configure_jax(request)
-        # Imported after configuring: a backend, once started, keeps its devices and platform.
-        from jaxpar.train import train
-
-        with _planted(request):
-            train(request, Recorder(folder), progress=watchdog.progress)
+        work(folder)
     except ExperimentError as error:
         return _fail(folder, error, BAD_REQUEST)
     except (MissingDevicesError, ImportError) as error:
@@ -80,6 +76,31 @@ def _run_alone(folder: Path) -> int:
     except Exception as error:
         return _fail(folder, error, FAILED)
     return DONE
+
+
+def train(folder: Path) -> None:
+    """Train what folder/request.json asks for."""
+    request = read_request(folder)
+    clear_record(folder)
+    watchdog = Watchdog(request.timeout_s, partial(_report, folder))
+    configure_jax(request)
+    # Imported after configuring: a backend, once started, keeps its devices and platform.
+    from jaxpar.train import train
+
+    with _planted(request):
+        train(request, Recorder(folder), progress=watchdog.progress)
+
+
+def time_collectives(folder: Path) -> None:
+    """Time the collectives that folder/request.json asks for."""
+    request = read_collective_request(folder, side=JAX.name)
+    clear_record(folder)
+    clear_rows(folder)
+    watchdog = Watchdog(request.timeout_s, partial(_report, folder))
+    configure_devices(request.platform, request.ranks)
+    from jaxpar.measure.collective_bench import run_bench
+
+    run_bench(request, folder, progress=watchdog.progress)
 
 
 def _planted(request: Request) -> AbstractContextManager:
@@ -96,9 +117,7 @@ def configure_jax(request: Request) -> None:
     import jax
 
     experiment: Experiment = request.experiment
-    jax.config.update("jax_platforms", "cuda,cpu" if request.platform == "gpu" else "cpu")
-    if request.platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", experiment.layout.devices)
+    configure_devices(request.platform, experiment.layout.devices)
     jax.config.update("jax_enable_x64", experiment.precision.dtype == "float64")
     if experiment.precision.dtype == "float32":  # on NVIDIA GPUs the default for float32 products is TF32
         tf32 = experiment.precision.tf32
@@ -109,6 +128,15 @@ def configure_jax(request: Request) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         # The ledger reads the names of scopes: a program kept with those of an older version is another one.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def configure_devices(platform: str, devices: int) -> None:
+    """The platform, and on a CPU the number of virtual devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cuda,cpu" if platform == "gpu" else "cpu")
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", devices)
 
 
 def doctor() -> dict[str, object]:
@@ -129,6 +157,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxpar", description="Train one experiment with JAX.")
     parser.add_argument("run_dir", nargs="?", type=Path, help="folder with request.json")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
+    parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices as JSON")
     arguments = parser.parse_args()
     if not arguments.doctor and arguments.run_dir is None:

@@ -1,10 +1,6 @@
 """Fill the report's template from a comparison, whether all of it finished or not."""
 
-import re
 from pathlib import Path
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import to_toml
@@ -14,6 +10,7 @@ from compare.judge.comparison import Comparison, differences, how_to_go_on, read
 from compare.present.report import tables
 from compare.present.report.memory import at_rest, device_table, memory_table
 from compare.present.report.repeat import EXPERIMENT, repeat_command
+from compare.present.report.template import render_page
 from compare.present.report.traffic import ledger_table
 from compare.terminal.layout_words import layout_in_words
 
@@ -34,15 +31,8 @@ def write_report(folder: Path) -> Path:
     """
     comparison, records = read_comparison(folder)
     spec = to_toml(comparison.experiment)
-    environment = Environment(
-        loader=PackageLoader("compare.present.report", package_path=""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = _breakable
-    page = environment.get_template("report.html").render(
+    page = render_page(
+        "report.html",
         comparison=comparison,
         moved=differences(read_saved(folder), comparison),
         missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
@@ -103,11 +93,6 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
             for name, record in zip(names, records, strict=True)
         ],
     }
-
-
-def _breakable(text: str) -> Markup:
-    """Text whose dotted names may be broken after a dot: `blocks.0.` `attention.` `qkv.` `bias`."""
-    return Markup(re.sub(r"\.(?=[a-z])", ".<wbr>", str(escape(text))))
 
 
 def _news(good: bool) -> str:

@@ -1,0 +1,24 @@
+"""Templates of pages: one self-contained file, nothing fetched, everything escaped."""
+
+import re
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+
+def render_page(template: str, **values: object) -> str:
+    """Fill a template of this folder. Raises jinja2.UndefinedError for a value that is missing."""
+    environment = Environment(
+        loader=PackageLoader("compare.present.report", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    return environment.get_template(template).render(**values)
+
+
+def _breakable(text: str) -> Markup:
+    """Text whose dotted names may be broken after a dot: `blocks.0.` `attention.` `qkv.` `bias`."""
+    return Markup(re.sub(r"\.(?=[a-z])", ".<wbr>", str(escape(text))))
