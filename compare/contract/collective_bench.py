@@ -1,6 +1,6 @@
 """A benchmark of collectives: what a side is asked to time, what it leaves, and which numbers are right.
 
-    request.json    a `CollectiveRequest`: the harness writes it, `python -m SIDE --collectives RUN_DIR` reads it
+    request.json    a `CollectiveRequest`, read by `python -m SIDE --collectives RUN_DIR`
     rows.jsonl      one `CollectiveRow` a line, appended as each is measured
     side.json       a `CollectiveSide`; written last, so that its presence means that all rows are there
 

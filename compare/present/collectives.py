@@ -49,7 +49,7 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
 
 def groups(rows: Sequence[CollectiveRow]) -> list[tuple[str, int]]:
     """Collectives and numbers of ranks that there are, collective by collective."""
-    kinds = list(dict.fromkeys(row.kind for row in rows))
+    kinds: list[str] = list(dict.fromkeys(row.kind for row in rows))
     return sorted({(row.kind, row.ranks) for row in rows}, key=lambda one: (kinds.index(one[0]), one[1]))
 
 

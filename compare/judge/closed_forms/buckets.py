@@ -46,7 +46,7 @@ def exposed_s(size: float, buckets: float, *, bandwidth: float, latency_s: float
 
 
 def best_buckets(size: float, *, bandwidth: float, latency_s: float) -> float:
-    """The number of buckets with the least `overlapped_s`: at least 1, not whole, infinite without latency."""
+    """The number of buckets with the least `overlapped_s`: at least 1; infinite without latency."""
     if latency_s == 0:
         return math.inf
     return max(math.sqrt(size / (bandwidth * latency_s)), 1.0)
