@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from compare.commands.arguments import Spec, defaults_for
+from compare.commands.bench import Bench
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
 from compare.commands.doctor import Doctor
@@ -38,6 +39,7 @@ from compare.terminal.console import errors_console, printable
 COMMANDS: dict[str, type] = {
     "run": Run,
     "check": Check,
+    "bench": Bench,
     "faults": Faults,
     "matrix": Matrix,
     "golden": Golden,
@@ -48,7 +50,13 @@ COMMANDS: dict[str, type] = {
     "mirror": Mirror,
     "collectives": Collectives,
 }
-DEFAULT_EXPERIMENT = {"run": "demo", "check": "check", "faults": "check", "matrix": "check"}
+DEFAULT_EXPERIMENT = {
+    "run": "demo",
+    "check": "check",
+    "bench": "demo",
+    "faults": "check",
+    "matrix": "check",
+}
 FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)

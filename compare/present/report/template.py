@@ -7,7 +7,7 @@ from markupsafe import Markup, escape
 
 
 def render_page(template: str, **values: object) -> str:
-    """Fill a template of this folder. Raises jinja2.UndefinedError for a value that is missing."""
+    """Fill a template of this folder. Raises jinja2.UndefinedError for a value that it lacks."""
     environment = Environment(
         loader=PackageLoader("compare.present.report", package_path=""),
         autoescape=True,

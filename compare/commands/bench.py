@@ -1,0 +1,144 @@
+"""`shardpair bench`: which engine is faster on this machine, by how much, and how surely."""
+
+from pathlib import Path
+
+from compare.commands.arguments import EngineName, Spec
+from compare.commands.chosen_layout import DEVICES
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.timing import Timing
+from compare.execute.progress import Reporter
+from compare.judge.bench import BenchResult, read_bench
+from compare.judge.bench_rows import disagreements
+from compare.present.bench_tables import print_bench
+from compare.present.report.bench_page import PAGE, write_bench_page
+from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
+from compare.studies.bench_cases import Choice
+from compare.studies.paired_run import Case
+from compare.terminal.console import errors_console
+
+ROUNDS = 5
+STANDARD = Timing()
+
+
+class Bench(Spec, frozen=True, kw_only=True):
+    """Time engines, layouts, sizes and settings against each other, and say how sure the ratios are.
+
+    Each case is a fresh process, or the ranks that it starts; all of them run in rounds, whose order rotates.
+    Steps run in windows: nothing waits for a step inside of one. A ratio is taken within a round; the median
+    over rounds has an interval from five rounds on. Nothing is compared but the last loss: `shardpair check`
+    proves that engines compute the same. On a busy machine it refuses to begin.
+
+    Try:
+      shardpair bench demo --rounds 2
+      shardpair bench cpu --presets ddp zero1 fsdp --devices 2 --baseline torch-library
+      shardpair bench demo --engines torch-manual torch-manual
+      shardpair bench cpu --engines torch-manual --presets ddp --devices 2 --variants layout.bucket_mb=1
+      shardpair bench cpu --presets single ddp --devices 4 --baseline jax-compiler.single
+    """
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines. Default: all four. One that is named twice is held against itself."""
+    presets: tuple[str, ...] = ()
+    """Layouts by name (`shardpair list`), a block of the table each. Default: the experiment's own layout."""
+    devices: tuple[int, ...] = ()
+    """How many devices each preset spreads over, one number or several. Default: 4."""
+    sizes: tuple[str, ...] = ()
+    """Sizes of the work, a block of the table each: fields of the experiment, such as train.batch_size=8 or
+    model.n_layer=12,model.n_embd=768."""
+    variants: tuple[str, ...] = ()
+    """Settings for the same work, a row beside each engine's own: such as layout.bucket_mb=1 or
+    layout.remat=full."""
+    baseline: str = ""
+    """What the others are divided by: an engine, in each block its own case; or ENGINE.LAYOUT, such as
+    jax-compiler.single, one case for all blocks of its size. Default: torch-manual, or the first engine."""
+    rounds: int = ROUNDS
+    """How often each case is timed. From fewer than five rounds no interval can be told."""
+    window: int = STANDARD.window
+    """Steps of a window, inside of which nothing waits for the devices."""
+    windows: int = STANDARD.windows
+    """Windows of a process."""
+    anyway: bool = False
+    """Time on a busy machine, too; the record then says so."""
+    cache_dir: str = ""
+    """Keep compiled programs here between processes, to save time. Default: compile anew, and time it."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Time them. Returns 0 if every case finished and did the same work, else 1."""
+        if self.dry_run:
+            planned = self._planned(default)
+            cases = [
+                Case(name=case.name, engine=case.engine, experiment=case.experiment) for case in planned.cases
+            ]
+            return self.show_plan(planned.experiment, cases, planned.left_out)
+        try:
+            result, folder = self._result(default)
+        except BenchInterrupted as interrupt:
+            self._show(read_bench(interrupt.folder), interrupt.folder)
+            raise
+        self._show(result, folder)
+        return 1 if result.failures or disagreements(result) else 0
+
+    def _result(self, default: Experiment) -> tuple[BenchResult, Path]:
+        """Measure, from the beginning or what --continue still lacks."""
+        settings, reporter = self.settings(), Reporter(quiet=self.quiet)
+        if self.continue_:
+            self._require_only_continue(default)
+            folder = Path(self.continue_)
+            return continue_bench(folder, anyway=self.anyway, settings=settings, reporter=reporter), folder
+        planned = self._planned(default)
+        if not self.quiet:
+            for name, why in planned.left_out.items():
+                errors_console().print(f"{name} is left out: {why}", style="yellow")
+        return run_bench(planned, run_dir=self.run_dir, settings=settings, reporter=reporter)
+
+    def _planned(self, default: Experiment) -> BenchResult:
+        """The cases. Raises ExperimentError for what has no effect, or cannot be."""
+        self.refuse_init_from("the time of a step does not depend on the weights")
+        if self.presets:
+            self.refuse_layout(default, "--presets say how it is spread")
+        if self.devices and not self.presets:
+            raise ExperimentError(
+                f"--devices {self.devices[0]} without --presets has no effect: say how they are used, with "
+                f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
+            )
+        if self.train.max_iters != default.train.max_iters:
+            raise ExperimentError(
+                f"--train.max_iters {self.train.max_iters} has no effect: the steps of a bench are those of "
+                f"--window and --windows"
+            )
+        return plan_bench(
+            f"bench-{Path(self.experiment).stem}",
+            self.resolved(),
+            Choice(
+                engines=self.engines or tuple(ENGINES),
+                presets=self.presets,
+                devices=self.devices or (DEVICES,),
+                sizes=self.sizes,
+                variants=self.variants,
+            ),
+            timing=Timing(window=self.window, windows=self.windows),
+            rounds=self.rounds,
+            baseline=self.baseline,
+            anyway=self.anyway,
+            settings=self.settings(),
+        )
+
+    def _require_only_continue(self, default: Experiment) -> None:
+        """Refuse what --continue would ignore."""
+        self.require_nothing_else(
+            default,
+            engines=self.engines,
+            presets=self.presets,
+            devices=self.devices,
+            sizes=self.sizes,
+            variants=self.variants,
+            baseline=self.baseline,
+            rounds=self.rounds != ROUNDS,
+            window=self.window != STANDARD.window,
+            windows=self.windows != STANDARD.windows,
+        )
+
+    def _show(self, result: BenchResult, folder: Path) -> None:
+        page = write_bench_page(result, folder) if result.measurements else folder / PAGE
+        print_bench(result, page, as_json=self.json)

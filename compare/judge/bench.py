@@ -1,0 +1,215 @@
+"""The outcome of a bench: every single value that was measured, and how; saved as bench.json.
+
+A case is an engine under a layout, at a size, perhaps with other settings (a variant). Cases that do the same
+work, under the same layout and at the same size, stand in a block.
+"""
+
+import statistics
+from pathlib import Path
+
+from msgspec import Struct
+
+from compare.contract.experiment import Experiment
+from compare.contract.record import Platform, Record, RecordError, read_own_json, write_json
+from compare.contract.timing import Timing, Window
+
+BENCH = "bench.json"
+MOST_FAILURES = 2
+"""Of a case: the first may be bad luck, and is tried again in the next round."""
+
+
+class BenchCase(Struct, frozen=True, kw_only=True):
+    """One row of the table: what is timed."""
+
+    engine: str
+    layout: str
+    """A preset and its devices, such as ddp-2; see `layout_name`."""
+    experiment: Experiment
+    size: str = ""
+    """Fields that make the work another one; '' for the experiment as it is."""
+    variant: str = ""
+    """Fields that make the same work another way; '' for the experiment as it is."""
+    copy: int = 1
+    """2 for an engine that is named a second time, to be held against itself."""
+
+    @property
+    def label(self) -> str:
+        """Name within its block: torch-manual, torch-manual (2), torch-manual layout.bucket_mb=1."""
+        again = f" ({self.copy})" if self.copy > 1 else ""
+        return f"{self.engine}{again}{' ' if self.variant else ''}{self.variant}"
+
+    @property
+    def block(self) -> str:
+        """Name of the work that its figures are for."""
+        return f"{self.layout}, {self.size}" if self.size else self.layout
+
+    @property
+    def name(self) -> str:
+        """Unique in its bench."""
+        return f"{self.label}.{self.block}"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all devices."""
+        train = self.experiment.train
+        return train.gradient_accumulation_steps * train.batch_size * self.experiment.model.block_size
+
+
+class Measurement(Struct, frozen=True, kw_only=True):
+    """Figures of one fresh process, or of the ranks that it started."""
+
+    round: int
+    """Counted from 1."""
+    case: str
+    windows: list[Window]
+    single_ms: list[float]
+    """Wall time of each step that was waited for, after the windows."""
+    compile_s: float
+    first_step_s: float
+    start_up_s: float
+    """From the start of the process to its first step, compilation apart."""
+    peak_mem_bytes: int
+    """Of the fullest device."""
+    loss: float
+    """Of the last step."""
+
+    @property
+    def wall_ms(self) -> float:
+        """Wall time of a step, the median of the windows."""
+        return statistics.median(window.wall_s / window.steps for window in self.windows) * 1e3
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU time of a step over all processes, the median of the windows."""
+        return statistics.median(window.cpu_s / window.steps for window in self.windows) * 1e3
+
+
+class FailedLaunch(Struct, frozen=True, kw_only=True):
+    """A process that did not finish."""
+
+    round: int
+    case: str
+    why: str
+
+
+class Circumstances(Struct, frozen=True, kw_only=True):
+    """How a case ran, as its own manifest says."""
+
+    device_kind: str
+    threads: str
+    gradient_sync: str
+    remat: str
+    peak_memory_method: str
+    versions: dict[str, str]
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """The machine that the figures are of."""
+
+    system: str
+    cpu_model: str
+    cores: int
+    memory_bytes: int
+
+
+class BenchResult(Struct, frozen=True, kw_only=True):
+    """Outcome of a bench so far."""
+
+    name: str
+    experiment: Experiment
+    """As the user gave it."""
+    platform: Platform
+    created_utc: str
+    machine: Machine
+    git_commit: str
+    git_dirty: bool
+    rounds: int
+    """As many as were asked for."""
+    timing: Timing
+    baseline: str
+    """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
+    case for all blocks of its size."""
+    anyway: bool
+    """It was to run on a busy machine, too."""
+    is_cached: bool = False
+    """Compiled programs were kept between processes: what stands for compilation may be reading one."""
+    corpus_sha256: str = ""
+    cases: list[BenchCase]
+    left_out: dict[str, str] = {}
+    """What could not be a case, by name, and why."""
+    busy_cores: list[float] = []
+    """In use by others before each round."""
+    measurements: list[Measurement] = []
+    failures: list[FailedLaunch] = []
+    circumstances: dict[str, Circumstances] = {}
+    """Of every case that has finished once."""
+
+    @property
+    def finished_rounds(self) -> int:
+        """Rounds in which every case was measured, or had failed for good."""
+        return sum(not self.missing(number) for number in range(1, self.rounds + 1))
+
+    def missing(self, number: int) -> list[BenchCase]:
+        """Cases that a round still lacks; not those that have been given up."""
+        done = {one.case for one in (*self.measurements, *self.failures) if one.round == number}
+        return [case for case in self.cases if case.name not in done and not self.is_given_up(case)]
+
+    def is_given_up(self, case: BenchCase) -> bool:
+        """True for a case that has failed `MOST_FAILURES` times: it is not tried again."""
+        return sum(one.case == case.name for one in self.failures) >= MOST_FAILURES
+
+
+def measured(
+    record: Record, *, case: BenchCase, number: int, start_up_s: float, timing: Timing
+) -> Measurement:
+    """The figures that a record is reduced to.
+
+    Args:
+        record: of a timed run.
+        case: which.
+        number: of the round, from 1.
+        start_up_s: from the start of the process to the record of its first step.
+        timing: of its steps.
+    """
+    manifest = record.manifest
+    singles = timing.warmup + timing.window * timing.windows
+    return Measurement(
+        round=number,
+        case=case.name,
+        windows=manifest.windows,
+        single_ms=[step.step_time_ms for step in record.steps[singles:]],
+        compile_s=manifest.compile_s,
+        first_step_s=manifest.first_step_s,
+        start_up_s=max(start_up_s - manifest.compile_s - manifest.first_step_s, 0.0),
+        peak_mem_bytes=max(manifest.peak_memory_bytes),
+        loss=record.steps[-1].loss,
+    )
+
+
+def circumstances_of(record: Record) -> Circumstances:
+    """What a record says of how it ran."""
+    manifest = record.manifest
+    return Circumstances(
+        device_kind=manifest.device_kind,
+        threads=manifest.threads,
+        gradient_sync=manifest.gradient_sync,
+        remat=manifest.remat,
+        peak_memory_method=manifest.peak_memory_method,
+        versions=manifest.versions,
+    )
+
+
+def save(result: BenchResult, folder: Path) -> None:
+    """Write bench.json."""
+    write_json(folder / BENCH, result)
+
+
+def read_bench(folder: Path) -> BenchResult:
+    """A bench as it was saved.
+
+    Raises:
+        RecordError: there is none, or it is garbled.
+    """
+    if not (folder / BENCH).is_file():
+        raise RecordError(f"{folder} has no {BENCH}: it is not the folder of a `shardpair bench`")
+    return read_own_json(folder / BENCH, BenchResult)

@@ -1,0 +1,151 @@
+"""The rows of a bench's table: each case reduced over its rounds, and divided by its baseline."""
+
+import statistics
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+from compare.judge.bench import BenchCase, BenchResult, Measurement
+from compare.judge.statistics import Estimate, estimate, ratios
+from compare.judge.tolerances import tolerances_for
+
+
+class BenchRow(Struct, frozen=True, kw_only=True):
+    """Figures of one case: medians over its rounds."""
+
+    case: str
+    label: str
+    block: str
+    engine: str
+    devices: int
+    rounds: int
+    wall_ms: float
+    """Of a step in a window, where nothing waits for it."""
+    wall_ms_least: float
+    """Of all rounds."""
+    wall_ms_most: float
+    wall_ratio: Estimate | None
+    """Over the baseline's, of the same round; None without one."""
+    cpu_ms: float
+    """Of a step, over all processes."""
+    cpu_ratio: Estimate | None
+    single_ms: float
+    """Of a step that is waited for."""
+    tokens_per_s: float
+    flops_per_s: float | None
+    """The model's own, without recomputation; None where it is not known."""
+    of_ceiling: float | None
+    """Fraction of the fastest matrix product of its side on this machine."""
+    mfu: float | None
+    """Fraction of the devices' peak; None for a device whose peak is not known."""
+    compile_s: float
+    first_step_s: float
+    start_up_s: float
+    peak_mem_bytes: int
+    loss: float
+    """Of the last step, in the last round."""
+
+
+def blocks(result: BenchResult) -> dict[str, list[BenchRow]]:
+    """A row for every case that finished once, by block, in the order of the cases."""
+    found: dict[str, list[BenchRow]] = {}
+    for case in result.cases:
+        own = by_round(result, case)
+        if own:
+            found.setdefault(case.block, []).append(_row(result, case, own))
+    return found
+
+
+def by_round(result: BenchResult, case: BenchCase) -> dict[int, Measurement]:
+    """A case's measurements by the number of their round."""
+    return {one.round: one for one in result.measurements if one.case == case.name}
+
+
+def baseline_of(result: BenchResult, case: BenchCase) -> BenchCase | None:
+    """What a case is divided by: see `BenchResult.baseline`. None if there is no such case."""
+    for other in result.cases:
+        if other.size != case.size or other.variant or other.copy > 1:
+            continue
+        if result.baseline == f"{other.engine}.{other.layout}":
+            return other
+        if result.baseline == other.engine and other.layout == case.layout:
+            return other
+    return None
+
+
+def disagreements(result: BenchResult) -> list[str]:
+    """Cases whose loss is not that of the first case of their size: they did other work. A line each.
+
+    A bench proves nothing about gradients and weights: `shardpair check` does. But what is timed must be the
+    same training, to the tolerance of the loss curve.
+    """
+    lines = []
+    first: dict[str, tuple[BenchCase, float]] = {}
+    for case in result.cases:
+        own = by_round(result, case)
+        if not own:
+            continue
+        loss = own[max(own)].loss
+        reference, expected = first.setdefault(case.size, (case, loss))
+        limit = tolerances_for(case.experiment.precision.dtype)["loss_curve"].limit
+        if _is_other_training(case, reference) or abs(loss - expected) <= limit * abs(expected):
+            continue
+        lines.append(
+            f"{case.name} did not do the same work: its last loss is {loss:.6g}, that of {reference.name} "
+            f"{expected:.6g}"
+        )
+    return lines
+
+
+def _is_other_training(case: BenchCase, reference: BenchCase) -> bool:
+    """Whether a variant changed more than the layout: then its loss may be another one."""
+    a, b = case.experiment, reference.experiment
+    return (a.model, a.data, a.optimizer, a.train, a.precision) != (
+        b.model,
+        b.data,
+        b.optimizer,
+        b.train,
+        b.precision,
+    )
+
+
+def _row(result: BenchResult, case: BenchCase, own: Mapping[int, Measurement]) -> BenchRow:
+    def median(figure: Callable[[Measurement], float]) -> float:
+        return statistics.median(map(figure, own.values()))
+
+    baseline = baseline_of(result, case)
+    base = by_round(result, baseline) if baseline else {}
+
+    def ratio(figure: Callable[[Measurement], float]) -> Estimate | None:
+        found = ratios(
+            {number: figure(one) for number, one in own.items()},
+            {number: figure(one) for number, one in base.items()},
+        )
+        return estimate(found) if found and baseline != case else None
+
+    wall_ms = median(lambda one: one.wall_ms)
+    tokens_per_s = case.tokens_per_step / wall_ms * 1e3
+    return BenchRow(
+        case=case.name,
+        label=case.label,
+        block=case.block,
+        engine=case.engine,
+        devices=case.experiment.layout.devices,
+        rounds=len(own),
+        wall_ms=wall_ms,
+        wall_ms_least=min(one.wall_ms for one in own.values()),
+        wall_ms_most=max(one.wall_ms for one in own.values()),
+        wall_ratio=ratio(lambda one: one.wall_ms),
+        cpu_ms=median(lambda one: one.cpu_ms),
+        cpu_ratio=ratio(lambda one: one.cpu_ms),
+        single_ms=median(lambda one: statistics.median(one.single_ms)),
+        tokens_per_s=tokens_per_s,
+        flops_per_s=None,
+        of_ceiling=None,
+        mfu=None,
+        compile_s=median(lambda one: one.compile_s),
+        first_step_s=median(lambda one: one.first_step_s),
+        start_up_s=median(lambda one: one.start_up_s),
+        peak_mem_bytes=max(one.peak_mem_bytes for one in own.values()),
+        loss=own[max(own)].loss,
+    )

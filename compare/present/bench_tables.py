@@ -1,0 +1,48 @@
+"""A bench on stdout: a table for each block, what must be known to read it, where the page is; or JSON."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from compare.judge.bench import BenchResult
+from compare.judge.bench_rows import BenchRow, blocks
+from compare.present.bench_words import block_title, sentences, table_cells, warnings
+from compare.terminal.console import print_json, results_console
+
+
+def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
+    """Print what `shardpair bench` says.
+
+    Args:
+        result: finished, or what there is of it.
+        page: with the pictures.
+        as_json: one JSON object instead: `rows` by block, and the whole `result`.
+    """
+    found = blocks(result)
+    if as_json:
+        print_json({"rows": found, "warnings": warnings(result), "result": result})
+        return
+    console = results_console()
+    for block, rows in found.items():
+        console.print(block_table(result, block, rows))
+    for line in sentences(result):
+        console.print(line, soft_wrap=True)
+    for name, why in result.left_out.items():
+        console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True)
+    for line in warnings(result):
+        console.print(line, style="red", soft_wrap=True)
+    if found:
+        console.print(f"page: {page}", soft_wrap=True)
+    else:
+        console.print("nothing was measured", style="bold red")
+
+
+def block_table(result: BenchResult, block: str, rows: list[BenchRow]) -> Table:
+    """Cases that do the same work, a row each."""
+    header, cells = table_cells(rows)
+    table = Table(title=block_title(result, block), title_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name == header[0] else "right")
+    for row in cells:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,181 @@
+"""The cases of a bench: engines x layouts x sizes x variants, and what is left out, with the reason."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.axes import AXES
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
+from compare.judge.bench import BenchCase
+from compare.studies.presets import PRESETS, check_names, preset_layout
+
+SECTIONS = ("model", "optimizer", "train", "precision", "layout")
+"""Sections whose fields a size or a variant may change; all train on the same data."""
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """What a bench was asked to time."""
+
+    engines: tuple[str, ...]
+    """An engine that is named twice is held against itself."""
+    presets: tuple[str, ...] = ()
+    """Layouts by name; the experiment's own if there are none."""
+    devices: tuple[int, ...] = (4,)
+    """Devices of each preset."""
+    sizes: tuple[str, ...] = ()
+    """Fields, as in `edits_of`: a block of the table each."""
+    variants: tuple[str, ...] = ()
+    """Fields, as in `edits_of`: a row each, beside the engine as it is."""
+
+
+def bench_cases(
+    experiment: Experiment, choice: Choice, *, steps: int, platform: str
+) -> tuple[list[BenchCase], dict[str, str]]:
+    """Every case, block by block, and why others are none, by name.
+
+    Args:
+        experiment: with the user's overrides.
+        choice: what to time.
+        steps: of a timed run.
+        platform: cpu or gpu.
+
+    Raises:
+        ExperimentError: no such preset or field, a value that cannot work anywhere, or nothing is left.
+    """
+    check_names("--presets", "preset", choice.presets, PRESETS)
+    for flag, given in (("--sizes", choice.sizes), ("--variants", choice.variants)):
+        _require_different(flag, given)
+    layouts, left_out = _layouts(experiment.layout, choice)
+    cases: list[BenchCase] = []
+    for layout_name, layout in layouts.items():
+        spread = msgspec.structs.replace(experiment, layout=layout)
+        for size in choice.sizes or ("",):
+            for variant in ("", *choice.variants):
+                try:
+                    whole = _resolved(spread, size, variant, steps=steps)
+                except ExperimentError as error:
+                    left_out[" ".join(filter(None, (layout_name, size, variant)))] = str(error)
+                    continue
+                seen: Counter[str] = Counter()
+                for engine in choice.engines:
+                    seen[engine] += 1
+                    case = BenchCase(
+                        engine=engine,
+                        layout=layout_name,
+                        size=size,
+                        variant=variant,
+                        copy=seen[engine],
+                        experiment=whole,
+                    )
+                    try:
+                        ENGINES[engine].require(whole.layout, platform=platform)
+                    except ExperimentError as error:
+                        left_out[case.name] = str(error)
+                    else:
+                        cases.append(case)
+    if not cases:
+        raise ExperimentError(f"nothing can be timed: {'; '.join(dict.fromkeys(left_out.values()))}")
+    return _block_by_block(cases), left_out
+
+
+def edits_of(text: str) -> dict[str, dict[str, object]]:
+    """Fields and their values: `train.batch_size=8,layout.remat=full`, by section.
+
+    Raises:
+        ExperimentError: not of that form, or no such field.
+    """
+    edits: dict[str, dict[str, object]] = {}
+    for part in text.split(","):
+        key, equals, value = part.strip().partition("=")
+        section, _, field = key.partition(".")
+        if not equals or section not in SECTIONS or field not in _fields(section):
+            raise ExperimentError(
+                f"{text}: give fields and values such as train.batch_size=8 or layout.remat=full, with a "
+                f"comma between two (sections: {', '.join(SECTIONS)})"
+            )
+        edits.setdefault(section, {})[field] = _value(value)
+    return edits
+
+
+def layout_name(layout: Layout) -> str:
+    """A layout's preset and devices, such as ddp-2; its degrees where no preset gives them."""
+    for name in PRESETS:
+        try:
+            if preset_layout(layout, name, layout.devices) == layout:
+                return _with_devices(name, layout)
+        except ExperimentError:  # a preset that cannot spread over so many
+            continue
+    return "-".join(f"{axis}{layout.axes[axis]}" for axis in AXES if layout.axes[axis] > 1)
+
+
+def rotated(cases: Sequence[BenchCase], number: int) -> list[BenchCase]:
+    """The order of a round, counted from 1: block by block, and in each block A B C, then B C A, ...
+
+    No case is always the first, when the machine is cool, nor always after the same other one; and cases of a
+    block, whose ratios count, run close to each other.
+    """
+    blocks: dict[str, list[BenchCase]] = {}
+    for case in cases:
+        blocks.setdefault(case.block, []).append(case)
+    order: list[BenchCase] = []
+    for own in blocks.values():
+        first = (number - 1) % len(own)
+        order += own[first:] + own[:first]
+    return order
+
+
+def _layouts(own: Layout, choice: Choice) -> tuple[dict[str, Layout], dict[str, str]]:
+    """Layouts by name; and presets that cannot spread over so many devices, with the reason."""
+    if not choice.presets:
+        return {layout_name(own): own}, {}
+    layouts, left_out = {}, {}
+    for preset in choice.presets:
+        for devices in choice.devices:
+            try:
+                layout = preset_layout(own, preset, devices)
+            except ExperimentError as error:
+                left_out[f"{preset}-{devices}"] = str(error)
+            else:
+                layouts[_with_devices(preset, layout)] = layout
+    return layouts, left_out
+
+
+def _with_devices(preset: str, layout: Layout) -> str:
+    return f"{preset}-{layout.devices}" if layout.devices > 1 else preset
+
+
+def _resolved(experiment: Experiment, size: str, variant: str, *, steps: int) -> Experiment:
+    for text in filter(None, (size, variant)):
+        experiment = edited(experiment, edits_of(text))
+    return revalidate(edited(experiment, {"train": {"max_iters": steps}}))
+
+
+def _require_different(flag: str, given: Sequence[str]) -> None:
+    """Refuse texts that say nothing, or say it twice. Raises ExperimentError."""
+    for text, times in Counter(given).items():
+        edits = edits_of(text)
+        if times > 1:
+            raise ExperimentError(f"{flag} {text}: give each once")
+        if "max_iters" in edits.get("train", {}):
+            raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window and --windows")
+
+
+def _fields(section: str) -> tuple[str, ...]:
+    return type(getattr(Experiment(), section)).__struct_fields__
+
+
+def _value(text: str) -> object:
+    """A value as TOML writes it, or else the text itself: `full` needs no quotes."""
+    try:
+        found: Mapping[str, object] = msgspec.toml.decode(f"value = {text}")
+    except msgspec.DecodeError:
+        return text
+    return found["value"] if found.keys() == {"value"} else text
+
+
+def _block_by_block(cases: list[BenchCase]) -> list[BenchCase]:
+    order = list(dict.fromkeys(case.block for case in cases))
+    return sorted(cases, key=lambda case: order.index(case.block))

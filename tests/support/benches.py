@@ -1,0 +1,76 @@
+"""Benches made by hand: what rounds of processes would leave, without running any."""
+
+from typing import Any
+
+import numpy as np
+
+from compare.contract.experiment import Experiment
+from compare.contract.timing import Timing, Window
+from compare.judge.bench import BenchCase, BenchResult, Circumstances, Machine, Measurement
+from compare.studies.bench_cases import Choice, bench_cases
+
+TIMING = Timing(window=2, windows=3, single=4)
+
+
+def cases_of(experiment: Experiment, **choice: Any) -> list[BenchCase]:
+    """The cases that engines, presets, sizes and variants make."""
+    chosen = {"engines": ("torch-manual", "torch-library")} | choice
+    return bench_cases(experiment, Choice(**chosen), steps=TIMING.steps, platform="cpu")[0]
+
+
+def bench_of(cases: list[BenchCase], **given: Any) -> BenchResult:
+    """A bench of these cases, nothing of it measured yet; fields that are not given say nothing."""
+    nothing: dict[str, Any] = {
+        "name": "bench-test",
+        "experiment": cases[0].experiment,
+        "platform": "cpu",
+        "created_utc": "2026-01-01T00:00:00+00:00",
+        "machine": Machine(system="Linux x86_64", cpu_model="a CPU", cores=2, memory_bytes=24 * 10**9),
+        "git_commit": "0123456789abcdef",
+        "git_dirty": False,
+        "rounds": 5,
+        "timing": TIMING,
+        "baseline": cases[0].engine,
+        "anyway": False,
+        "cases": cases,
+    }
+    return BenchResult(**nothing | given)
+
+
+def measurement_of(case: BenchCase, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
+    """One process whose every step took `wall_ms`, and twice that of CPU time."""
+    window = Window(
+        steps=TIMING.window, wall_s=TIMING.window * wall_ms / 1e3, cpu_s=TIMING.window * wall_ms / 500
+    )
+    figures: dict[str, Any] = {
+        "windows": [window] * TIMING.windows,
+        "single_ms": [1.1 * wall_ms] * TIMING.single,
+        "compile_s": 0.5,
+        "first_step_s": 0.2,
+        "start_up_s": 2.0,
+        "peak_mem_bytes": 10**7,
+        "loss": 2.5,
+    }
+    return Measurement(round=number, case=case.name, **figures | given)
+
+
+def finished(cases: list[BenchCase], *, noise: float = 0.03, **given: Any) -> BenchResult:
+    """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
+    planned = bench_of(cases, **given)
+    random = np.random.default_rng(0)
+    measurements = [
+        measurement_of(case, number, wall_ms=10 * (1 + place / 4) * float(random.lognormal(sigma=noise)))
+        for number in range(1, planned.rounds + 1)
+        for place, case in enumerate(cases)
+    ]
+    ran = Circumstances(
+        device_kind="a CPU",
+        threads="one",
+        gradient_sync="none",
+        remat="none",
+        peak_memory_method="by hand",
+        versions={"python": "3", "torch": "2"},
+    )
+    done = {"measurements": measurements, "busy_cores": [0.0] * planned.rounds}
+    done |= {"circumstances": {case.name: ran for case in cases}}
+    return bench_of(cases, **done | given)
