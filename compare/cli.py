@@ -16,6 +16,7 @@ import tyro
 
 from compare.commands.arguments import Spec, defaults_for
 from compare.commands.bench import Bench
+from compare.commands.buckets import Buckets
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
 from compare.commands.doctor import Doctor
@@ -49,6 +50,7 @@ COMMANDS: dict[str, type] = {
     "schedule": Draw,
     "mirror": Mirror,
     "collectives": Collectives,
+    "buckets": Buckets,
 }
 DEFAULT_EXPERIMENT = {
     "run": "demo",
@@ -56,6 +58,7 @@ DEFAULT_EXPERIMENT = {
     "bench": "demo",
     "faults": "check",
     "matrix": "check",
+    "buckets": "demo",
 }
 FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)

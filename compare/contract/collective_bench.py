@@ -51,6 +51,7 @@ class Implementation(Struct, frozen=True, kw_only=True):
     description: str
 
 
+OURS = "ours"
 IMPLEMENTATIONS = {
     "gloo": Implementation(
         side=TORCH.name,
@@ -62,7 +63,7 @@ IMPLEMENTATIONS = {
         platforms=("gpu",),
         description="PyTorch's stock operation on NCCL, a rank for each GPU",
     ),
-    "ours": Implementation(
+    OURS: Implementation(
         side=TORCH.name,
         platforms=("cpu", "gpu"),
         description="torch-manual's way over the same process group: torchpar/comm/collectives.py",

@@ -22,6 +22,9 @@ forms follow from the sentences above, and a test holds them against a clock tha
 
 import math
 
+from compare.contract.experiment import Model
+from compare.contract.parameters import parameter_table
+
 
 def overlapped_s(size: float, buckets: float, *, bandwidth: float, latency_s: float) -> float:
     """Seconds beyond backward where it takes as long for a bucket as its bytes do.
@@ -55,3 +58,21 @@ def best_buckets(size: float, *, bandwidth: float, latency_s: float) -> float:
 def best_bucket_bytes(size: float, *, bandwidth: float, latency_s: float) -> float:
     """Bytes of each of `best_buckets`."""
     return size / best_buckets(size, bandwidth=bandwidth, latency_s=latency_s)
+
+
+def bucket_sizes(model: Model, *, limit: float, itemsize: int) -> list[int]:
+    """Bytes of each bucket: parameters in reverse, a bucket closed before it would pass the limit.
+
+    Args:
+        model: its parameters.
+        limit: bytes; infinity for one bucket, 0 for one a parameter.
+        itemsize: bytes of a gradient's element.
+    """
+    sizes: list[int] = []
+    for parameter in reversed(parameter_table(model)):
+        size = parameter.size * itemsize
+        if sizes and sizes[-1] + size <= limit:
+            sizes[-1] += size
+        else:
+            sizes.append(size)
+    return sizes
