@@ -12,6 +12,7 @@ from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import Platform
 from compare.execute.launch import visible_gpus
+from compare.execute.load import busy_cores, require_idle
 from compare.execute.paths import PICTURES, check_output, check_python
 from compare.present.collectives import print_bench
 from compare.studies.collectives import (
@@ -63,6 +64,8 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
     """cpu: gloo ranks of one thread each, and XLA host devices. gpu: one rank or device for each GPU."""
     fault: Kind | Literal[""] = ""
     """Check the checker: falsify one value of this collective's result; #wrong and the exit code say so."""
+    anyway: bool = False
+    """Time on a busy machine, too; the record then says so."""
     run_dir: str = ""
     """Folder of the results; must not exist. Default: runs/collectives-TIME."""
     picture: Path | None = None
@@ -97,6 +100,8 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
             check_python(f"--{SIDES[name].python_flag}", python)
         order = self.order()
         requests, left_out = requests_of(order)
+        busy = busy_cores()
+        require_idle(busy, anyway=self.anyway)
         if not self.quiet:
             for line in left_out:
                 errors_console().print(f"left out: {line}", style="yellow")
@@ -105,6 +110,7 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
             left_out,
             command=command_line(order, factor=self.factor),
             run_dir=self.run_dir,
+            busy=busy,
             pythons=pythons,
             quiet=self.quiet,
         )

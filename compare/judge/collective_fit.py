@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from compare.contract.collective_bench import CollectiveRow
 
+ROUNDING = 1e-9
+"""Of the latency: a growth over all sizes that is less is none."""
 FEWEST = 3
 """Sizes below which a line says nothing."""
 
@@ -41,6 +43,8 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
     scale = size.max()  # both columns near 1
     rows = np.stack([np.ones_like(size), size / scale], axis=1) * time.min() / time[:, None]
     (latency, slope), _ = nnls(rows, np.ones_like(time))
+    if slope < ROUNDING * latency:
+        slope = 0.0
     return float(latency * time.min()), float(slope * time.min() / scale)
 
 

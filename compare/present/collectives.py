@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
+from compare.execute.load import is_busy
 from compare.judge.collective_fit import Fit
 from compare.studies.collectives import CollectiveBench
 from compare.terminal.console import coloured, print_json, results_console
@@ -43,8 +44,17 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
         console.print(note, soft_wrap=True)
     for line in bench.left_out:
         console.print(f"left out: {line}", soft_wrap=True)
+    if line := busy_line(bench):
+        console.print(line, style="yellow", soft_wrap=True)
     console.print(bench.sentence(), style="bold green" if bench.passed else "bold red", soft_wrap=True)
     console.print(f"results: {page}", soft_wrap=True)
+
+
+def busy_line(bench: CollectiveBench) -> str:
+    """A line that says so if the machine was busy; else ''."""
+    if not is_busy(bench.busy_cores):
+        return ""
+    return f"other processes used {bench.busy_cores:.1f} cores when the first row was timed: no time holds"
 
 
 def groups(rows: Sequence[CollectiveRow]) -> list[tuple[str, int]]:

@@ -12,6 +12,7 @@ from compare.contract.experiment import Experiment, ExperimentError, edited, rev
 from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.timing import Timing
 from compare.execute.launch import EngineError, require_devices
+from compare.execute.load import busy_cores
 from compare.judge.bench import BenchCase, BenchResult
 from compare.judge.bucket_study import ALONE, BUCKETED, mb_text
 from compare.judge.collective_fit import Fit
@@ -133,7 +134,13 @@ def fitted_all_reduce(
         )
         requests, left_out = requests_of(order)
         run_requests(
-            requests, left_out, command="", run_dir=str(place), pythons=settings.pythons, quiet=quiet
+            requests,
+            left_out,
+            command="",
+            run_dir=str(place),
+            busy=busy_cores(),
+            pythons=settings.pythons,
+            quiet=quiet,
         )
     bench = read_bench(place)
     if not bench.passed or not bench.fits:

@@ -50,6 +50,8 @@ class CollectiveBench(Struct, frozen=True, kw_only=True):
     rows: list[CollectiveRow] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     sides: dict[str, CollectiveSide] = field(default_factory=dict)
+    busy_cores: float = 0.0
+    """In use by others before the first row."""
     left_out: list[str] = field(default_factory=list)
     """What this machine's memory cannot hold, a line each."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -149,6 +151,7 @@ def run_requests(
     *,
     command: str,
     run_dir: str,
+    busy: float,
     pythons: Mapping[str, str],
     quiet: bool,
 ) -> tuple[CollectiveBench, Path]:
@@ -158,6 +161,7 @@ def run_requests(
         requests, left_out: from `requests_of`.
         command: that asks for them.
         run_dir: folder of the results, which must not exist; '' names one.
+        busy: cores in use by others.
         pythons: side -> its interpreter.
         quiet: no progress on stderr.
 
@@ -177,6 +181,7 @@ def run_requests(
         git_commit=commit,
         git_dirty=dirty,
         requests=dict(requests),
+        busy_cores=busy,
         left_out=list(left_out),
     )
     tally = Tally(sum(map(_rows_asked_for, requests.values())), "rows", quiet=quiet)

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
 from compare.contract.record import write_atomically
-from compare.present.collectives import COLUMNS, FIT_COLUMNS, fit_rows, groups, side_by_side, ways
+from compare.present.collectives import COLUMNS, FIT_COLUMNS, busy_line, fit_rows, groups, side_by_side, ways
 from compare.present.report.canvas import INK, colour, figure_for_page, inline_svg
 from compare.present.report.pictures import Picture
 from compare.present.report.saved import save_figure
@@ -20,6 +20,7 @@ from compare.studies.collectives import RESULT, CollectiveBench
 PAGE = "collectives.html"
 SIZE = (10.0, 3.2)  # inches of one collective's two pictures
 LEGEND = 0.4
+MOST_TICKS = 6
 DASHES = ("-", "--", ":", "-.")
 """Of numbers of ranks, in order; more begin anew."""
 MARKERS = "os^Dv"
@@ -46,6 +47,7 @@ def write_page(folder: Path, bench: CollectiveBench) -> Path:
         pictures=[_picture(bench, kind) for kind in kinds],
         tables=[_fit_table(bench), *(_row_table(bench, kind, ranks) for kind, ranks in groups(bench.rows))],
         notes=[
+            *filter(None, [busy_line(bench)]),
             *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways(bench.rows)),
             *dict.fromkeys(f"{note}." for side in bench.sides.values() for note in side.notes),
             *(f"Left out: {line}." for line in bench.left_out),
@@ -92,9 +94,25 @@ def _draw(figure: Figure | SubFigure, rows: list[CollectiveRow]) -> None:
     right.set(ylabel="bus bandwidth (GB/s)")
     right.set_ylim(bottom=0)
     for axes in (left, right):
-        axes.set(xlabel="size (bytes)")
+        axes.set(xlabel="size (bytes; K, M, G are powers of 1024)")
         axes.set_xscale("log")
+        _name_sizes(axes, sorted({row.size for row in rows}))
         axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def _name_sizes(axes: Axes, sizes: list[int]) -> None:
+    """Ticks at some of the sizes, and their names."""
+    shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
+    axes.set_xticks(shown, [_size_text(size) for size in shown])
+    axes.minorticks_off()
+
+
+def _size_text(size: float) -> str:
+    for unit in ("", "K", "M"):
+        if size < 1024:
+            return f"{size:.3g}{unit}"
+        size /= 1024
+    return f"{size:.3g}G"
 
 
 def _curves(axes: Axes, rows: list[CollectiveRow], value: Callable[[CollectiveRow], float]) -> None:
