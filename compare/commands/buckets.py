@@ -35,7 +35,8 @@ class Buckets(Spec, frozen=True, kw_only=True):
     """
 
     bucket_mb: tuple[float, ...] = ()
-    """Bucket sizes in MB (1e6 bytes). Default: round numbers of which the gradients fill 2 to 50."""
+    """Bucket sizes in MB (1e6 bytes). Default: round numbers of which the gradients fill 2 to 50, but none
+    that makes the same buckets as another."""
     devices: int = 2
     """Ranks of data parallelism."""
     rounds: int = ROUNDS

@@ -15,6 +15,7 @@ from compare.execute.launch import EngineError, require_devices
 from compare.execute.load import busy_cores
 from compare.judge.bench import BenchCase, BenchResult
 from compare.judge.bucket_study import ALONE, BUCKETED, mb_text
+from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit
 from compare.studies.bench import plan_bench
 from compare.studies.bench_cases import Choice
@@ -38,12 +39,18 @@ SMALLEST_SIZE, LARGEST_SIZE = 2**10, 2**22
 COLLECTIVES = "collectives"
 
 
-def default_bucket_mb(gradient_bytes: int) -> tuple[float, ...]:
-    """Round numbers of megabytes, of which the gradients fill 2 to `MOST_BUCKETS`."""
-    whole = gradient_bytes / 1e6
+def default_bucket_mb(experiment: Experiment) -> tuple[float, ...]:
+    """Round numbers of megabytes, of which the gradients fill 2 to `MOST_BUCKETS`, each in another way."""
+    itemsize = storage_dtype(experiment).itemsize
+    whole = parameter_count(experiment.model) * itemsize / 1e6
     tens = [10.0**power for power in range(-3, math.ceil(math.log10(whole)) + 1)]
     sizes = [round(step * ten, 6) for ten in tens for step in STEPS_OF_TEN]
-    return tuple(size for size in sizes if whole / MOST_BUCKETS <= size <= whole / 2) or (max(whole, 0.001),)
+    fitting = [size for size in sizes if whole / MOST_BUCKETS <= size <= whole / 2]
+    different = {
+        tuple(bucket_sizes(experiment.model, limit=size * 1e6, itemsize=itemsize)): size
+        for size in reversed(fitting)  # of several that make the same buckets, the smallest
+    }
+    return tuple(sorted(different.values())) or (max(whole, 0.001),)
 
 
 def plan_study(
@@ -81,11 +88,10 @@ def plan_study(
         )
     share = revalidate(edited(single, {"train": {"batch_size": single.train.batch_size // devices}}))
     reduced = with_layout(single, dp_replicate=devices)
-    size = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
     ways = [(sync, with_layout(reduced, gradient_sync=sync)) for sync in OTHERS]
     ways += [
         (mb_text(mb), with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=mb))
-        for mb in sorted(bucket_mb or default_bucket_mb(size))
+        for mb in sorted(bucket_mb or default_bucket_mb(experiment))
     ]
     cases = [
         BenchCase(engine=REFERENCE, layout=f"data parallel over {devices}", variant=variant, experiment=whole)

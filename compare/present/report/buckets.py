@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from compare.contract.record import write_atomically
 from compare.judge.bench import BENCH, BenchResult
@@ -20,7 +21,7 @@ from compare.present.report.tables import Row, Table, Text
 from compare.present.report.template import render_page
 
 PAGE = "buckets.html"
-SIZE = (8.0, 4.4)  # inches
+SIZE = (8.0, 4.8)  # inches
 COLOURS = dict(zip((BUCKETED, "overlapped", "flat", "naive"), OKABE_ITO, strict=False))
 MARKERS = dict(zip(COLOURS, "os^D", strict=True))
 CURVE_POINTS = 200
@@ -76,7 +77,7 @@ def save_picture(path: Path, study: BucketStudy) -> None:
 
     def draw(figure: Figure) -> None:
         _draw(figure, study)
-        figure.suptitle(title(study))
+        figure.axes[0].set_title(title(study), loc="left")
 
     save_figure(path, draw, size=SIZE)
 
@@ -84,7 +85,7 @@ def save_picture(path: Path, study: BucketStudy) -> None:
 def _draw(figure: Figure, study: BucketStudy) -> None:
     axes = figure.subplots()
     size_mb = study.gradient_bytes / 1e6
-    for point in study.points:
+    for point in sorted(study.points, key=lambda point: list(COLOURS).index(point.gradient_sync)):
         _mark(axes, point, size_mb / point.buckets)
     most = max([point.buckets for point in study.points] + [study.predicted_buckets])
     buckets = np.geomspace(1, most if np.isfinite(most) else 100, CURVE_POINTS)
@@ -98,12 +99,16 @@ def _draw(figure: Figure, study: BucketStudy) -> None:
     _best(axes, study, size_mb)
     axes.set(xlabel="bucket size (MB)", ylabel="overhead of a step (ms)")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.grid(alpha=0.25, linewidth=0.6)
     keys: dict[str, Artist] = {}
-    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+    drawn = zip(*axes.get_legend_handles_labels(), strict=True)
+    for handle, label in sorted(drawn, key=lambda key: not key[1].startswith("measured, ")):
         keys.setdefault(label, handle)
-    figure.legend(keys.values(), keys.keys(), loc="outside upper left", ncols=3, fontsize="small")
+    figure.legend(keys.values(), keys.keys(), loc="outside upper left", ncols=2, fontsize="small")
 
 
 def _mark(axes: Axes, point: Point, bucket_mb: float) -> None:
