@@ -28,6 +28,7 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
+from compare.commands.sweep import Sweep
 from compare.contract.engines.registry import OBJECTIONS
 from compare.contract.experiment import ExperimentError, load, named_experiments
 from compare.contract.tensors import RecordError
@@ -44,6 +45,7 @@ COMMANDS: dict[str, type] = {
     "faults": Faults,
     "matrix": Matrix,
     "golden": Golden,
+    "sweep": Sweep,
     "list": List,
     "report": Report,
     "doctor": Doctor,
@@ -59,6 +61,7 @@ DEFAULT_EXPERIMENT = {
     "faults": "check",
     "matrix": "check",
     "buckets": "demo",
+    "sweep": "demo",
 }
 FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)

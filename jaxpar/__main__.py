@@ -1,5 +1,6 @@
-"""`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR.
-`python -m jaxpar --collectives RUN_DIR`: time the collectives that RUN_DIR/request.json asks for.
+"""`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; or `--doctor`, or
+`--ceiling JSON` (see `compare.contract.ceiling`), or `--collectives RUN_DIR` (see
+`compare.contract.collective_bench`).
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
 lacks what it needs; 143 SIGTERM. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
@@ -16,7 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from compare.contract.collective_bench import clear_rows, read_collective_request
+import msgspec
+
+from compare.contract.ceiling import read_ceiling_request
+from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
 from compare.contract.engines.jax import JAX
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
@@ -49,6 +53,8 @@ def main() -> int:
     if arguments.doctor:
         print(json.dumps(doctor()))
         return DONE
+    if arguments.ceiling:
+        return ceiling(arguments.ceiling)
     return run(arguments.run_dir, time_collectives if arguments.collectives else train)
 
 
@@ -97,6 +103,7 @@ def time_collectives(folder: Path) -> None:
     clear_record(folder)
     clear_rows(folder)
     watchdog = Watchdog(request.timeout_s, partial(_report, folder))
+    configure_products(request.platform, TYPE.name)
     configure_devices(request.platform, request.ranks)
     from jaxpar.measure.collective_bench import run_bench
 
@@ -117,11 +124,8 @@ def configure_jax(request: Request) -> None:
     import jax
 
     experiment: Experiment = request.experiment
+    configure_products(request.platform, experiment.precision.product_dtype)
     configure_devices(request.platform, experiment.layout.devices)
-    jax.config.update("jax_enable_x64", experiment.precision.dtype == "float64")
-    if experiment.precision.dtype == "float32":  # on NVIDIA GPUs the default for float32 products is TF32
-        tf32 = experiment.precision.tf32
-        jax.config.update("jax_default_matmul_precision", "tensorfloat32" if tf32 else "highest")
     if request.cache_dir:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -130,13 +134,38 @@ def configure_jax(request: Request) -> None:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
-def configure_devices(platform: str, devices: int) -> None:
-    """The platform, and on a CPU the number of virtual devices."""
+def configure_products(platform: str, dtype: str) -> None:
+    """The platform, and how matrix products are computed on it; before JAX starts a backend."""
     import jax
 
     jax.config.update("jax_platforms", "cuda,cpu" if platform == "gpu" else "cpu")
+    jax.config.update("jax_enable_x64", dtype == "float64")
+    by_dtype = {"float32": "highest", "tf32": "tensorfloat32"}
+    if dtype in by_dtype:  # on NVIDIA GPUs the default for float32 products is TF32
+        jax.config.update("jax_default_matmul_precision", by_dtype[dtype])
+
+
+def configure_devices(platform: str, devices: int) -> None:
+    """The number of virtual devices, which only a CPU has."""
+    import jax
+
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", devices)
+
+
+def ceiling(text: str) -> int:
+    """Print the matmul ceiling that a request asks for, as one line of JSON. Returns the exit code."""
+    try:
+        request = read_ceiling_request(text)
+        configure_products(request.platform, request.dtype)
+        # Imported after configuring: a backend, once started, keeps its devices and platform.
+        from jaxpar.measure.ceiling import measure
+
+        print(msgspec.json.encode(measure(request)).decode())
+    except (ExperimentError, MissingDevicesError) as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
+    return DONE
 
 
 def doctor() -> dict[str, object]:
@@ -159,8 +188,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices as JSON")
+    parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
     arguments = parser.parse_args()
-    if not arguments.doctor and arguments.run_dir is None:
+    if not (arguments.doctor or arguments.ceiling) and arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return arguments
 

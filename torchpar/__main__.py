@@ -1,6 +1,6 @@
-"""`python -m torchpar RUN_DIR [--exit-with-stdin]`, `python -m torchpar --doctor`, or
-`python -m torchpar --collectives RUN_DIR`: time the collectives that RUN_DIR/request.json asks for, or
-`python -m torchpar --convert CKPT.pt OUT.safetensors [--model JSON]`: nanoGPT's weights by canonical names.
+"""`python -m torchpar RUN_DIR [--exit-with-stdin]`, or one of `--doctor`, `--ceiling JSON` (see
+`compare.contract.ceiling`), `--convert CKPT.pt OUT.safetensors [--model JSON]` (nanoGPT's weights),
+`--collectives RUN_DIR` (`compare.contract.collective_bench`).
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request, or RUN_DIR is in use; 3 the machine lacks something;
 128 + n signal n. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
+    parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
     parser.add_argument("--convert", nargs=2, type=Path, metavar=("CKPT", "OUT"), help="nanoGPT's weights")
     parser.add_argument("--model", default="", metavar="JSON", help="the model's sizes, for --convert")
     arguments = parser.parse_args()
@@ -53,11 +54,27 @@ def main() -> int:
 
         print(json.dumps(doctor()))
         return 0
+    if arguments.ceiling:
+        return _ceiling(arguments.ceiling)
     if arguments.convert:
         return _convert(*arguments.convert, sizes=arguments.model)
     if arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return run(arguments.run_dir, time_collectives if arguments.collectives else train)
+
+
+def _ceiling(text: str) -> int:
+    import msgspec
+
+    from compare.contract.ceiling import read_ceiling_request
+    from torchpar.measure.ceiling import measure
+
+    try:
+        print(msgspec.json.encode(measure(read_ceiling_request(text))).decode())
+    except (ExperimentError, MissingDevicesError) as error:
+        print(error, file=sys.stderr)
+        return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
+    return DONE
 
 
 def _convert(source: Path, target: Path, *, sizes: str) -> int:

@@ -1,26 +1,16 @@
 """`shardpair doctor`: what is installed, which devices there are, what each engine can run here."""
 
-import contextlib
-import errno
 import os
-import shutil
-import signal
-import subprocess
-import threading
 
-import msgspec
 from msgspec import Struct
 from rich.table import Table
 
 from compare.commands.arguments import SidePythons, pythons_of
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
+from compare.execute.ask import ask
 from compare.execute.safe_path import with_safe_path
 from compare.terminal.console import coloured, print_json, results_console
-
-TIMEOUT_S = 120
-OUTPUT_BYTES = 1_000_000
-LINE_LENGTH = 300
 
 
 class SideReport(Struct, frozen=True, kw_only=True):
@@ -69,57 +59,7 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
 
 def examine(side: str, python: str) -> SideReport | str:
     """Ask one side about itself; one line of why not if it cannot answer."""
-    if not shutil.which(python):
-        return f"{side}: {python}: no such program"
-    try:
-        returncode, output = _ask([python, "-m", side, "--doctor"])
-    except OSError as error:
-        return f"{side}: {python}: {error.strerror}"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if returncode:
-        return f"{side}: {_shortened(lines[-1]) if lines else f'{python} ended with exit code {returncode}'}"
-    for line in reversed(lines):  # a warning may come after it
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(line, type=SideReport)
-    said = f"it says {_shortened(lines[-1])}" if lines else "it says nothing"
-    return f"{side}: {python} is no Python that has {side}: {said}"
-
-
-def _ask(command: list[str]) -> tuple[int, str]:
-    """Exit code and output, errors among it, of a command that may be any program: its time and its words
-    are limited."""
-    process = subprocess.Popen(
-        command,
-        start_new_session=True,  # whatever it starts ends with it
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=with_safe_path(os.environ),
-    )
-    assert process.stdout
-    timer = threading.Timer(TIMEOUT_S, _kill, [process])
-    timer.start()
-    try:
-        output = process.stdout.read(OUTPUT_BYTES)
-        process.stdout.close()  # one that would say more ends here
-        process.wait()
-    finally:
-        timed_out = not timer.is_alive()
-        timer.cancel()
-        _kill(process)
-        process.wait()
-    if timed_out:
-        raise OSError(errno.ETIMEDOUT, f"no answer for {TIMEOUT_S} s")
-    return process.returncode, output.decode(errors="replace")
-
-
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= LINE_LENGTH else line[:LINE_LENGTH] + " ..."
+    return ask(side, python, ["--doctor"], answer=SideReport, environment=with_safe_path(os.environ))
 
 
 def _side_table(side: str, found: SideReport) -> Table:

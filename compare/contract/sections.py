@@ -109,6 +109,11 @@ class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tf32: bool = False
     """Allow TF32 matrix products on NVIDIA GPUs (JAX would by default, PyTorch would not)."""
 
+    @property
+    def product_dtype(self) -> str:
+        """How matrix products are computed: dtype, or tf32 where float32 may be."""
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+
 
 class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Spread of the run over devices: a point in a space of degrees, whose product is the devices."""

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from compare.contract.ceiling import Ceiling
+from compare.contract.engines.registry import side_of
 from compare.contract.experiment import Experiment
 from compare.contract.record import Platform, Record, RecordError, read_own_json, write_json
 from compare.contract.timing import Timing, Window
+from compare.judge.closed_forms.flops import tokens_per_step
 
 BENCH = "bench.json"
 MOST_FAILURES = 2
@@ -51,8 +54,12 @@ class BenchCase(Struct, frozen=True, kw_only=True):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step over all devices."""
-        train = self.experiment.train
-        return train.gradient_accumulation_steps * train.batch_size * self.experiment.model.block_size
+        return tokens_per_step(self.experiment)
+
+    @property
+    def products(self) -> str:
+        """Who multiplies matrices, and in which dtype: the key of its ceiling."""
+        return f"{side_of(self.engine).name} {self.experiment.precision.product_dtype}"
 
 
 class Measurement(Struct, frozen=True, kw_only=True):
@@ -143,6 +150,8 @@ class BenchResult(Struct, frozen=True, kw_only=True):
     failures: list[FailedLaunch] = []
     circumstances: dict[str, Circumstances] = {}
     """Of every case that has finished once."""
+    ceilings: dict[str, Ceiling] = {}
+    """The fastest matrix product on all cores, or on one GPU, by `BenchCase.products`."""
 
     @property
     def finished_rounds(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from compare.judge.bench import BenchCase, BenchResult, Measurement
+from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.judge.peaks import peak_flops
 from compare.judge.statistics import Estimate, estimate, ratios
 from compare.judge.tolerances import tolerances_for
 
@@ -32,10 +34,10 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     single_ms: float
     """Of a step that is waited for."""
     tokens_per_s: float
-    flops_per_s: float | None
-    """The model's own, without recomputation; None where it is not known."""
+    flops_per_s: float
+    """The model's own, without recomputation: `closed_forms.flops`."""
     of_ceiling: float | None
-    """Fraction of the fastest matrix product of its side on this machine."""
+    """Fraction of the fastest matrix product of its side on this machine; None where it was not measured."""
     mfu: float | None
     """Fraction of the devices' peak; None for a device whose peak is not known."""
     compile_s: float
@@ -125,12 +127,19 @@ def _row(result: BenchResult, case: BenchCase, own: Mapping[int, Measurement]) -
 
     wall_ms = median(lambda one: one.wall_ms)
     tokens_per_s = case.tokens_per_step / wall_ms * 1e3
+    flops_per_s = tokens_per_s * model_flops_per_token(case.experiment)
+    devices, of_ceiling, mfu = case.experiment.layout.devices, None, None
+    if ceiling := result.ceilings.get(case.products):
+        of_ceiling = flops_per_s / (ceiling.flops_per_s * (devices if result.platform == "gpu" else 1))
+    kind = result.circumstances[case.name].device_kind
+    if peak := peak_flops(kind, case.experiment.precision.product_dtype):
+        mfu = flops_per_s / (peak * devices)
     return BenchRow(
         case=case.name,
         label=case.label,
         block=case.block,
         engine=case.engine,
-        devices=case.experiment.layout.devices,
+        devices=devices,
         rounds=len(own),
         wall_ms=wall_ms,
         wall_ms_least=min(one.wall_ms for one in own.values()),
@@ -140,9 +149,9 @@ def _row(result: BenchResult, case: BenchCase, own: Mapping[int, Measurement]) -
         cpu_ratio=ratio(lambda one: one.cpu_ms),
         single_ms=median(lambda one: statistics.median(one.single_ms)),
         tokens_per_s=tokens_per_s,
-        flops_per_s=None,
-        of_ceiling=None,
-        mfu=None,
+        flops_per_s=flops_per_s,
+        of_ceiling=of_ceiling,
+        mfu=mfu,
         compile_s=median(lambda one: one.compile_s),
         first_step_s=median(lambda one: one.first_step_s),
         start_up_s=median(lambda one: one.start_up_s),

@@ -19,13 +19,15 @@ from compare.judge.ladder import Verdict, climb
 
 COMPARISON = "comparison.json"
 LISTED = 4  # names in a one-line verdict; more are counted
+IN_PARTS = ("matrix", "sweep")
+"""Commands whose comparisons lie side by side in one folder, from which they go on."""
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
     """The outcome so far: every case's request, verdict and cost."""
 
     command: str
-    """Of `shardpair`, that made it: run, check, faults, matrix."""
+    """Of `shardpair`, that made it: run, check, faults, matrix, sweep."""
     name: str
     experiment: Experiment
     """As the user gave it, every field spelled out."""
@@ -107,7 +109,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 def how_to_go_on(comparison: Comparison, folder: Path) -> str:
     """The command that runs what a comparison still lacks."""
-    whole = folder.parent if comparison.command == "matrix" else folder  # one folder for all its studies
+    whole = folder.parent if comparison.command in IN_PARTS else folder
     return f"shardpair {comparison.command} --continue {shlex.quote(str(whole))}"
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from compare.judge.bench import BenchResult
@@ -25,7 +26,7 @@ def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
     console = results_console()
     for block, rows in found.items():
         console.print(block_table(result, block, rows))
-    for line in sentences(result):
+    for line in sentences(result) if found else ():
         console.print(line, soft_wrap=True)
     for name, why in result.left_out.items():
         console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True)
@@ -40,9 +41,10 @@ def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
 def block_table(result: BenchResult, block: str, rows: list[BenchRow]) -> Table:
     """Cases that do the same work, a row each."""
     header, cells = table_cells(rows)
-    table = Table(title=block_title(result, block), title_justify="left")
+    title = block_title(result, block)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in header:
-        table.add_column(name, justify="left" if name == header[0] else "right")
+        table.add_column(name, justify="left" if name == header[0] else "right", no_wrap="ratio" in name)
     for row in cells:
         table.add_row(*row)
     return table

@@ -1,9 +1,10 @@
 """A bench in words, for the terminal, the page and the docs: cells of its table, and what is to be known."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from compare.execute.load import is_busy
-from compare.judge.bench import BenchCase, BenchResult
+from compare.judge.bench import MOST_FAILURES, BenchCase, BenchResult
 from compare.judge.bench_rows import BenchRow, baseline_of, blocks, disagreements
 from compare.judge.statistics import CONFIDENCE, MIN_ROUNDS, Estimate
 from compare.terminal.layout_words import layout_in_words
@@ -13,19 +14,19 @@ NONE = "-"
 CACHED = "Compiled programs were kept between processes: what stands for compilation may be reading one."
 
 _COLUMNS: Mapping[str, Callable[[BenchRow], str]] = {
-    "wall ms/step": lambda row: f"{row.wall_ms:.1f}",
+    "wall ms": lambda row: f"{row.wall_ms:.1f}",
     "ratio": lambda row: ratio_text(row.wall_ratio),
-    "CPU ms/step": lambda row: f"{row.cpu_ms:.1f}",
+    "CPU ms": lambda row: f"{row.cpu_ms:.1f}",
     "CPU ratio": lambda row: ratio_text(row.cpu_ratio),
-    "single step ms": lambda row: f"{row.single_ms:.1f}",
+    "single ms": lambda row: f"{row.single_ms:.1f}",
     "tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
-    "GFLOP/s": lambda row: _number(row.flops_per_s, scale=1e9),
+    "GFLOP/s": lambda row: f"{row.flops_per_s / 1e9:,.3g}",
     "of ceiling": lambda row: _percent(row.of_ceiling),
     "MFU": lambda row: _percent(row.mfu),
     "compile s": lambda row: f"{row.compile_s:.2f}",
-    "first step s": lambda row: f"{row.first_step_s:.2f}",
-    "start-up s": lambda row: f"{row.start_up_s:.1f}",
-    "peak memory": lambda row: human_bytes(row.peak_mem_bytes),
+    "first s": lambda row: f"{row.first_step_s:.2f}",
+    "start s": lambda row: f"{row.start_up_s:.1f}",
+    "memory": lambda row: human_bytes(row.peak_mem_bytes),
 }
 
 
@@ -72,8 +73,11 @@ def sentences(result: BenchResult) -> list[str]:
     windows = f"{timing.windows} windows of {timing.window} steps, inside of which nothing waits for a step"
     return [
         f"{result.platform.upper()} timings: {_rounds(result)}, each case a fresh process, in an order that "
-        f"rotates. A step's time is the median of {windows}; CPU time is that of all processes.",
+        f"rotates. A step's wall time is the median of {windows}, its CPU time that of all processes; single "
+        f"is a step that is waited for. Start, compilation and first step are apart. Memory is the peak of "
+        f"the fullest device.",
         f"Ratios are to {_baseline(result)}, within a round; {_interval(result)}",
+        f"GFLOP/s are the model's, without what is computed anew.{_ceilings(result)}",
         f"Machine: {result.machine.cpu_model}, {result.machine.cores} cores, "
         f"{human_bytes(result.machine.memory_bytes)} of memory, {result.machine.system}; "
         f"{_versions(result)}; {_source(result)}.",
@@ -92,9 +96,10 @@ def warnings(result: BenchResult) -> list[str]:
     lines = []
     if busy:
         lines.append(f"Others used the processor before {', '.join(busy)}: figures may not hold.{wanted}")
+    times: Counter[str] = Counter()
     for failure in result.failures:
-        case = next(case for case in result.cases if case.name == failure.case)
-        then = "; not tried again" if result.is_given_up(case) else ""
+        times[failure.case] += 1
+        then = " and is not tried again" if times[failure.case] == MOST_FAILURES else ""
         lines.append(f"{failure.case} failed in round {failure.round}{then}: {failure.why}")
     return lines + disagreements(result)
 
@@ -117,6 +122,14 @@ def _interval(result: BenchResult) -> str:
     return f"the median over rounds, and the {CONFIDENCE:.0%} interval that resampling of rounds gives."
 
 
+def _ceilings(result: BenchResult) -> str:
+    if not result.ceilings:
+        return ""
+    where = "on one GPU" if result.platform == "gpu" else "on all cores"
+    each = (f"{name} {one.flops_per_s / 1e9:,.0f} GFLOP/s" for name, one in result.ceilings.items())
+    return f" Their ceiling is the fastest matrix product {where}: {', '.join(each)}."
+
+
 def _versions(result: BenchResult) -> str:
     found: dict[str, str] = {}
     for one in result.circumstances.values():
@@ -129,10 +142,6 @@ def _source(result: BenchResult) -> str:
         return "shardpair, not from a git checkout"
     changed = " with uncommitted changes" if result.git_dirty else ""
     return f"shardpair {result.git_commit[:12]}{changed}"
-
-
-def _number(value: float | None, *, scale: float) -> str:
-    return NONE if value is None else f"{value / scale:.3g}"
 
 
 def _percent(value: float | None) -> str:

@@ -3,6 +3,7 @@
 import datetime
 import platform as host
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,22 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.data import open_corpus
-from compare.contract.engines.registry import REFERENCE
+from compare.contract.engines.registry import REFERENCE, side_of
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.facts import cores, cpu_model
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.record import Record, RecordError, Request, Step
 from compare.contract.timing import Timing
-from compare.execute.launch import EngineError, Prepared, freeze_data, launch, prepare, require_devices
+from compare.execute.ceiling import measure_ceiling
+from compare.execute.launch import (
+    EngineError,
+    EnvironmentMissing,
+    Prepared,
+    freeze_data,
+    launch,
+    prepare,
+    require_devices,
+)
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
 from compare.execute.paths import create_run_dir
@@ -139,7 +149,9 @@ def run_bench(
     folder = create_run_dir(planned.name, run_dir)
     with lock_folder(folder):
         prepared = prepare(planned.experiment, folder)
-        result = msgspec.structs.replace(planned, corpus_sha256=prepared.corpus_sha256)
+        result = msgspec.structs.replace(
+            _with_ceilings(planned, settings), corpus_sha256=prepared.corpus_sha256
+        )
         save(result, folder)
         return _run(result, prepared, folder, settings=settings, reporter=reporter, busy=busy), folder
 
@@ -215,6 +227,23 @@ def _run(
     except KeyboardInterrupt:
         raise BenchInterrupted(_interrupted(result, folder), folder) from None
     return result
+
+
+def _with_ceilings(planned: BenchResult, settings: Settings) -> BenchResult:
+    """The bench with the fastest products of its sides, or the reason why there are none."""
+    ceilings, left_out = {}, dict(planned.left_out)
+    for case in {case.products: case for case in planned.cases}.values():
+        side = side_of(case.engine).name
+        try:
+            ceilings[case.products] = measure_ceiling(
+                side,
+                planned.platform,
+                case.experiment.precision.product_dtype,
+                settings.pythons.get(side, sys.executable),
+            )
+        except EnvironmentMissing as error:
+            left_out[f"ceiling of {case.products}"] = str(error)
+    return msgspec.structs.replace(planned, ceilings=ceilings, left_out=left_out)
 
 
 def _measure(

@@ -1,7 +1,7 @@
 """The cases of a bench: engines x layouts x sizes x variants, and what is left out, with the reason."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -10,6 +10,7 @@ from compare.contract.axes import AXES
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.judge.bench import BenchCase
+from compare.studies.fitting import refusal
 from compare.studies.presets import PRESETS, check_names, preset_layout
 
 SECTIONS = ("model", "optimizer", "train", "precision", "layout")
@@ -53,27 +54,15 @@ def bench_cases(
     for layout_name, layout in layouts.items():
         spread = msgspec.structs.replace(experiment, layout=layout)
         for size in choice.sizes or ("",):
+            try:
+                plain = _resolved(spread, size, "", steps=steps)
+            except ExperimentError as error:
+                left_out[" ".join(filter(None, (layout_name, size)))] = str(error)
+                continue
             for variant in ("", *choice.variants):
-                try:
-                    whole = _resolved(spread, size, variant, steps=steps)
-                except ExperimentError as error:
-                    left_out[" ".join(filter(None, (layout_name, size, variant)))] = str(error)
-                    continue
-                seen: Counter[str] = Counter()
-                for engine in choice.engines:
-                    seen[engine] += 1
-                    case = BenchCase(
-                        engine=engine,
-                        layout=layout_name,
-                        size=size,
-                        variant=variant,
-                        copy=seen[engine],
-                        experiment=whole,
-                    )
-                    try:
-                        ENGINES[engine].require(whole.layout, platform=platform)
-                    except ExperimentError as error:
-                        left_out[case.name] = str(error)
+                for case in _rows(choice.engines, layout_name, size, variant, plain):
+                    if why := _refusal(case, plain, is_preset=bool(choice.presets), platform=platform):
+                        left_out[case.name] = why
                     else:
                         cases.append(case)
     if not cases:
@@ -145,6 +134,31 @@ def _layouts(own: Layout, choice: Choice) -> tuple[dict[str, Layout], dict[str, 
 
 def _with_devices(preset: str, layout: Layout) -> str:
     return f"{preset}-{layout.devices}" if layout.devices > 1 else preset
+
+
+def _rows(
+    engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment
+) -> Iterator[BenchCase]:
+    """A case for each engine. Raises ExperimentError for a variant that cannot work there."""
+    whole = _resolved(plain, "", variant, steps=plain.train.max_iters)
+    seen: Counter[str] = Counter()
+    for engine in engines:
+        seen[engine] += 1
+        yield BenchCase(
+            engine=engine, layout=layout, size=size, variant=variant, copy=seen[engine], experiment=whole
+        )
+
+
+def _refusal(case: BenchCase, plain: Experiment, *, is_preset: bool, platform: str) -> str:
+    """Why an engine cannot do a case, or does it as it does another one; '' if it can."""
+    engine, whole = ENGINES[case.engine], case.experiment
+    preset = case.layout.partition("-")[0] if is_preset else "ddp"
+    if why := refusal(engine, whole.layout, preset=preset, platform=platform):
+        return why
+    chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}
+    if case.variant and not engine.offers_choice and edited(whole, chosen) == plain:
+        return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"
+    return ""
 
 
 def _resolved(experiment: Experiment, size: str, variant: str, *, steps: int) -> Experiment:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from compare.contract.engines.engine import Engine
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout
 
@@ -30,3 +31,22 @@ def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[l
     if not able:
         raise ExperimentError(f"no engine can do this: {'; '.join(dict.fromkeys(left_out.values()))}")
     return able, left_out
+
+
+def refusal(engine: Engine, layout: Layout, *, preset: str, platform: str = "cpu") -> str:
+    """Reason why an engine is left out of a comparison of presets; empty if it is not.
+
+    Args:
+        engine: which.
+        layout: of the preset.
+        preset: its name. The variants of ddp are one and the same where the choice is not ours.
+        platform: cpu or gpu.
+    """
+    try:
+        engine.require(layout, platform=platform)
+    except ExperimentError as reason:
+        return str(reason)
+    only_data_parallel = layout.dp_replicate == layout.devices > 1
+    if only_data_parallel and preset != "ddp" and not engine.offers_choice:
+        return f"the same as ddp: {engine.name} chooses for itself"
+    return ""

@@ -13,6 +13,7 @@ from compare.contract.experiment import Experiment, ExperimentError, Layout, edi
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
+from compare.studies.fitting import refusal
 from compare.studies.paired_run import Case
 from compare.studies.presets import PRESETS, check_names, spread
 
@@ -95,7 +96,7 @@ def matrix_cases(
         for engine in engines:
             layout, note = _with_a_schedule_of(ENGINES[engine], preset.layout)
             cells[name, engine] = Cell(
-                engine=engine, layout=name, note=note, refusal=_refusal(ENGINES[engine], name, layout)
+                engine=engine, layout=name, note=note, refusal=refusal(ENGINES[engine], layout, preset=name)
             )
             if not cells[name, engine].refusal:
                 sharded = revalidate(msgspec.structs.replace(experiment, layout=layout))
@@ -111,18 +112,6 @@ def _with_a_schedule_of(engine: Engine, layout: Layout) -> tuple[Layout, str]:
     if not is_composed or layout.schedule in engine.schedules or "gpipe" not in engine.schedules:
         return layout, ""
     return msgspec.structs.replace(layout, schedule="gpipe"), "gpipe"
-
-
-def _refusal(engine: Engine, preset: str, layout: Layout) -> str:
-    """Reason why a cell is left out; empty if it is not."""
-    try:
-        engine.require(layout)
-    except ExperimentError as reason:
-        return str(reason)
-    only_data_parallel = layout.dp_replicate == layout.devices
-    if only_data_parallel and preset != "ddp" and not engine.offers_choice:
-        return f"the same as ddp: {engine.name} chooses for itself"
-    return ""
 
 
 def fill(cells: dict[tuple[str, str], Cell], studies: dict[str, tuple[list[Case], Comparison]]) -> list[Cell]:

@@ -12,7 +12,7 @@ from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
 from compare.contract.engines.registry import SIDES
-from compare.execute import launch
+from compare.execute import ask, launch
 from compare.execute.launch import EngineError
 from compare.execute.safe_path import with_safe_path
 
@@ -78,7 +78,7 @@ def program(folder, script: str) -> str:
     ids=["silence", "words", "json", "bytes", "errors", "code", "endless", "long"],
 )
 def test_any_program_may_be_taken_for_a_python(tmp_path, monkeypatch, capsys, script, says):
-    monkeypatch.setattr(doctor, "OUTPUT_BYTES", 10_000)
+    monkeypatch.setattr(ask, "OUTPUT_BYTES", 10_000)
     python = program(tmp_path, script)
     monkeypatch.setattr(
         doctor, "examine", lambda side, python: REPORT if side == "torchpar" else examine(side, python)
@@ -95,7 +95,7 @@ def test_a_warning_after_the_answer_does_not_hide_it(tmp_path):
 
 
 def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 3)  # enough to start a shell, however busy the machine
+    monkeypatch.setattr(ask, "TIMEOUT_S", 3)  # enough to start a shell, however busy the machine
     python = program(tmp_path, "sleep 300 & echo $! > child; wait")
     monkeypatch.chdir(tmp_path)
     assert examine("jaxpar", python) == f"jaxpar: {python}: no answer for 3 s"

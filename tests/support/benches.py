@@ -10,6 +10,14 @@ from compare.judge.bench import BenchCase, BenchResult, Circumstances, Machine, 
 from compare.studies.bench_cases import Choice, bench_cases
 
 TIMING = Timing(window=2, windows=3, single=4)
+RAN = Circumstances(
+    device_kind="a CPU",
+    threads="one",
+    gradient_sync="none",
+    remat="none",
+    peak_memory_method="by hand",
+    versions={"python": "3", "torch": "2"},
+)
 
 
 def cases_of(experiment: Experiment, **choice: Any) -> list[BenchCase]:
@@ -33,6 +41,7 @@ def bench_of(cases: list[BenchCase], **given: Any) -> BenchResult:
         "baseline": cases[0].engine,
         "anyway": False,
         "cases": cases,
+        "circumstances": dict.fromkeys((case.name for case in cases), RAN),
     }
     return BenchResult(**nothing | given)
 
@@ -63,14 +72,5 @@ def finished(cases: list[BenchCase], *, noise: float = 0.03, **given: Any) -> Be
         for number in range(1, planned.rounds + 1)
         for place, case in enumerate(cases)
     ]
-    ran = Circumstances(
-        device_kind="a CPU",
-        threads="one",
-        gradient_sync="none",
-        remat="none",
-        peak_memory_method="by hand",
-        versions={"python": "3", "torch": "2"},
-    )
     done = {"measurements": measurements, "busy_cores": [0.0] * planned.rounds}
-    done |= {"circumstances": {case.name: ran for case in cases}}
     return bench_of(cases, **done | given)

@@ -45,7 +45,7 @@ def communication(names: list[str], costs: list[Cost]) -> Markup:
 
 def memory_at_rest(names: list[str], held: Sequence[AtRest | None]) -> Markup:
     """Parameters, gradients and optimizer state of the fullest device, and a mark at the closed form."""
-    factor, unit = _scale([sum(one.fullest.values()) for one in held if one])
+    factor, unit = scale([sum(one.fullest.values()) for one in held if one])
 
     def draw(axes: Axes) -> None:
         for place, one in enumerate(held):
@@ -75,7 +75,7 @@ def _draw_kinds(axes: Axes, place: int, held: AtRest, factor: float) -> float:
 
 
 def _byte_bars(title: str, names: list[str], sizes: Sequence[float], labels: list[str]) -> Markup:
-    factor, unit = _scale(sizes)
+    factor, unit = scale(sizes)
 
     def draw(axes: Axes) -> None:
         _bars(axes, names, [size / factor for size in sizes], labels)
@@ -110,7 +110,7 @@ def _finish(axes: Axes, names: list[str]) -> None:
     axes.margins(x=0.3)
 
 
-def _scale(sizes: Sequence[float]) -> tuple[float, str]:
+def scale(sizes: Sequence[float]) -> tuple[float, str]:
     """The unit in which the largest of some sizes has one to three digits before the point."""
     largest = max(sizes, default=0)
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

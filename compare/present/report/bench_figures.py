@@ -65,8 +65,8 @@ def step_picture(rows: Sequence[BenchRow]) -> Markup:
         for place, row in enumerate(rows):
             _annotate(axes, row.wall_ms_most, place, f"{row.wall_ms:,.1f} ms")
         _name_rows(axes, rows)
-        axes.set_xlim(left=0)
         axes.margins(x=0.25)
+        axes.set_xlim(left=0)
         axes.set(xlabel="step time (ms), median; whisker over rounds")
 
     return svg("Wall time of a step in a window", draw, size=_size(rows))
@@ -83,8 +83,8 @@ def before_picture(rows: Sequence[BenchRow]) -> Markup:
                 end += getattr(row, field)
             _annotate(axes, end, place, f"{end:.1f} s")
         _name_rows(axes, rows)
-        axes.set_xlim(left=0)
         axes.margins(x=0.2)
+        axes.set_xlim(left=0)
         axes.set(xlabel="seconds")
         legend_above(axes, [Patch(color=shade, label=name) for name, (_, shade) in BEFORE.items()])
 

@@ -22,9 +22,9 @@ SLOTS = 6  # curves whose dashes alternate; more would leave each too little of 
 HEIGHT = 2.8  # inches without the legend
 
 
-def loss_curves(names: list[str], records: list[Record]) -> Markup:
-    """Every engine's loss over steps, laid over each other."""
-    return _with_legend("Loss over steps", names, lambda axes: _draw_losses(axes, names, records))
+def loss_curves(names: list[str], records: list[Record], *, title: str = "Loss over steps") -> Markup:
+    """Every engine's loss over steps, laid over each other; `title` is for those who cannot see it."""
+    return _with_legend(title, names, lambda axes: _draw_losses(axes, names, records))
 
 
 def gradient_norms(names: list[str], records: list[Record]) -> Markup:

@@ -55,7 +55,7 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
             "As each step recorded it.",
         ),
         Picture("Step time", bars.step_times(names, costs), _of_timing(comparison.platform)),
-        Picture("Peak memory", bars.peak_memory(names, costs), _of_peaks(names, records)),
+        Picture("Peak memory", bars.peak_memory(names, costs), how_peaks(names, records)),
         Picture(
             "Memory at rest",
             bars.memory_at_rest(names, held),
@@ -126,7 +126,7 @@ def _of_timing(platform: str) -> str:
     )
 
 
-def _of_peaks(names: list[str], records: list[Record]) -> str:
+def how_peaks(names: list[str], records: list[Record]) -> str:
     """Methods by which cases measured their peaks; cases with the same one are named together."""
     by_method: dict[str, list[str]] = {}
     for name, record in zip(names, records, strict=True):

@@ -1,0 +1,85 @@
+"""The matmul ceiling: how fast a machine multiplies matrices, which no training step on it can exceed.
+
+    python -m SIDE --ceiling '{"dtype": "float32"}'
+
+prints a `Ceiling` as one line of JSON. It is measured in the side's own framework, with the threads that a
+run would have, on square matrices so large that nothing but the products matters.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.experiment import ExperimentError
+from compare.contract.host.facts import cores
+
+ProductDtype = Literal["float64", "float32", "tf32", "bfloat16"]
+SMALLEST, LARGEST = 512, 8192
+LONG_S = 0.05  # a product that takes this long is large enough
+READING_S, READINGS = 0.1, 3
+
+Multiply = Callable[[int], float]
+"""A number of products, one after the other -> the seconds that they took together."""
+
+
+class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a side is asked to measure."""
+
+    dtype: ProductDtype = "float32"
+    """Of the products: see `Precision.product_dtype`."""
+    platform: Literal["cpu", "gpu"] = "cpu"
+    threads: int = 0
+    """CPU threads that multiply; 0 for one on each core."""
+
+
+class Ceiling(Struct, frozen=True, kw_only=True):
+    """The fastest products that were measured."""
+
+    dtype: str
+    flops_per_s: float
+    """Of one GPU, or of the CPU with so many threads."""
+    threads: int
+    """On the CPU; 0 on a GPU."""
+    size: int
+    """Rows and columns of the matrices."""
+
+
+def read_ceiling_request(text: str) -> CeilingRequest:
+    """The request from JSON, with its threads counted. Raises ExperimentError for any other text."""
+    try:
+        request = msgspec.json.decode(text, type=CeilingRequest)
+    except msgspec.MsgspecError as error:
+        raise ExperimentError(f"--ceiling {text}: {' '.join(str(error).split())}") from None
+    on_gpu, most = request.platform == "gpu", cores()
+    if not 0 <= request.threads <= (0 if on_gpu else most):
+        have = "a GPU has none" if on_gpu else f"this machine has {most} cores"
+        raise ExperimentError(f"--ceiling: threads = {request.threads}: {have}; give 0 for all there are")
+    return request if on_gpu else msgspec.structs.replace(request, threads=request.threads or most)
+
+
+def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) -> Ceiling:
+    """Measure products of a size that takes long enough: the best of a few readings, in about a second.
+
+    Args:
+        request: with its threads counted.
+        prepare: size -> what multiplies two matrices of it.
+    """
+    size = SMALLEST
+    while True:
+        multiply = prepare(size)
+        multiply(1)  # allocates, compiles, chooses a kernel
+        once = multiply(1)
+        if once >= LONG_S or size >= LARGEST:
+            break
+        size *= 2
+    products = math.ceil(READING_S / once)
+    fastest = min(multiply(products) for _ in range(READINGS))
+    return Ceiling(
+        dtype=request.dtype,
+        flops_per_s=products * 2 * size**3 / fastest,
+        threads=request.threads,
+        size=size,
+    )

@@ -1,0 +1,95 @@
+"""Fill the page of a sweep."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import to_toml
+from compare.contract.initial_weights import INIT
+from compare.contract.parameters import parameter_count
+from compare.contract.record import Record, write_atomically
+from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.judge.comparison import Comparison, how_to_go_on
+from compare.present.report.repeat import EXPERIMENT
+from compare.present.report.sweep_figures import pictures
+from compare.present.report.tables import Row, Table, Text, manifest_table
+from compare.present.report.template import render_page
+from compare.present.sweep_tables import PAGE, by_reason, headline, page_table, worth
+from compare.studies.sweep import FIRST, SweepPlan
+from compare.studies.sweep_outcome import SweepOutcome
+from compare.terminal.layout_words import layout_in_words
+
+
+def write_page(
+    outcome: SweepOutcome,
+    comparisons: Mapping[str, Comparison],
+    records: Mapping[str, Sequence[Record]],
+    folder: Path,
+) -> Path:
+    """Write `folder/sweep.html`: one file, nothing fetched; and experiment.toml beside it.
+
+    Args:
+        outcome: what came of the sweep.
+        comparisons: by batch.
+        records: by batch, of each finished case.
+        folder: of the sweep.
+    """
+    plan = outcome.plan
+    spec = to_toml(plan.experiment)
+    found = [record for of_batch in records.values() for record in of_batch]
+    undone = [name for one in comparisons.values() for name in one.not_run]
+    first = next(iter(comparisons.values()))
+    by_engine = {record.manifest.engine: record for record in reversed(found)}
+    page = render_page(
+        "sweep.html",
+        outcome=outcome,
+        headline=headline(plan),
+        worth=worth(outcome),
+        parameters=parameter_count(plan.experiment.model),
+        flops_per_token=model_flops_per_token(plan.experiment),
+        steps=plan.experiment.train.max_iters,
+        dtype=plan.experiment.precision.dtype,
+        left_out=by_reason(outcome.left_out),
+        missing=outcome.failures | dict.fromkeys(undone, "did not run"),
+        continuation=how_to_go_on(first, folder.absolute() / next(iter(comparisons))),
+        pictures=pictures(outcome, comparisons, records),
+        table=page_table(outcome),
+        layouts=_layout_table(comparisons, records, plan),
+        manifests=[
+            (name, ENGINES[name].decides, manifest_table(name, record)) for name, record in by_engine.items()
+        ],
+        command=repeat_command(plan),
+        spec=spec,
+    )
+    write_atomically(folder / EXPERIMENT, spec.encode())
+    write_atomically(folder / PAGE, page.encode())
+    return folder / PAGE
+
+
+def repeat_command(plan: SweepPlan) -> str:
+    """The command that makes this sweep again, in the folder of its page."""
+    options = ["--presets", *plan.strategies, "--engines", *plan.engines]
+    options += ["--devices", *map(str, plan.devices)]
+    if plan.scaling != "none":
+        options += ["--scaling", plan.scaling]
+    if plan.platform != "cpu":
+        options += ["--platform", plan.platform]
+    if not plan.ladder:
+        options.append("--no-ladder")
+    if plan.init_from:
+        options += ["--init_from", plan.init_from or INIT]
+    return shlex.join(["shardpair", "sweep", EXPERIMENT, *options])
+
+
+def _layout_table(
+    comparisons: Mapping[str, Comparison], records: Mapping[str, Sequence[Record]], plan: SweepPlan
+) -> Table:
+    """Every strategy in words, once."""
+    words: dict[str, str] = {}
+    for batch, comparison in comparisons.items():
+        for name, record in zip(comparison.cases, records[batch], strict=True):
+            label = FIRST if name == FIRST else " on ".join(name.split(".")[1:])
+            words.setdefault(label, layout_in_words(record.manifest.experiment, plan.platform))
+    rows = [Row(Text(label), [Text(layout)]) for label, layout in words.items()]
+    return Table(name="Layouts", corner="strategy", columns=["layout"], rows=rows, look="words")

@@ -1,0 +1,152 @@
+"""The cases of a bench: what is timed, in which order, against what, and what is left out by name."""
+
+import msgspec
+import pytest
+from benches import bench_of, cases_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compare.contract.experiment import ExperimentError, Layout
+from compare.judge.bench_rows import baseline_of
+from compare.studies.bench_cases import Choice, bench_cases, edits_of, layout_name, rotated
+from compare.studies.presets import PRESETS, preset_layout
+
+
+def names(cases) -> list[str]:
+    return [case.name for case in cases]
+
+
+def test_cases_are_engines_by_layout_and_size(tiny):
+    cases = cases_of(
+        tiny, presets=("single", "ddp"), devices=(2, 4), sizes=("train.batch_size=4", "model.n_layer=4")
+    )
+    assert len(cases) == 2 * 3 * 2  # single is one layout, however many devices there are
+    assert names(cases)[:2] == [
+        "torch-manual.single, train.batch_size=4",
+        "torch-library.single, train.batch_size=4",
+    ]
+    sized = next(case for case in cases if case.block == "ddp-4, model.n_layer=4")
+    assert (sized.experiment.model.n_layer, sized.experiment.layout.dp_replicate) == (4, 4)
+    assert {case.experiment.train.max_iters for case in cases} == {cases[0].experiment.train.max_iters}
+    assert len(set(names(cases))) == len(cases)
+
+
+def test_variants_stand_beside_the_engine_as_it_is(tiny):
+    cases = cases_of(tiny, presets=("ddp",), devices=(2,), variants=("layout.bucket_mb=1,layout.remat=full",))
+    assert [case.label for case in cases] == [
+        "torch-manual",
+        "torch-library",
+        "torch-manual layout.bucket_mb=1,layout.remat=full",
+        "torch-library layout.bucket_mb=1,layout.remat=full",
+    ]
+    assert (cases[2].experiment.layout.bucket_mb, cases[2].experiment.layout.remat) == (1.0, "full")
+    assert cases[0].experiment.layout.remat == "auto"
+    assert len({case.block for case in cases}) == 1
+
+
+def test_an_engine_named_twice_is_held_against_itself(tiny):
+    first, second = cases = cases_of(tiny, engines=("torch-manual", "torch-manual"))
+    assert names(cases) == ["torch-manual.single", "torch-manual (2).single"]
+    assert first.experiment == second.experiment
+    result = bench_of(cases, baseline="torch-manual")
+    assert baseline_of(result, second) == first
+
+
+@given(st.integers(1, 4), st.integers(1, 3))
+def test_order_rotates_within_each_block(engines, layouts):
+    from compare.contract.engines.registry import ENGINES
+    from compare.contract.experiment import Experiment
+
+    presets = ("single", "ddp", "fsdp")[:layouts]
+    cases = cases_of(Experiment(), engines=tuple(ENGINES)[:engines], presets=presets, devices=(2,))
+    size = len(cases) // layouts
+    for start in range(0, len(cases), size):
+        block = [rotated(cases, number)[start : start + size] for number in range(1, size + 1)]
+        assert block[0] == cases[start : start + size]
+        assert all(sorted(map(id, order)) == sorted(map(id, block[0])) for order in block)
+        assert len({order[0].name for order in block}) == size  # each is the first once
+    assert rotated(cases, size + 1) == rotated(cases, 1)
+
+
+def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
+    cases, left_out = bench_cases(
+        tiny,
+        Choice(
+            engines=("jax-compiler", "torch-manual"),
+            presets=("ddp", "hsdp", "pp"),
+            devices=(2, 8),
+            variants=("layout.gradient_sync=overlapped",),
+        ),
+        steps=3,
+        platform="cpu",
+    )
+    assert names(cases) == [
+        "jax-compiler.ddp-2",
+        "torch-manual.ddp-2",
+        "torch-manual layout.gradient_sync=overlapped.ddp-2",
+        "torch-manual.pp-2",
+        "torch-manual layout.gradient_sync=overlapped.pp-2",
+    ]
+    assert "has no effect" in left_out["jax-compiler layout.gradient_sync=overlapped.ddp-2"]
+    assert "multiple of 2 above it" in left_out["hsdp-2"]
+    assert "batch_size = 4 is not divisible" in left_out["ddp-8"]
+    assert "jax-compiler has gpipe, interleaved" in left_out["jax-compiler.pp-2"]
+    assert not set(left_out) & set(names(cases))
+
+
+def test_nothing_left_is_refused(tiny):
+    with pytest.raises(ExperimentError, match=r"nothing can be timed: .*jax-compiler has gpipe"):
+        cases_of(tiny, engines=("jax-compiler",), presets=("pp",), devices=(2,))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"presets": ("nosuch",)}, "--presets nosuch: no such preset"),
+        ({"presets": ("ddp", "ddp")}, "--presets ddp: give each preset once"),
+        ({"sizes": ("batch_size=8",)}, "batch_size=8: give fields and values such as"),
+        ({"sizes": ("train.batchsize=8",)}, "train.batchsize=8: give fields"),
+        ({"sizes": ("data.source=x",)}, "data.source=x: give fields"),
+        ({"sizes": ("train.batch_size",)}, "train.batch_size: give fields"),
+        ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each once"),
+        ({"variants": ("train.max_iters=8",)}, "the steps of a bench are those of --window"),
+        ({"sizes": ("train.batch_size=x",)}, "nothing can be timed: Expected `int`"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(tiny, choice, message):
+    with pytest.raises(ExperimentError) as refused:
+        cases_of(tiny, **choice)
+    assert message in str(refused.value)
+
+
+def test_values_are_read_as_toml_writes_them():
+    assert edits_of("train.batch_size=8, layout.remat=full,model.bias=true,layout.bucket_mb=0.5") == {
+        "train": {"batch_size": 8},
+        "layout": {"remat": "full", "bucket_mb": 0.5},
+        "model": {"bias": True},
+    }
+    assert edits_of('layout.remat="full"') == edits_of("layout.remat=full")
+    assert edits_of("layout.remat=1\nx = 2") == {"layout": {"remat": "1\nx = 2"}}  # which no field takes
+
+
+def test_a_layout_has_the_name_of_its_preset():
+    assert layout_name(Layout()) == "single"
+    assert layout_name(Layout(dp_replicate=2)) == "ddp-2"
+    assert layout_name(Layout(dp_replicate=3, tp=2)) == "dp_replicate3-tp2"
+    for name, preset in PRESETS.items():
+        layout = preset_layout(Layout(), name, preset.devices)
+        assert layout_name(layout) == (name if name == "single" else f"{name}-{preset.devices}")
+
+
+def test_baseline_is_of_the_same_block_or_one_for_all(tiny):
+    cases = cases_of(
+        tiny, presets=("single", "ddp"), devices=(2,), sizes=("train.batch_size=4", "train.batch_size=8")
+    )
+    result = bench_of(cases, baseline="torch-library")
+    assert all(baseline_of(result, case).block == case.block for case in cases)
+    assert {baseline_of(result, case).engine for case in cases} == {"torch-library"}
+    result = msgspec.structs.replace(result, baseline="torch-manual.single")
+    for case in cases:
+        found = baseline_of(result, case)
+        assert (found.engine, found.layout, found.size) == ("torch-manual", "single", case.size)
+    assert baseline_of(msgspec.structs.replace(result, baseline="jax-manual"), cases[0]) is None

@@ -1,0 +1,108 @@
+"""The page and the words of a bench: one file, the same bytes twice, honest about what is missing."""
+
+import msgspec
+import pytest
+from benches import bench_of, cases_of, finished, measurement_of
+from test_report import Outline
+
+from compare.judge.bench_rows import blocks, disagreements
+from compare.judge.statistics import Estimate
+from compare.present.bench_words import in_one_line, ratio_text, sentences, table_cells, warnings
+from compare.present.report.bench_page import write_bench_page
+
+
+@pytest.fixture
+def result(tiny):
+    cases = cases_of(tiny, presets=("ddp", "fsdp"), devices=(2,), variants=("layout.bucket_mb=1",))
+    return finished(cases, name="<script>alert(1)</script>", left_out={"x": "<b>no</b>"})
+
+
+def test_page_is_self_contained_and_reproducible(tmp_path, result):
+    page = write_bench_page(result, tmp_path).read_text()
+    assert page.count("<svg") == 3
+    assert "currentColor" in page
+    assert not [
+        word for word in ("src=", "<link", "@import", "url(http", "<script>", "<b>no") if word in page
+    ]
+    assert write_bench_page(result, tmp_path).read_text() == page
+    outline = Outline(page)
+    assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
+    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
+    assert "" not in outline.cells
+    assert len(set(outline.pictures)) == 3
+    assert not [name for name, times in outline.ids.items() if times > 1]
+
+
+def test_page_has_every_row_and_its_interval(tmp_path, result):
+    cells = Outline(write_bench_page(result, tmp_path).read_text()).cells
+    for rows in blocks(result).values():
+        for row in rows:
+            assert row.label in cells
+            assert ratio_text(row.wall_ratio) in cells
+    assert sum("[" in cell for cell in cells) == 2 * 6  # wall and CPU of all but the two baselines
+
+
+def test_page_of_one_case_has_no_ratios(tmp_path, tiny):
+    page = write_bench_page(
+        finished(cases_of(tiny, engines=("torch-manual",)), rounds=1), tmp_path
+    ).read_text()
+    assert page.count("<svg") == 2
+    assert "nothing to divide by torch-manual" in page
+
+
+def test_ratios_say_no_more_than_they_know():
+    assert ratio_text(None) == "-"
+    assert ratio_text(Estimate(median=0.734, rounds=3)) == "0.73"
+    assert ratio_text(Estimate(median=0.734, rounds=5, low=0.7, high=0.8)) == "0.73 [0.70, 0.80]"
+
+
+def test_a_round_without_the_baseline_has_no_ratio(tiny):
+    first, second = cases = cases_of(tiny)
+    measurements = [measurement_of(first, number) for number in (1, 2)]
+    measurements += [measurement_of(second, number, wall_ms=20.0) for number in (1, 3)]
+    (rows,) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
+    assert rows[0].wall_ratio is None
+    assert (rows[1].wall_ratio.median, rows[1].wall_ratio.rounds, rows[1].rounds) == (2.0, 1, 2)
+
+
+def test_figures_are_medians_over_rounds(tiny):
+    (case,) = cases = cases_of(tiny, engines=("torch-manual",))
+    walls = {1: 10.0, 2: 30.0, 3: 12.0}
+    measurements = [measurement_of(case, number, wall_ms=wall) for number, wall in walls.items()]
+    ((row,),) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
+    assert (row.wall_ms, row.wall_ms_least, row.wall_ms_most) == pytest.approx((12.0, 10.0, 30.0))
+    assert (row.cpu_ms, row.single_ms) == pytest.approx((24.0, 13.2))
+    assert row.tokens_per_s == pytest.approx(case.tokens_per_step / 0.012)
+
+
+def test_a_column_that_nobody_has_a_figure_for_is_left_out(result):
+    rows = next(iter(blocks(result).values()))
+    header, cells = table_cells([msgspec.structs.replace(row, mfu=None) for row in rows])
+    assert "MFU" not in header
+    assert {len(row) for row in cells} == {len(header)}
+    header, _ = table_cells([msgspec.structs.replace(rows[0], mfu=0.4), *rows[1:]])
+    assert "MFU" in header
+
+
+def test_words_say_what_must_be_known(result, tiny):
+    said = " ".join(sentences(result))
+    assert "CPU timings: 5 rounds" in said
+    assert "the 95% interval" in said
+    assert in_one_line(result).startswith(
+        "Wall time over that of torch-manual, 5 rounds: torch-library under fsdp-2"
+    )
+    assert "; torch-library layout.bucket_mb=1 under ddp-2 1.78 [" in in_one_line(result)
+    few = msgspec.structs.replace(result, rounds=4)
+    assert "Fewer than 5 rounds: no interval" in " ".join(sentences(few))
+    without = msgspec.structs.replace(result, cases=[*result.cases, *cases_of(tiny, engines=("jax-manual",))])
+    assert "(which is not in single)" in " ".join(sentences(without))
+    assert warnings(result) == []
+
+
+def test_losses_that_part_are_told_but_for_variants_that_train_otherwise(tiny):
+    cases = cases_of(
+        tiny, engines=("torch-manual",), variants=("layout.bucket_mb=1", "optimizer.weight_decay=0.0")
+    )
+    measurements = [measurement_of(case, 1, loss=2.5 + place) for place, case in enumerate(cases)]
+    (line,) = disagreements(bench_of(cases, measurements=measurements))
+    assert line.startswith("torch-manual layout.bucket_mb=1.single did not do the same work")
