@@ -26,7 +26,7 @@ def print_study(result: BenchResult, study: BucketStudy, page: Path, *, as_json:
     for point in study.points:
         table.add_row(point.name, *cells(study, point))
     console.print(table)
-    for line in (*about(study), *warnings(result), *(one.why for one in result.failures)):
+    for line in (*about(study), *warnings(result)):
         console.print(line, soft_wrap=True)
     console.print(study.sentence(), style="bold green", soft_wrap=True)
     console.print(f"results: {page}", soft_wrap=True)

@@ -95,7 +95,7 @@ def plan_study(
     ]
     cases = [
         BenchCase(engine=REFERENCE, layout=f"data parallel over {devices}", variant=variant, experiment=whole)
-        for variant, whole in [(ALONE, share), *ways]
+        for variant, whole in [*ways, (ALONE, share)]  # the first is what others' losses are held to
     ]
     for case in cases:
         require_devices(case.experiment, settings.platform)

@@ -62,7 +62,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
                 ],
             )
         ],
-        notes=[*warnings(result), *(one.why for one in result.failures)],
+        notes=warnings(result),
         command="",
         git_commit=result.git_commit,
         git_dirty=result.git_dirty,
