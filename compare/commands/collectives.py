@@ -18,7 +18,9 @@ from compare.present.collectives import print_bench
 from compare.studies.collectives import (
     RANKS,
     CollectiveBench,
+    Interrupted,
     Order,
+    read_bench,
     requests_of,
     run_requests,
     sizes_between,
@@ -80,14 +82,21 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
     def __call__(self, default: Experiment) -> int:
         """Time them. Returns 0 if every row is there and every result right, else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
-        bench, folder = self.outcome()
+        try:
+            bench, folder = self.outcome()
+        except Interrupted as interrupt:
+            self._show(read_bench(interrupt.folder), interrupt.folder)
+            raise
+        self._show(bench, folder)
+        return 0 if bench.passed else 1
+
+    def _show(self, bench: CollectiveBench, folder: Path) -> None:
         from compare.present.report.collectives import save_picture, write_page
 
         page = write_page(folder, bench) if bench.rows else folder
         if self.picture and bench.rows:
             save_picture(self.picture, bench)
         print_bench(bench, page, as_json=self.json)
-        return 0 if bench.passed else 1
 
     def outcome(self) -> tuple[CollectiveBench, Path]:
         """Time them; nothing is printed on stdout.

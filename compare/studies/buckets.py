@@ -94,7 +94,7 @@ def plan_study(
         for mb in sorted(bucket_mb or default_bucket_mb(experiment))
     ]
     cases = [
-        BenchCase(engine=REFERENCE, layout=f"data parallel over {devices}", variant=variant, experiment=whole)
+        BenchCase(engine=REFERENCE, layout=f"ddp-{devices}", variant=variant, experiment=whole)
         for variant, whole in [*ways, (ALONE, share)]  # the first is what others' losses are held to
     ]
     for case in cases:

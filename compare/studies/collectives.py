@@ -70,7 +70,7 @@ class CollectiveBench(Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The outcome in a line."""
         if self.failures:
-            return "; ".join(f"{name} did not finish: {why}" for name, why in self.failures.items())
+            return f"did not finish: {'; '.join(self.failures.values())}"
         if self.wrong:
             bad = dict.fromkeys(f"{row.implementation} {row.kind}" for row in self.rows if row.wrong)
             return f"wrong results: {self.wrong:,} elements in {', '.join(bad)}"
@@ -91,7 +91,11 @@ class Order(Struct, frozen=True, kw_only=True):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; every process was ended. The message says where the finished rows are."""
+    """Ctrl-C; every process was ended. The finished rows are in `folder`."""
+
+    def __init__(self, message: str, folder: Path):
+        super().__init__(message)
+        self.folder = folder
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
@@ -194,10 +198,11 @@ def run_requests(
                 failures[name] = str(error)
                 tally.say(failures[name], style="red")
             except KeyboardInterrupt:
-                bench = _collected(bench, folder, failures | {name: "interrupted"})
+                bench = _collected(bench, folder, failures | {name: f"{name}: interrupted"})
                 raise Interrupted(
                     f"interrupted; every process was ended. {len(bench.rows)} finished rows are kept in "
-                    f"{folder / RESULT}"
+                    f"{folder / RESULT}",
+                    folder,
                 ) from None
             bench = _collected(bench, folder, failures)
     return bench, folder

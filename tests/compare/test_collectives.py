@@ -15,10 +15,12 @@ from compare.contract.collective_bench import (
     CollectiveCase,
     CollectiveRow,
     Kind,
+    append_row,
     make_row,
 )
 from compare.contract.tensors import RecordError
 from compare.execute import launch
+from compare.execute.launch import EngineError
 from compare.judge.collective_fit import fit_line, fits_of
 from compare.present.collectives import print_bench
 from compare.present.report.collectives import save_picture, write_page
@@ -111,9 +113,9 @@ def test_wrong_elements_and_failures_are_the_outcome():
     wrong = bench_of([*all_rows(), row_of("ours", "permute", 1024, wrong=3)])
     assert not wrong.passed
     assert wrong.sentence() == "wrong results: 3 elements in ours permute"
-    failed = bench_of(all_rows(), failures={"torchpar-4": "rank 1 was killed"})
+    failed = bench_of(all_rows(), failures={"torchpar-4": "torchpar-4: rank 1 was killed"})
     assert not failed.passed
-    assert "torchpar-4 did not finish: rank 1 was killed" in failed.sentence()
+    assert failed.sentence() == "did not finish: torchpar-4: rank 1 was killed"
     assert not bench_of([]).passed
 
 
@@ -231,3 +233,21 @@ def test_both_sides_compute_every_collective_and_a_planted_error_is_seen(shardpa
     assert found["failures"] == {}
     assert read_bench(shardpair.folder / "out").wrong == 6
     assert (shardpair.folder / "out" / "collectives.html").is_file()
+
+
+def test_what_fails_is_named_and_what_was_interrupted_is_shown(tmp_path, monkeypatch, capsys):
+    """The first side leaves a row and fails, the second leaves one and is interrupted."""
+
+    def run_side(side, folder, *, name, **_):
+        append_row(folder, row_of("xla" if "jax" in name else "gloo", "permute", 1024, ranks=2))
+        if "jax" in name:
+            raise EngineError(f"{name}: out of memory", exit_code=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "run_side", run_side)
+    arguments = ["--ranks", "2", "--kinds", "permute", "--max_size", "1K", "--anyway"]
+    assert main(["collectives", *arguments, "--run_dir", str(tmp_path / "out")]) == 130
+    captured = capsys.readouterr()
+    assert "2 finished rows are kept in" in captured.err
+    assert "did not finish: jaxpar-2: out of memory; torchpar-2: interrupted" in captured.out
+    assert [row.implementation for row in read_bench(tmp_path / "out").rows] == ["xla", "gloo"]
