@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix mirror measure docs clean
+.PHONY: help demo test test-fast lint format check faults matrix mirror measure performance docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -50,6 +50,10 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/measured.json
 	$(BIN)/python docs/measured.py
+
+performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
+	$(BIN)/python docs/performance.py
+	$(BIN)/python docs/make_docs.py
 
 docs: $(READY)  ## write the generated numbers and tables into README.md and docs/*.md
 	$(BIN)/python docs/make_docs.py

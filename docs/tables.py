@@ -3,17 +3,18 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
 from measured import Errors, Measured, read_measured
+from performance import BENCHES, read_performance
 
 from compare.cli import COMMANDS
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS, lengths, lessons
 from compare.commands.schedule import cost_of
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout
 from compare.contract.schedules import SCHEDULES, make_schedule
 from compare.judge.ladder import REQUEST, RUNGS
@@ -76,7 +77,7 @@ def engines() -> str:
     """Table of engines, and what each offers."""
     rows = [
         (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
-        for e in ENGINES.values()
+        for e in STUDIED.values()
     ]
     header = ["engine", "gradient synchronisation", "pipeline schedules", "why no other"]
     return markdown(header, rows, numbers_from=4)
@@ -140,8 +141,8 @@ def faults() -> str:
     """Every planted fault, the rung that catches it, and the least error that any engine showed there."""
     errors, rows = caught(), []
     for fault in FAULTS.values():
-        able = [name for name, engine in ENGINES.items() if fault.name not in engine.impossible_faults]
-        among = "all" if len(able) == len(ENGINES) else ", ".join(able)
+        able = [name for name, engine in STUDIED.items() if fault.name not in engine.impossible_faults]
+        among = "all" if len(able) == len(STUDIED) else ", ".join(able)
         rows.append(
             (f"`{fault.name}`", fault.description, fault.rung, error_text(min(errors[fault.name])), among)
         )
@@ -194,6 +195,22 @@ def parity() -> str:
     return markdown(["worst error over all its layouts", *(f"`{name}`" for name in engines)], rows)
 
 
+def performance(name: str) -> str:
+    """A bench's tables, the command that makes them, and what is to be known; or that it was not run yet."""
+    stored = read_performance().get(name)
+    command = f"```sh\nshardpair {BENCHES[name]}\n```"
+    if stored is None:
+        return f"{command}\n\nNot measured yet: `make performance` measures it."
+    parts = [command]
+    for block in stored.blocks:
+        parts += [f"**{block.title}**", markdown(block.header, block.rows)]
+    words = [*stored.sentences, *(f"**{line}**" for line in stored.warnings)]
+    words += [f"Left out: {case}: {why}." for case, why in stored.left_out.items()]
+    if stored.command != f"shardpair {BENCHES[name]}":
+        words.append(f"**Measured with another command: `{stored.command}`.**")
+    return "\n\n".join([*parts, " ".join(words)])
+
+
 @cache
 def _measured() -> Measured:
     return read_measured()
@@ -217,5 +234,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "harness-faults-missed": missed_without_request,
     "parity": parity,
     "parity-count": parity_count,
+    **{f"performance-{name}": partial(performance, name) for name in BENCHES},
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

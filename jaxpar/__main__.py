@@ -91,10 +91,11 @@ def train(folder: Path) -> None:
     watchdog = Watchdog(request.timeout_s, partial(_report, folder))
     configure_jax(request)
     # Imported after configuring: a backend, once started, keeps its devices and platform.
-    from jaxpar.train import train
+    from jaxpar.peers import load_train
 
+    train_engine = load_train(request.engine)
     with _planted(request):
-        train(request, Recorder(folder), progress=watchdog.progress)
+        train_engine(request, Recorder(folder), progress=watchdog.progress)
 
 
 def time_collectives(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The record of a run: an observer that the training loop calls."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ class Recording:
         corpus: where the batches come from.
         remat: what is recomputed.
         started_utc: when the run began.
+        moments: finds m and v in the optimizer's state.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Recording:
         corpus: Corpus | OwnBatches,
         remat: Remat,
         started_utc: str,
+        moments: Callable[[Any], dict[str, Any]] = moments,
     ):
         self._request, self._recorder, self._sharded, self._state = request, recorder, sharded, state
         self._corpus, self._remat, self._started_utc = corpus, remat, started_utc
+        self._moments = moments
         self._first_step_s = 0.0
         self._windows: list[Window] = []
         initial_weights = canonical_weights(sharded, state, self._experiment)
@@ -84,7 +88,7 @@ class Recording:
             self._recorder.tensors(Rung.BATCH, jax.device_get(batch))
             self._leave(Rung.GRADIENTS, gradients)
             self._leave(Rung.FIRST_WEIGHTS, self._state.params)
-            for name, tree in moments(self._state.opt_state).items():
+            for name, tree in self._moments(self._state.opt_state).items():
                 self._leave(_MOMENT_RUNGS[name], tree)
         if request.ladder and step + 1 == request.later_step:
             self._leave(Rung.LATER_WEIGHTS, self._state.params)

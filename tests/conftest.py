@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 quick_xla.use()
 
-CACHING = {"run", "check", "faults", "matrix", "golden"}  # commands that take --cache_dir
+CACHING = {"run", "check", "bench", "faults", "matrix", "golden", "sweep"}  # commands that take --cache_dir
 SLOW_FIXTURES = {"shardpair", "ranks"}
 SLOW = {
     "test_api",
@@ -36,6 +36,7 @@ SLOW = {
     "test_jaxpar_peak",
     "test_jaxpar_pipeline",
     "test_jaxpar_pipeline_gpt",
+    "test_jaxpar_plain_jit",
     "test_jaxpar_run",
     "test_jaxpar_shards",
     "test_own_weights",
@@ -50,6 +51,7 @@ SLOW = {
     "test_torchpar_double_backward",
     "test_torchpar_examples",
     "test_torchpar_launch",
+    "test_torchpar_peers",
     "test_torchpar_run",
     "test_torchpar_zero",
     "test_torchrun",

@@ -24,7 +24,7 @@ from compare.contract.collective_bench import clear_rows
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.disk import no_room
 from compare.contract.host.exits import describe_exit
-from compare.contract.host.facts import MissingDevicesError
+from compare.contract.host.facts import MissingDevicesError, MissingPackageError
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.host.signals import is_ignored
 from compare.contract.record import Failure, clear_record, write_failure
@@ -141,7 +141,7 @@ def _attempt(folder: Path, work: Callable[[Path], None]) -> tuple[Failure | None
         work(folder)
     except ExperimentError as error:
         return Failure(message=str(error)), BAD_REQUEST
-    except MissingDevicesError as error:
+    except (MissingDevicesError, MissingPackageError) as error:
         return Failure(message=str(error)), MISSING
     except RanksFailed as error:
         return error.failure, FAILED

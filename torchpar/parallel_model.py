@@ -92,6 +92,11 @@ class ParallelModel:
             gradients[name] = parameter.grad
         return gradients
 
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Gradients that are allocated: a module may hold whole ones, of which this rank updates a piece."""
+        holders = [*self.module.parameters(), *self.parameters.values()]
+        return [holder.grad for holder in holders if holder.grad is not None]
+
     def optimizer_state(self) -> list[torch.Tensor]:
         """All tensors that this rank's optimizer keeps: moments, and its own counts of steps."""
         entries = self.optimizer.state.values()

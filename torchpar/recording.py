@@ -84,9 +84,7 @@ class Recording:
         if run.state.step == 0 and run.request.ladder:
             self._leave(Rung.GRADIENTS, run.parallel.gradients())
         if run.state.step == self._instrumented:
-            # All that is allocated: a module may hold whole gradients of which this rank updates a piece.
-            holders = [*run.parallel.module.parameters(), *run.parallel.parameters.values()]
-            self._gradient_bytes = resident_bytes([p.grad for p in holders if p.grad is not None])
+            self._gradient_bytes = resident_bytes(run.parallel.held_gradients())
 
     def step_is_done(self, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float) -> None:
         """After a step, before the state moves on: its numbers, and the tensors that the ladder asks for.
@@ -159,7 +157,7 @@ class Recording:
             initial_weights_sha256=run.initial_weights_sha256,
             corpus_sha256=run.corpus.sha256,
             versions=versions(PACKAGES),
-            threads="1 per rank",
+            threads=f"{torch.get_num_threads()} per rank",
             started_utc=self._started_utc,
             compile_s=0.0,
             first_step_s=self._first_step_s,

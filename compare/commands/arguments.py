@@ -10,7 +10,7 @@ import tyro
 from msgspec import Struct
 
 from compare.contract.engines.engine import Side
-from compare.contract.engines.registry import ENGINES, SIDES
+from compare.contract.engines.registry import ENGINES, SIDES, STUDIED
 from compare.contract.experiment import (
     Data,
     Experiment,
@@ -40,10 +40,11 @@ def _python_flag(side: Side) -> object:
 
 
 if TYPE_CHECKING:
-    EngineName = str
+    EngineName = StudiedName = str
     SidePythons = Struct
 else:
     EngineName = Literal[tuple(ENGINES)]
+    StudiedName = Literal[tuple(STUDIED)]
     SidePythons = msgspec.defstruct(
         "SidePythons",
         [(side.python_flag, _python_flag(side), sys.executable) for side in SIDES.values()],
@@ -241,6 +242,6 @@ def pythons_of(arguments: SidePythons) -> dict[str, str]:
 
 
 def chosen_engines(engines: tuple[str, ...]) -> list[str]:
-    """The engines asked for, all by default. Raises ExperimentError if one is named twice."""
+    """The engines asked for; by default all but the peers. Raises ExperimentError if one is named twice."""
     check_names("--engines", "engine", engines, ENGINES)
-    return list(engines) or list(ENGINES)
+    return list(engines) or list(STUDIED)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from compare.commands.arguments import EngineName, Spec
+from compare.commands.arguments import EngineName, Spec, pythons_of
 from compare.commands.chosen_layout import DEVICES
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.timing import Timing
 from compare.execute.progress import Reporter
@@ -14,6 +14,7 @@ from compare.present.bench_tables import print_bench
 from compare.present.report.bench_page import PAGE, write_bench_page
 from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
+from compare.studies.fitting import installed
 from compare.studies.paired_run import Case
 from compare.terminal.console import errors_console
 
@@ -38,7 +39,8 @@ class Bench(Spec, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all four. One that is named twice is held against itself."""
+    """Which engines. Default: all four. One that is named twice is held against itself. A peer
+    (`shardpair list`) runs if it is named, and is left out, with the line that installs it, where missing."""
     presets: tuple[str, ...] = ()
     """Layouts by name (`shardpair list`), a block of the table each. Default: the experiment's own layout."""
     devices: tuple[int, ...] = ()
@@ -107,11 +109,12 @@ class Bench(Spec, frozen=True, kw_only=True):
                 f"--train.max_iters {self.train.max_iters} has no effect: the steps of a bench are those of "
                 f"--window and --windows"
             )
+        able, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
         return plan_bench(
             f"bench-{Path(self.experiment).stem}",
             self.resolved(),
             Choice(
-                engines=self.engines or tuple(ENGINES),
+                engines=tuple(able),
                 presets=self.presets,
                 devices=self.devices or (DEVICES,),
                 sizes=self.sizes,
@@ -122,6 +125,7 @@ class Bench(Spec, frozen=True, kw_only=True):
             baseline=self.baseline,
             anyway=self.anyway,
             settings=self.settings(),
+            left_out=missing,
         )
 
     def _require_only_continue(self, default: Experiment) -> None:

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from compare.commands.arguments import EngineName, Spec, chosen_engines
+from compare.commands.arguments import EngineName, Spec, chosen_engines, pythons_of
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
-from compare.studies.fitting import fitting
+from compare.studies.fitting import fitting, installed
 from compare.studies.presets import apply_preset
 from compare.terminal.console import errors_console
 
@@ -15,8 +15,9 @@ class Spread(Spec, frozen=True, kw_only=True):
     """An experiment, a layout by name, and engines that can express it."""
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines, the first being what the others are held against. Default: all that can express the
-    layout; the others are named, with the reason."""
+    """Which engines, the first being what the others are held against. Default: all four that can express
+    the layout; the others are named, with the reason. A peer runs if it is named, and is left out, with the
+    line that installs it, where it is missing."""
     preset: str = ""
     """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
     hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp, pp, pp_gpipe, pp_interleaved, pp_zero_bubble,
@@ -46,15 +47,17 @@ class Spread(Spec, frozen=True, kw_only=True):
         return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
     def fitting(self, experiment: Experiment) -> tuple[list[str], dict[str, str]]:
-        """The engines to run, and why others were left out: never one that was asked for.
+        """The engines to run, and why others were left out: of those asked for only what is not installed.
 
         Raises:
             ExperimentError: an engine is named twice, or none can express the layout.
+            EnvironmentMissing: none of them is installed.
         """
         engines = chosen_engines(self.engines)
         if self.engines:
-            return engines, {}
-        able, left_out = fitting(engines, experiment.layout, platform=self.platform)
+            able, left_out = installed(engines, pythons_of(self))
+        else:
+            able, left_out = fitting(engines, experiment.layout, platform=self.platform)
         if not (self.quiet or self.dry_run or self.continue_):
             for name, why in left_out.items():
                 errors_console().print(f"{name} is left out: {why}", style="yellow")

@@ -6,7 +6,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.commands.arguments import SidePythons, pythons_of
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import ENGINES, STUDIED
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 from compare.execute.ask import ask
 from compare.execute.safe_path import with_safe_path
@@ -74,7 +74,7 @@ def _side_table(side: str, found: SideReport) -> Table:
 def engine_reports(sides: dict[str, SideReport | str]) -> list[EngineReport]:
     """A report for each engine: what it can run here."""
     reports = []
-    for engine in ENGINES.values():
+    for engine in STUDIED.values():
         found = sides[engine.side]
         if isinstance(found, SideReport):
             cpu, gpu = (

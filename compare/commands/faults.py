@@ -4,7 +4,7 @@ import shutil
 
 from rich.table import Table
 
-from compare.commands.arguments import EngineName, Spec, chosen_engines
+from compare.commands.arguments import Spec, StudiedName, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.present.tables import print_faults
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
@@ -25,7 +25,7 @@ class Faults(Spec, frozen=True, kw_only=True):
       shardpair faults --harness
     """
 
-    engines: tuple[EngineName, ...] = ()
+    engines: tuple[StudiedName, ...] = ()
     """Engines to plant faults in. Default: all four."""
     names: tuple[str, ...] = ()
     """Which faults. Default: all."""

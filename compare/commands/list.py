@@ -1,15 +1,17 @@
 """`shardpair list`: what there is to name on the command line, a line each."""
 
 import re
+import sys
 from pathlib import Path
 
 from msgspec import Struct
 from rich import box
 from rich.table import Table
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import PEERS, STUDIED
 from compare.contract.experiment import Experiment, Layout, load, named_experiments
 from compare.contract.parameters import parameter_count
+from compare.execute.packages import missing_package
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.presets import PRESETS, preset_layout
@@ -44,6 +46,7 @@ class List(Struct, frozen=True, kw_only=True):
             "faults": faults(),
             "harness_faults": harness_faults(),
             "engines": engines(),
+            "peers": peers(),
         }
         if self.json:
             print_json(everything)
@@ -105,7 +108,19 @@ def engines() -> list[Entry]:
             description=engine.decides,
             facts={"pipelines": ", ".join(engine.schedules)},
         )
-        for engine in ENGINES.values()
+        for engine in STUDIED.values()
+    ]
+
+
+def peers() -> list[Entry]:
+    """What others use, to be run beside the engines (`--engines`), and what is missing here for it."""
+    return [
+        Entry(
+            name=peer.name,
+            description=peer.decides,
+            facts={"missing": peer.pip_line if missing_package(peer, sys.executable) else ""},
+        )
+        for peer in PEERS.values()
     ]
 
 

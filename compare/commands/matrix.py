@@ -8,7 +8,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from compare.commands.arguments import EngineName, Spec, chosen_engines
+from compare.commands.arguments import Spec, StudiedName, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.record import write_atomically
 from compare.execute.paths import check_output, create_run_dir
@@ -33,7 +33,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
       shardpair matrix --output docs/parity.md
     """
 
-    engines: tuple[EngineName, ...] = ()
+    engines: tuple[StudiedName, ...] = ()
     """Which engines. Default: all four."""
     layouts: tuple[str, ...] = ()
     """Which presets. Default: all."""

@@ -13,12 +13,11 @@ from compare.execute.paths import create_run_dir
 from compare.judge.comparison import Comparison, read_saved
 from compare.present.sweep_tables import by_reason, print_sweep
 from compare.studies.paired_run import Settings
-from compare.studies.presets import PRESETS, check_names
+from compare.studies.presets import CLASSIC, PRESETS, check_names
 from compare.studies.sweep import Batch, Scaling, SweepPlan, sweep_batches
 from compare.studies.sweep_outcome import SweepOutcome, outcome_of, read_outcome, save_outcome
 from compare.terminal.console import errors_console
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tp")
 DEVICES, SCALED = (2,), (1, 2, 4)
 
 
@@ -68,7 +67,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
         return SweepPlan(
             name=Path(self.experiment).stem,
             experiment=self.resolved(),
-            strategies=list(self.presets or STRATEGIES),
+            strategies=list(self.presets or CLASSIC),
             engines=chosen_engines(self.engines),
             devices=self._devices(),
             scaling=self.scaling,

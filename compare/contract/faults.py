@@ -68,7 +68,7 @@ def find_fault(faults: Sequence[Fault], name: str, *, engine: str, layout: Layou
         raise ExperimentError(f"fault = {name}: {engine} cannot make it: {why}")
     known = {fault.name: fault for fault in faults if ENGINES[engine].folder in fault.folders}
     if name not in known:
-        raise ExperimentError(f"fault = {name}: {engine} knows {', '.join(known)}")
+        raise ExperimentError(f"fault = {name}: {engine} knows {', '.join(known) or 'none'}")
     if not known[name].need.holds(layout):
         raise ExperimentError(f"fault = {name}: {known[name].need.otherwise}")
     return known[name]

@@ -89,7 +89,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         if not all(verdict.compared_tensors for verdict in self.verdicts):
             return (
-                f"the losses of {others} {agree} with those of {self.cases[0]}; gradients and weights were "
+                f"the losses of {others} agree with those of {self.cases[0]}; gradients and weights were "
                 f"not compared"
             )
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)

@@ -22,7 +22,6 @@ COLUMNS: dict[str, Cell] = {
     "step, median (ms)": lambda row: f"{row.step_time_ms_median:.1f}",
     "tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
     "samples/s": lambda row: f"{row.samples_per_s:,.1f}",
-    "GFLOP/s": lambda row: f"{row.model_flops_per_s / 1e9:,.1f}",
     "MFU": lambda row: NONE if row.mfu is None else f"{row.mfu:.1%}",
     "peak memory": lambda row: human_bytes(row.peak_mem_bytes),
     "logical bytes": lambda row: human_bytes(row.comm_bytes),
@@ -111,10 +110,10 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 def page_table(outcome: SweepOutcome) -> Table:
     """The same table for the page."""
-    figures = columns(outcome)
+    figures, several = columns(outcome), len({row.engine for row in outcome.rows}) > 1
     rows = [
         Row(
-            Text(row.strategy, row.engine),
+            Text(row.strategy, row.engine if several else ""),
             [
                 *(Text(cell(row)) for cell in figures.values()),
                 Text(verdict_of(row), news="pass" if row.passed else "fail"),

@@ -67,6 +67,7 @@ def plan_bench(
     baseline: str,
     anyway: bool,
     settings: Settings,
+    left_out: Mapping[str, str] | None = None,
 ) -> BenchResult:
     """A bench before anything is started: its cases, and what is left out.
 
@@ -79,6 +80,7 @@ def plan_bench(
         baseline: see `BenchResult.baseline`; '' for the reference engine, or the first if that is none.
         anyway: time on a busy machine, too.
         settings: how it will run.
+        left_out: engines that are not installed, and what they lack.
 
     Raises:
         ExperimentError, EnvironmentMissing: a field, a preset, a baseline or a number that cannot work, more
@@ -89,7 +91,7 @@ def plan_bench(
     if timing.window < 1 or timing.windows < 1:
         raise ExperimentError(f"--window {timing.window} and --windows {timing.windows} must be at least 1")
     platform = settings.platform
-    cases, left_out = bench_cases(experiment, choice, steps=timing.steps, platform=platform)
+    cases, refused = bench_cases(experiment, choice, steps=timing.steps, platform=platform)
     for case in cases:
         require_devices(case.experiment, platform)
         require_memory(case.engine, case.experiment, platform=platform)
@@ -113,8 +115,10 @@ def plan_bench(
         anyway=anyway,
         is_cached=bool(settings.cache_dir),
         cases=cases,
-        left_out=left_out,
+        left_out={**(left_out or {}), **refused},
     )
+    if why := result.left_out.get(baseline):
+        raise EnvironmentMissing(f"--baseline {baseline}: {why}")
     if not any(baseline_of(result, case) for case in cases):
         there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in cases)
         raise ExperimentError(

@@ -155,6 +155,10 @@ def _refusal(case: BenchCase, plain: Experiment, *, is_preset: bool, platform: s
     preset = case.layout.partition("-")[0] if is_preset else "ddp"
     if why := refusal(engine, whole.layout, preset=preset, platform=platform):
         return why
+    try:
+        engine.require_experiment(whole, platform=platform)
+    except ExperimentError as error:
+        return str(error)
     chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}
     if case.variant and not engine.offers_choice and edited(whole, chosen) == plain:
         return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"

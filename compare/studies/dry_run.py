@@ -148,7 +148,7 @@ def _refusal(case: Case, platform: str) -> str:
     """The objection that `compare_cases` would raise."""
     try:
         require_devices(case.experiment, platform)
-        ENGINES[case.engine].require(case.experiment.layout, platform=platform)
+        ENGINES[case.engine].require_experiment(case.experiment, platform=platform)
         require_memory(case.engine, case.experiment, platform=platform)
     except (ExperimentError, EnvironmentMissing) as error:
         return str(error)

@@ -1,10 +1,13 @@
-"""Choice of engines that can express a layout; those that cannot are named, with the reason."""
+"""Choice of engines that can do what is asked, and are installed; the others are named, with the reason."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
 from compare.contract.engines.engine import Engine
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError, Layout
+from compare.execute.launch import EnvironmentMissing
+from compare.execute.packages import missing_package
 
 
 def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[list[str], dict[str, str]]:
@@ -50,3 +53,27 @@ def refusal(engine: Engine, layout: Layout, *, preset: str, platform: str = "cpu
     if only_data_parallel and preset != "ddp" and not engine.offers_choice:
         return f"the same as ddp: {engine.name} chooses for itself"
     return ""
+
+
+def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Choose the engines whose packages are there.
+
+    Args:
+        engines: names in ENGINES.
+        pythons: side -> the interpreter that it runs in; this one where a side is missing.
+
+    Returns:
+        Those that can start, in their order; and what the others lack, by name.
+
+    Raises:
+        EnvironmentMissing: none can.
+    """
+    left_out = {}
+    for name in engines:
+        engine = ENGINES[name]
+        if why := missing_package(engine, pythons.get(engine.side, sys.executable)):
+            left_out[name] = why
+    able = [name for name in engines if name not in left_out]
+    if not able:
+        raise EnvironmentMissing("; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    return able, left_out

@@ -124,7 +124,7 @@ def hold(
     golden, provenance = read_golden()
     require_devices(experiment, settings.platform)
     for engine in engines:
-        ENGINES[engine].require(experiment.layout, platform=settings.platform)
+        ENGINES[engine].require_experiment(experiment, platform=settings.platform)
         require_memory(engine, experiment, platform=settings.platform)
     folder = create_run_dir(EXPERIMENT, run_dir)
     with lock_folder(folder):

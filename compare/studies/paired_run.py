@@ -133,7 +133,7 @@ def compare_cases(
     """
     for case in cases:
         require_devices(case.experiment, settings.platform)
-        ENGINES[case.engine].require(case.experiment.layout, platform=settings.platform)
+        ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
     folder = create_run_dir(name, run_dir)
     with lock_folder(folder):

@@ -104,6 +104,9 @@ PRESETS = {
     ),
 }
 
+CLASSIC = ("ddp", "zero1", "zero2", "fsdp", "tp")
+"""The strategies that are compared with each other most."""
+
 _SPREAD_OVER_NOTHING: Fields = {
     PP: 1,
     "schedule": "1f1b",

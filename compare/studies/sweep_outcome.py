@@ -123,10 +123,22 @@ def read_outcome(folder: Path) -> SweepOutcome:
 
 
 def _sentence(comparisons: Mapping[str, Comparison]) -> str:
-    """The verdict of every batch; what was left out is counted, and named in a list of its own."""
+    """The verdict over all batches; what was left out is counted, and named in a list of its own."""
     alone = {name: msgspec.structs.replace(one, left_out={}) for name, one in comparisons.items()}
-    said = [one.sentence() if len(alone) == 1 else f"{name}: {one.sentence()}" for name, one in alone.items()]
+    failed = [f"{name}: {one.sentence()}" for name, one in alone.items() if not one.passed]
+    verdicts = [verdict for one in alone.values() for verdict in one.verdicts]
     count = sum(len(one.left_out) for one in comparisons.values())
+    if len(alone) == 1:
+        said = [one.sentence() for one in alone.values()]
+    elif failed:
+        said = failed
+    elif all(verdict.compared_tensors for verdict in verdicts):
+        said = [f"PASS: {len(verdicts)} cases agree with the reference of their batch on every rung"]
+    else:
+        said = [
+            f"PASS: the losses of {len(verdicts)} cases agree with those of the reference of their batch; "
+            f"gradients and weights were not compared"
+        ]
     return "; ".join([*said, *([f"{count} left out"] if count else [])])
 
 

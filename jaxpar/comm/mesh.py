@@ -18,24 +18,33 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
         platform: cpu or gpu.
 
     Raises:
-        MissingDevicesError: fewer devices than the layout needs, or none of that platform. JAX itself
-            would go on with the devices that it finds.
+        MissingDevicesError: from `find_devices`.
+    """
+    axes = layout.axes
+    grid = np.array(find_devices(layout.devices, platform=platform)).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def find_devices(count: int, *, platform: str) -> list[jax.Device]:
+    """The first `count` local devices of a platform.
+
+    Raises:
+        MissingDevicesError: fewer than that, or none of that platform. JAX itself would go on with the
+            devices that it finds.
     """
     try:
         devices = jax.local_devices(backend=platform)
     except RuntimeError as error:  # JAX's word for a backend that is not there
         raise MissingDevicesError(
-            f"the layout needs {layout.devices} {platform} devices and JAX finds 0 ({error}): install JAX's "
-            f"plugin for them, or use platform cpu"
+            f"the layout needs {count} {platform} devices and JAX finds 0 ({error}): install JAX's plugin "
+            f"for them, or use platform cpu"
         ) from None
-    if len(devices) < layout.devices:
+    if len(devices) < count:
         raise MissingDevicesError(
-            f"the layout needs {layout.devices} {platform} devices and JAX finds {len(devices)}: lower "
-            f"a degree of the layout, or use platform cpu, whose devices are virtual"
+            f"the layout needs {count} {platform} devices and JAX finds {len(devices)}: lower a degree of "
+            f"the layout, or use platform cpu, whose devices are virtual"
         )
-    axes = layout.axes
-    grid = np.array(devices[: layout.devices]).reshape(tuple(axes.values()))
-    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return devices[:count]
 
 
 def device_kind(device: jax.Device) -> str:

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout, load
 from compare.judge.ladder import RUNGS
 from compare.studies.faults import fault_cases
@@ -15,13 +15,13 @@ DEVICES = 4
 STEPS = 20
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(STUDIED))
 def test_engine_equals_one_device(shardpair, engine):
     done = shardpair("check", "--engines", engine, "--devices", str(DEVICES), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["experiment"]["train"]["max_iters"] == STEPS
-    expected = [f"{engine}-1", *(f"{engine}-{DEVICES}-{sync}" for sync in ENGINES[engine].gradient_sync)]
+    expected = [f"{engine}-1", *(f"{engine}-{DEVICES}-{sync}" for sync in STUDIED[engine].gradient_sync)]
     assert [verdict["candidate"] for verdict in outcome["verdicts"]] == expected
     for verdict in outcome["verdicts"]:
         errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
@@ -37,7 +37,7 @@ def test_engines_equal_one_device_in_float32(shardpair):
     done = shardpair("matrix", "--layouts", "ddp", "--studies", "float32", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads(done.stdout)
-    assert [cell["engine"] for cell in cells] == list(ENGINES)
+    assert [cell["engine"] for cell in cells] == list(STUDIED)
     for cell in cells:
         rungs = cell["verdicts"]["float32"]["rungs"]
         (gradients,) = (result["error"] for result in rungs if result["rung"] == "gradients")
@@ -62,7 +62,7 @@ def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimi
 def test_the_reference_is_unsharded_whatever_the_layout():
     layout = Layout(tp=2, pp=2, dp_shard=2, zero=3, microbatches=4)
     sharded = msgspec.structs.replace(load("check"), layout=layout)
-    reference, *cases = ladder_cases(sharded, list(ENGINES), 4)
+    reference, *cases = ladder_cases(sharded, list(STUDIED), 4)
     assert reference.experiment.layout.devices == 1
     assert {case.experiment.layout.devices for case in cases} == {1, 4}
     (reference, *_) = fault_cases(sharded, ["torch-manual"], names=["no_clip"], devices=4)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import load
 from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, closed_form, excess
@@ -71,7 +71,7 @@ def test_optimizer_state(name, momentum, copies):
     assert form["optimizer"] == [copies * WHOLE]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STUDIED)
 def test_excess(engine):
     form = held(engine, dp_shard=4, zero=3)
     exact = {kind: [round(size) for size in sizes] for kind, sizes in form.items()}

@@ -10,7 +10,7 @@ from measured import read_measured
 from tables import SECTIONS
 
 from compare.cli import COMMANDS, parse
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.studies.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_every_planted_fault_was_measured():
     wanted = {
         f"{fault}.{name}"
         for fault in FAULTS
-        for name, engine in ENGINES.items()
+        for name, engine in STUDIED.items()
         if fault not in engine.impossible_faults
     }
     assert set(read_measured().studies["faults"]) == wanted, "run make measure"

@@ -8,7 +8,7 @@ from records import comparison_of
 from safetensors.numpy import save_file
 
 from compare.cli import main
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import ExperimentError, Layout, load
 from compare.execute import launch
 from compare.execute.launch import EngineError
@@ -57,7 +57,7 @@ def test_a_dry_run_is_printed_for_people(nothing_starts, capsys):
     assert "zero = 3" in printed  # the resolved experiment, the preset in it
     assert "layout: fully sharded over 2, tensor parallel over 2: 4 CPU devices" in printed
     assert "nothing was started; all of it can run" in printed
-    for engine in ENGINES:
+    for engine in STUDIED:
         assert engine in printed
 
 
@@ -143,7 +143,7 @@ def test_the_verdict_says_who_was_left_out():
 
 def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
     layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
-    able, left_out = fitting(list(ENGINES), layout, platform="cpu")
+    able, left_out = fitting(list(STUDIED), layout, platform="cpu")
     assert able == ["torch-manual"]
     assert "DDP reduces wrongly" in left_out["torch-library"]
     with pytest.raises(ExperimentError, match=r"no engine can do this: layout\.schedule = zero_bubble: jax"):
@@ -152,5 +152,5 @@ def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
 
 def test_cases_of_engines_are_one_each():
     experiment = load("check")
-    expected = [Case(name=name, engine=name, experiment=experiment) for name in ENGINES]
-    assert engine_cases(experiment, list(ENGINES)) == expected
+    expected = [Case(name=name, engine=name, experiment=experiment) for name in STUDIED]
+    assert engine_cases(experiment, list(STUDIED)) == expected

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.judge.ladder import RUNGS
 from compare.studies.faults import FAULTS
 
@@ -16,13 +16,13 @@ def planted_in(engine: str) -> list[str]:
     """
     chosen = []
     for turn, (name, fault) in enumerate(FAULTS.items()):
-        able = [other for other in ENGINES if fault.name not in ENGINES[other].impossible_faults]
+        able = [other for other in STUDIED if fault.name not in STUDIED[other].impossible_faults]
         if able[turn % len(able)] == engine:
             chosen.append(name)
     return chosen
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(STUDIED))
 def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
     names = planted_in(engine)
     done = shardpair("faults", "--engines", engine, "--devices", "2", "--names", *names, "--json")
@@ -35,7 +35,7 @@ def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
 
 
 def test_no_fault_is_planted_nowhere():
-    assert {name for engine in ENGINES for name in planted_in(engine)} == set(FAULTS)
+    assert {name for engine in STUDIED for name in planted_in(engine)} == set(FAULTS)
 
 
 def test_an_engine_without_a_fault_passes(shardpair):

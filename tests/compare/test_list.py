@@ -11,7 +11,7 @@ import pytest
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import PEERS, STUDIED
 from compare.contract.experiment import named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
@@ -24,7 +24,7 @@ def test_list_names_everything_a_line_each(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first_words = [line.split()[0] for line in lines if line.strip()]
-    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *ENGINES):
+    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *STUDIED, *PEERS):
         assert first_words.count(name) == 1, name
     assert all(len(line) <= 160 for line in lines)
 
@@ -37,7 +37,8 @@ def test_list_as_json(capsys):
         "presets": PRESETS,
         "faults": FAULTS,
         "harness_faults": HARNESS_FAULTS,
-        "engines": ENGINES,
+        "engines": STUDIED,
+        "peers": PEERS,
     }
     assert {kind: [entry["name"] for entry in entries] for kind, entries in everything.items()} == {
         kind: list(names) for kind, names in known.items()
@@ -74,7 +75,7 @@ def test_doctor_as_json(capsys, monkeypatch, works):
     report = json.loads(capsys.readouterr().out)
     assert report["sides"]["jaxpar"]["cpu_devices"] == "many"
     assert report["sides"]["torchpar"].get("error", "") == ("" if works else "torchpar: no such program")
-    assert [engine["engine"] for engine in report["engines"]] == list(ENGINES)
+    assert [engine["engine"] for engine in report["engines"]] == list(STUDIED)
     assert (report["engines"][-1]["cpu_devices"] == "not installed") != works
 
 

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import ExperimentError, Layout, load
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
 from compare.judge.ladder import RUNGS, RungResult, Verdict
@@ -23,7 +23,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(STUDIED))
 def test_layouts_equal_one_device(shardpair, engine):
     layouts = TRAINED[engine]
     done = shardpair("matrix", "--engines", engine, "--layouts", *layouts, "--studies", "float64", "--json")
@@ -60,9 +60,9 @@ def test_presets_refuse_what_they_cannot_fill(name, devices):
 
 
 def test_every_cell_is_a_case_or_has_a_reason():
-    cases, cells = matrix_cases(study(load("check"), "float64"), list(ENGINES), LAYOUTS)
+    cases, cells = matrix_cases(study(load("check"), "float64"), list(STUDIED), LAYOUTS)
     names = {case.name for case in cases}
-    for engine in ENGINES:
+    for engine in STUDIED:
         for layout in LAYOUTS:
             assert (f"{engine}.{layout}" in names) != bool(cells[layout, engine].refusal)
 

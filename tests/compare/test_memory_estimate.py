@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import (
     Experiment,
     ExperimentError,
@@ -51,7 +51,7 @@ def test_a_million_layers_are_counted_at_once():
     assert parameter_count(model) == 10**6 * (12 * 4 * 4 + 2 * 4) + 5 * 4 + 3 * 4 + 4
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STUDIED)
 def test_state_is_the_closed_form_of_what_is_at_rest(engine):
     experiment = spread(dp_shard=4, zero=2)
     estimate = estimate_memory(engine, experiment)
@@ -129,7 +129,7 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch):
 def test_less_is_refused_than_is_estimated():
     for name in ("demo", "check", "cpu", "baby-gpt"):
         experiment = load(name)
-        for engine in ENGINES:
+        for engine in STUDIED:
             estimate = estimate_memory(engine, experiment)
             require_memory(engine, experiment, platform="cpu")
             assert sum(estimate.per_device) > sum(estimate.by_kind["parameters"])

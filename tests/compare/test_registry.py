@@ -12,7 +12,7 @@ import pytest
 
 from compare.contract.engines.engine import Engine, Side
 from compare.contract.engines.jax import JAX
-from compare.contract.engines.registry import ENGINES, GROUP, OBJECTIONS, REFERENCE, SIDES, read_declarations
+from compare.contract.engines.registry import GROUP, OBJECTIONS, REFERENCE, SIDES, STUDIED, read_declarations
 from compare.contract.engines.torch import TORCH
 from compare.judge.ladder import RUNGS
 
@@ -84,7 +84,7 @@ def test_a_broken_declaration_is_named_and_the_rest_goes_on(third_side, tmp_path
 def test_ours_are_all_there_is_and_one_is_the_reference():
     assert not OBJECTIONS
     assert list(SIDES) == ["jaxpar", "torchpar"]
-    assert list(ENGINES) == ["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
+    assert list(STUDIED) == ["jax-compiler", "jax-manual", "torch-manual", "torch-library"]
     assert REFERENCE == "torch-manual"
 
 
@@ -112,6 +112,10 @@ def engine(name: str, side: str, **fields) -> Engine:
         ),
         (Side(name="other", engines=(), python_flag="jax_python"), "or its flag jax_python is taken"),
         (
+            Side(name="other", engines=(), peers=(engine("plain-jit", "other"),), python_flag="f"),
+            "its engine plain-jit has a name that is taken",
+        ),
+        (
             Side(name="other", python_flag="other_python", engines=(engine("jax-manual", "other"),)),
             "its engine jax-manual has a name that is taken",
         ),
@@ -124,7 +128,7 @@ def engine(name: str, side: str, **fields) -> Engine:
             "and not be the reference",
         ),
     ],
-    ids=["no side", "name", "flag", "engine", "elsewhere", "reference"],
+    ids=["no side", "name", "flag", "peer", "engine", "elsewhere", "reference"],
 )
 def test_what_does_not_fit_is_left_out_in_words(side, says):
     sides, (objection,) = read_declarations((JAX, TORCH), [point(side)])

@@ -11,7 +11,7 @@ from jax_steps import ACCUMULATION as A
 from jax_steps import Outcome, size_of, two_steps, worst_errors
 from layouts import JAX as LAYOUTS
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout, Model
 from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import data_parallel, fully_sharded, measured, tensor_parallel
@@ -20,7 +20,7 @@ from jaxpar.measure.hlo import collectives
 L = 3
 MODEL = Model(n_layer=L, n_head=2, n_embd=16, block_size=10, vocab_size=257, bias=True)
 N = parameter_count(MODEL)
-ENGINE_NAMES = [name for name, engine in ENGINES.items() if engine.side == "jaxpar"]
+ENGINE_NAMES = [name for name, engine in STUDIED.items() if engine.side == "jaxpar"]
 
 
 run = partial(two_steps, model=MODEL, batch_size=4)

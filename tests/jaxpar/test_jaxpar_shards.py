@@ -6,7 +6,7 @@ import pytest
 from jax_steps import experiment_of
 from layouts import JAX, JAX_COMPILER_PIPELINES, JAX_MANUAL_PIPELINES
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout, Model
 from compare.contract.parameters import parameter_table
 from compare.contract.shards import assemble, cut
@@ -24,7 +24,7 @@ LAYOUTS = {
     "ddp": Layout(dp_replicate=4),
     **{name: JAX[name] for name in ("zero2_tp", "zero3", "hsdp", "tp_sp", "fsdp_tp_sp")},
 }
-ENGINE_NAMES = [name for name, engine in ENGINES.items() if engine.side == "jaxpar"]
+ENGINE_NAMES = [name for name, engine in STUDIED.items() if engine.side == "jaxpar"]
 CASES = [
     *((engine, name, layout) for engine in ENGINE_NAMES for name, layout in LAYOUTS.items()),
     *(("jax-manual", f"pp {name}", layout) for name, layout in JAX_MANUAL_PIPELINES.items()),

@@ -20,10 +20,11 @@ from compare.contract.host.facts import MissingDevicesError, versions
 from compare.contract.initial_weights import checked_weights, starting_sha256
 from compare.contract.record import Request
 from compare.contract.stream import Batches
+from torchpar import peers
 from torchpar.comm.rank import Rank
 from torchpar.launcher.local import bind_to_loopback, launch
 from torchpar.measure.devices import PACKAGES, device_kind
-from torchpar.train import PARALLELIZE, train
+from torchpar.train import PARALLELIZE
 
 
 def read_request(folder: Path) -> Request:
@@ -31,12 +32,14 @@ def read_request(folder: Path) -> Request:
 
     Raises:
         ExperimentError: there is none, it is malformed, or what it asks for cannot work.
+        MissingPackageError: a peer that is not installed.
     """
     request = record.read_request(folder)
-    if request.engine not in PARALLELIZE:
-        raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(PARALLELIZE)}")
-    layout = request.experiment.layout
-    ENGINES[request.engine].require(layout, platform=request.platform)
+    known = (*PARALLELIZE, *peers.MODULES)
+    if request.engine not in known:
+        raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(known)}")
+    ENGINES[request.engine].require_experiment(request.experiment, platform=request.platform)
+    ENGINES[request.engine].require_installed()
     planted(request)  # validates only: nothing is entered
     return request
 
@@ -121,6 +124,7 @@ def train_faulty(
     batches: Batches | None = None,
 ) -> None:
     """Train as one rank, with the mistake that the request asks for."""
+    train = peers.load_train(request.engine)
     with planted(request):
         train(rank, request=request, folder=folder, weights=weights, batches=batches)
 

@@ -3,11 +3,16 @@
 Every flag, table, count and refusal of the harness comes from these: see `registry`.
 """
 
+import importlib.util
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-from compare.contract.experiment import ExperimentError, Layout
+from compare.contract.experiment import Experiment, ExperimentError, Layout
+from compare.contract.host.facts import MissingPackageError
+
+DTYPES = ("float64", "float32", "bfloat16")
+PROJECT = "shardpair"
 
 
 def _nothing(layout: Layout) -> str:
@@ -25,7 +30,13 @@ class Engine(Struct, frozen=True, kw_only=True):
     decides: str
     """Who decides where data moves, in a few words."""
     folder: str = ""
-    """Where in the side's package its four strategies are."""
+    """Where in the side's package it is: the folder of its four strategies, or the module of a peer."""
+    needs: str = ""
+    """A package that it needs and its side does not. An extra of this project has the same name."""
+    dtypes: tuple[str, ...] = DTYPES
+    """The `precision.dtype` that it can train in."""
+    no_other_dtype: str = ""
+    """Why it has no other."""
     is_reference: bool = False
     """Whether its run on one device is what all others are held against: exactly one engine's is."""
     zero: tuple[int, ...] = ()
@@ -79,6 +90,32 @@ class Engine(Struct, frozen=True, kw_only=True):
             return self.gradient_sync[0]
         return layout.gradient_sync
 
+    def require_experiment(self, experiment: Experiment, *, platform: str = "cpu") -> None:
+        """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""
+        self.require(experiment.layout, platform=platform)
+        if (dtype := experiment.precision.dtype) not in self.dtypes:
+            have, why = ", ".join(self.dtypes), self.no_other_dtype and f" ({self.no_other_dtype})"
+            raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {have}{why}")
+
+    @property
+    def pip_line(self) -> str:
+        """Command that installs what it needs; empty if it needs nothing."""
+        return f"pip install '{PROJECT}[{self.needs}]'" if self.needs else ""
+
+    @property
+    def not_installed(self) -> str:
+        """Words for the package that is missing, with what to do."""
+        return f"{self.needs} is not installed: {self.pip_line}"
+
+    def require_installed(self) -> None:
+        """Refuse to start where the package that it needs is missing from this Python.
+
+        Raises:
+            MissingPackageError: with the line that installs it.
+        """
+        if self.needs and not importlib.util.find_spec(self.needs):
+            raise MissingPackageError(f"{self.name}: {self.not_installed}")
+
     def require(self, layout: Layout, *, platform: str = "cpu") -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
         if layout.pp > 1 and platform == "gpu" and self.no_pipeline_on_gpu:
@@ -109,8 +146,11 @@ class Side(Struct, frozen=True, kw_only=True):
 
     name: str
     engines: tuple[Engine, ...]
+    """The engines that it is about: a command runs them unless told otherwise."""
     python_flag: str
     """The flag that names the Python in which it is installed, such as jax_python."""
+    peers: tuple[Engine, ...] = ()
+    """What others use for the same: they run when they are named."""
     environment: Mapping[str, str] = {}
     """Variables that its Python is started with, unless the user has set them."""
     environment_on_cpu: Mapping[str, str] = {}

@@ -1,6 +1,7 @@
-"""The side jaxpar and its engines: jax-compiler and jax-manual."""
+"""The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
 
 from compare.contract.engines.engine import Engine, Side
+from compare.contract.engines.peers import JAX_PEERS
 from compare.contract.experiment import Layout
 
 INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person could forget or get wrong"
@@ -24,6 +25,7 @@ JAX = Side(
     environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     environment_on_cpu={"JAX_PLATFORMS": "cpu"},
     before_first_step="setting up and compiling",  # the record is opened before that
+    peers=JAX_PEERS,
     engines=(
         Engine(
             name="jax-compiler",

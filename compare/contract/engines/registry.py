@@ -41,10 +41,10 @@ def read_declarations(ours: tuple[Side, ...], others: list[EntryPoint]) -> tuple
 def _objection(side: object, sides: dict[str, Side]) -> str:
     if not isinstance(side, Side):
         return f"it is a {type(side).__name__}, and no compare.contract.engines.engine.Side"
-    taken = {engine.name for other in sides.values() for engine in other.engines}
+    taken = {engine.name for other in sides.values() for engine in (*other.engines, *other.peers)}
     if side.name in sides or side.python_flag in {other.python_flag for other in sides.values()}:
         return f"its name {side.name} or its flag {side.python_flag} is taken"
-    for engine in side.engines:
+    for engine in (*side.engines, *side.peers):
         if engine.name in taken:
             return f"its engine {engine.name} has a name that is taken"
         if engine.side != side.name or engine.is_reference:
@@ -53,7 +53,12 @@ def _objection(side: object, sides: dict[str, Side]) -> str:
 
 
 SIDES, OBJECTIONS = read_declarations((JAX, TORCH), list(entry_points(group=GROUP)))
-ENGINES: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.engines}
+STUDIED: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.engines}
+"""The engines that this is about: what a command runs by default, and what tables and counts are of."""
+PEERS: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.peers}
+"""What others use for the same, to be run beside them when it is named."""
+ENGINES = STUDIED | PEERS
+"""All that can be named."""
 (REFERENCE,) = (engine.name for engine in ENGINES.values() if engine.is_reference)
 """The engine whose run on one device is what all others are held against."""
 

@@ -1,6 +1,7 @@
-"""The side torchpar and its engines: torch-manual and torch-library."""
+"""The side torchpar and its engines: torch-manual and torch-library; its peers are in `peers`."""
 
 from compare.contract.engines.engine import Engine, Side
+from compare.contract.engines.peers import TORCH_PEERS
 from compare.contract.experiment import Layout
 
 
@@ -27,6 +28,8 @@ TORCH = Side(
     name="torchpar",
     python_flag="torch_python",
     converts_checkpoints=True,
+    environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
+    peers=TORCH_PEERS,
     engines=(
         Engine(
             name="torch-manual",

@@ -12,6 +12,10 @@ class MissingDevicesError(RuntimeError):
     """This machine lacks the devices that a layout needs. The message is one line with both numbers."""
 
 
+class MissingPackageError(RuntimeError):
+    """This Python lacks a package that an engine needs. The message is one line: the package, what to do."""
+
+
 def cpu_model() -> str:
     """The processor's model name, or its architecture where the system does not tell."""
     cpuinfo = Path("/proc/cpuinfo")

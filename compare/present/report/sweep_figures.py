@@ -14,7 +14,6 @@ from compare.present.report.bars import scale
 from compare.present.report.canvas import INK, WIDTH, colour, legend_above, legend_height, marker, svg
 from compare.present.report.figures import loss_curves
 from compare.present.report.pictures import Picture, how_close, how_peaks
-from compare.present.sweep_tables import worth
 from compare.studies.sweep import FIRST, SINGLE
 from compare.studies.sweep_outcome import Row, SweepOutcome
 from compare.terminal.units import human_bytes
@@ -41,7 +40,11 @@ def pictures(
     peaks = how_peaks([row.engine for row in outcome.rows], _in_order(outcome, found))
     return [
         *_losses(comparison, found),
-        Picture("Step time", _step_times(outcome.rows), f"The mean over steady steps. {worth(outcome)}"),
+        Picture(
+            "Step time",
+            _step_times(outcome.rows),
+            "The mean over steady steps of one process: an order of magnitude, and no ranking.",
+        ),
         Picture("Peak memory", _peaks(outcome.rows), f"Of the fullest device. {peaks}"),
     ]
 
@@ -127,13 +130,13 @@ def _grouped(
 def _of_scaling(outcome: SweepOutcome) -> list[Picture]:
     lines = _lines(outcome)
     fewest = outcome.plan.devices[0]
-    ideal = "The dotted line begins with the best and grows in proportion to the devices."
+    ideal = "Over all devices. The dotted line begins with the best and grows in proportion to the devices."
     base = "one device" if fewest == 1 else f"{fewest} devices"
     return [
         Picture(
             "Throughput",
             _over_devices("Throughput over devices", lines, "tokens/s", lambda row: row.tokens_per_s, True),
-            f"{ideal} {worth(outcome)}",
+            ideal,
         ),
         Picture(
             "Efficiency",

@@ -1,0 +1,122 @@
+"""`make performance`: run the benches whose results docs/performance.md shows; docs/performance.json.
+
+On an idle machine: a bench refuses to time on a busy one. All of it takes some hours. Some benches by name:
+
+    python docs/performance.py torch-2 itself
+
+What is kept of each is its command, its rows and the sentences below its table. What is stored for other
+benches stays. After a bench that fails nothing is stored for it, and the exit code says so.
+"""
+
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.judge.bench import BENCH, BenchResult, read_bench
+from compare.judge.bench_rows import blocks
+from compare.present.bench_words import block_title, sentences, table_cells, warnings
+
+PERFORMANCE = Path(__file__).parent / "performance.json"
+SIX_LAYERS = "bench baby-gpt --model.block_size 128"
+TORCH = "--engines torch-manual torch-library --baseline torch-library"
+JAX = "--engines jax-compiler jax-manual --baseline jax-compiler.single"
+
+BENCHES = {
+    "torch-2": f"{SIX_LAYERS} --train.batch_size 4 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2",
+    "torch-2-tensor": f"{SIX_LAYERS} --train.batch_size 2 {TORCH} --presets tp tp_sp --devices 2",
+    "torch-2-pipeline": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --layout.pp 2 --layout.microbatches 8",
+    "torch-4": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --presets ddp zero1 zero2 fsdp --devices 4",
+    "torch-2-long": f"{SIX_LAYERS} --train.batch_size 16 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2",
+    "jax-4": f"{SIX_LAYERS} --train.batch_size 8 {JAX} --presets single ddp zero1 zero2 fsdp --devices 4",
+    "jax-4-tensor": f"{SIX_LAYERS} --model.n_layer 8 --model.n_head 8 --train.batch_size 16 {JAX} "
+    "--presets single tp --devices 4",
+    "single": f"{SIX_LAYERS} --train.batch_size 8 --presets single --baseline nanogpt-loop --engines "
+    "nanogpt-loop nanogpt-loop-compiled torch-manual plain-jit jax-compiler jax-manual",
+    "deepspeed": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual deepspeed --baseline deepspeed "
+    "--presets zero1 zero2 fsdp --devices 2",
+    "itself": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual torch-manual --presets ddp "
+    "--devices 2",
+}
+"""Arguments of shardpair, by the name of the generated section of the page."""
+
+
+class Block(Struct, frozen=True):
+    """One table: its title, its header and its cells as text."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+class Performance(Struct, frozen=True, kw_only=True):
+    """What is kept of one bench."""
+
+    command: str
+    created_utc: str
+    blocks: list[Block]
+    sentences: list[str]
+    warnings: list[str]
+    left_out: dict[str, str]
+
+
+def read_performance() -> dict[str, Performance]:
+    """What is stored, by name; nothing before the first `make performance`."""
+    if not PERFORMANCE.is_file():
+        return {}
+    return msgspec.json.decode(PERFORMANCE.read_bytes(), type=dict[str, Performance])
+
+
+def kept(arguments: str, result: BenchResult) -> Performance:
+    """The part of a bench that the page shows."""
+    return Performance(
+        command=f"shardpair {arguments}",
+        created_utc=result.created_utc,
+        blocks=[
+            Block(block_title(result, block), *table_cells(rows)) for block, rows in blocks(result).items()
+        ],
+        sentences=sentences(result),
+        warnings=warnings(result),
+        left_out=result.left_out,
+    )
+
+
+def write(stored: dict[str, Performance]) -> None:
+    """Keep them for the docs, in the order of `BENCHES`."""
+    ordered = {name: stored[name] for name in BENCHES if name in stored}
+    PERFORMANCE.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
+
+
+def main(names: list[str]) -> int:
+    """Run the benches of these names, or all. Returns the exit code: 0 if every one finished."""
+    if unknown := sorted(set(names) - set(BENCHES)):
+        print(f"{unknown[0]}: no such bench (there are {', '.join(BENCHES)})", file=sys.stderr)
+        return 2
+    worst = 0
+    for name in names or BENCHES:
+        with tempfile.TemporaryDirectory() as folder:
+            run_dir = Path(folder) / "bench"
+            print(f"{name}: shardpair {BENCHES[name]}", file=sys.stderr)
+            command = [
+                sys.executable,
+                "-m",
+                "compare",
+                *shlex.split(BENCHES[name]),
+                "--run_dir",
+                str(run_dir),
+            ]
+            code = subprocess.run(command, check=False).returncode
+            worst = max(worst, code)
+            if code == 130:  # Ctrl-C
+                return code
+            if code == 0 and (run_dir / BENCH).is_file():
+                write(read_performance() | {name: kept(BENCHES[name], read_bench(run_dir))})
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

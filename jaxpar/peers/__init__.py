@@ -1,0 +1,13 @@
+"""Peers: loops as users of JAX write them, to be timed and compared beside our engines."""
+
+import importlib
+from collections.abc import Callable
+
+from compare.contract.engines.jax import JAX
+
+MODULES = {peer.name: f"jaxpar.{peer.folder}" for peer in JAX.peers}
+
+
+def load_train(engine: str) -> Callable[..., None]:
+    """What trains with an engine: a peer's own `train`, or the loop of all others, called alike."""
+    return importlib.import_module(MODULES.get(engine, "jaxpar.train")).train

@@ -1,0 +1,171 @@
+"""plain-jit: one device and one jitted step, as a tutorial has it: value_and_grad, optax, donation.
+
+A gradient accumulation, B batch, T position. Neither mesh nor sharding. The one thing that is not optax's own
+is the 1e-6 beside the norm that clips, PyTorch's: `optax.clip_by_global_norm` has none, and 1e-6 would show.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Layout, Optimizer
+from compare.contract.host.facts import cpu_seconds
+from compare.contract.initial_weights import starting_parameters
+from compare.contract.optimizer import CLIP_EPS
+from compare.contract.record import Recorder, Request
+from compare.contract.stream import Batches, open_stream
+from compare.contract.timing import Window
+from jaxpar import weights as names
+from jaxpar.comm.mesh import find_devices
+from jaxpar.optimizer import global_norm
+from jaxpar.problem import Loss, Problem
+from jaxpar.recording import Recording
+from jaxpar.remat import resolve_remat
+from jaxpar.state import TrainState
+from jaxpar.train import make_problem
+from jaxpar.training_step import ShardedStep, accumulated_gradients
+
+
+def make_optimizer(config: Optimizer, *, decay: Any) -> optax.GradientTransformation:
+    """AdamW or SGD of optax. `decay` is a tree of bools like the parameters."""
+    if config.name == "adamw":
+        return optax.adamw(
+            learning_rate_of(config),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decay,
+        )
+    momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask=decay),
+        momentum,
+        optax.scale_by_learning_rate(learning_rate_of(config)),
+    )
+
+
+def learning_rate_of(config: Optimizer) -> optax.Schedule:
+    """nanoGPT's schedule: linear warm-up, then a cosine down to min_lr."""
+    peak, low, warmup = config.learning_rate, config.min_lr, config.warmup_iters
+    length = float(max(config.lr_decay_iters - warmup, 1))  # a quotient of integers would be float32
+
+    def schedule(count: Any) -> jax.Array:
+        done = jnp.clip((count - warmup) / length, 0.0, 1.0)
+        cosine = low + 0.5 * (1.0 + jnp.cos(jnp.pi * done)) * (peak - low)
+        cosine = jnp.where(count >= config.lr_decay_iters, low, cosine)
+        return jnp.where(count < warmup, peak * (count + 1) / (warmup + 1), cosine)
+
+    return schedule if config.decay_lr else optax.constant_schedule(peak)
+
+
+def make_step(loss: Loss, optimizer: optax.GradientTransformation, *, grad_clip: float) -> Callable[..., Any]:
+    """step(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm"}), to be jitted."""
+
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        value, gradients = accumulated_gradients(loss, params, batch)
+        norm = global_norm(gradients)
+        if grad_clip:
+            scale = jnp.minimum(1.0, grad_clip / (norm + CLIP_EPS))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": value, "grad_norm": norm}
+
+    return step
+
+
+def moments(opt_state: Any) -> dict[str, Any]:
+    """The moments that optax keeps, by the contract's names: m and v, m of SGD with momentum, or none."""
+    names_of_optax = {"mu": "m", "trace": "m", "nu": "v"}
+    found = [(name, optax.tree_utils.tree_get(opt_state, key)) for key, name in names_of_optax.items()]
+    return {name: tree for name, tree in found if tree is not None}
+
+
+def train(
+    request: Request,
+    recorder: Recorder,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+    progress: Callable[..., None] = lambda **_: None,
+) -> None:
+    """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
+    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    experiment, train = request.experiment, request.experiment.train
+    ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
+    (device,) = find_devices(1, platform=request.platform)
+    remat = resolve_remat(experiment.layout, engine=request.engine)
+    problem = make_problem(experiment, remat=remat)
+    loss = problem.build(lambda model: None)
+    decay = names.decay_mask(experiment.model, experiment.optimizer.decay)
+    optimizer = make_optimizer(experiment.optimizer, decay=decay)
+    corpus, initial = open_stream(request, batches), starting_parameters(request, weights)
+    progress()
+
+    params = jax.device_put(names.from_canonical(initial, experiment.model), device)
+    state = TrainState(params=params, opt_state=jax.jit(optimizer.init)(params))
+    step = make_step(loss, optimizer, grad_clip=experiment.optimizer.grad_clip)
+    recording = Recording(
+        request,
+        recorder,
+        sharded=_on_one_device(step, problem, params, device),
+        state=state,
+        corpus=corpus,
+        remat=remat,
+        started_utc=started_utc,
+        moments=moments,
+    )
+
+    def draw(step: int) -> dict[str, np.ndarray]:
+        return dict(zip(("inputs", "targets"), corpus.batch(experiment, step), strict=True))
+
+    begun = time.perf_counter()
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(state.params, state.opt_state, jax.device_put(draw(0), device)).compile()
+    compile_s = time.perf_counter() - begun
+    progress(in_step=True)
+    while state.step < train.max_iters:
+        together = request.timing.together(state.step) if request.timing else 1
+        drawn = [draw(state.step + ahead) for ahead in range(together)]
+        gradients = None
+        if request.ladder and state.step == 0:  # apart from the step, which is left as a user would have it
+            gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])(state.params, drawn[0])
+        metrics, placed = [], None
+        begun, cpu_begun = time.perf_counter(), cpu_seconds()
+        for batch in drawn:
+            placed = jax.device_put(batch, device)
+            state.params, state.opt_state, metric = compiled(state.params, state.opt_state, placed)
+            metrics.append(metric)
+        jax.block_until_ready((state.params, state.opt_state, metrics))
+        wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
+        window = Window(steps=together, wall_s=wall_s, cpu_s=cpu_s)
+        recording.steps_are_done(placed, metrics, gradients, window)
+        state.step += together
+        state.updates += together
+        progress(in_step=state.step < train.max_iters)
+    recording.finish(compiled, [device], compile_s=compile_s)
+
+
+def _on_one_device(
+    step: Callable[..., Any], problem: Problem, params: Any, device: jax.Device
+) -> ShardedStep:
+    """Whole arrays, described as the record reads them."""
+    here = SingleDeviceSharding(device)
+    whole = jax.tree.map(lambda leaf: here, params)
+    return ShardedStep(
+        step=step,
+        placements=problem.place(Layout(), split={}),
+        params=whole,
+        moments=whole,
+        accumulated=whole,
+        batch=here,
+        scalars=here,
+    )

@@ -1,0 +1,45 @@
+"""A real bench: two engines, one round, steps in windows."""
+
+import json
+
+import pytest
+
+from compare.contract.experiment import to_toml
+
+
+def test_two_engines_are_timed_and_do_the_same_work(shardpair, tiny):
+    (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
+    done = shardpair(
+        *(
+            "bench",
+            "tiny.toml",
+            "--engines",
+            "torch-manual",
+            "jax-manual",
+            "--presets",
+            "ddp",
+            "--devices",
+            "2",
+        ),
+        *("--rounds", "1", "--window", "2", "--windows", "2", "--anyway", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    result = outcome["result"]
+    assert result["failures"] == []
+    assert result["left_out"] == {}
+    (rows,) = outcome["rows"].values()
+    assert [row["label"] for row in rows] == ["torch-manual", "jax-manual"]
+    torch, jax = result["measurements"]
+    assert torch["loss"] == pytest.approx(jax["loss"], rel=1e-10)  # after steps in windows and alone
+    for one in (torch, jax):
+        assert [window["steps"] for window in one["windows"]] == [2, 2]
+        assert len(one["single_ms"]) == result["timing"]["single"]
+        assert min(window["wall_s"] for window in one["windows"]) > 0
+        assert min(window["cpu_s"] for window in one["windows"]) > 0
+        assert one["first_step_s"] > 0
+    assert jax["compile_s"] > 0
+    assert set(result["ceilings"]) == {"torchpar float64", "jaxpar float64"}
+    assert all(row["of_ceiling"] > 0 for row in rows)
+    (folder,) = (shardpair.folder / "runs").iterdir()
+    assert (folder / "bench.html").is_file()

@@ -1,0 +1,98 @@
+"""The matmul ceiling: the search for it on a clock by hand, what is refused, and both sides' real answers."""
+
+import sys
+
+import pytest
+
+from compare.contract import ceiling
+from compare.contract.ceiling import CeilingRequest, find_ceiling, read_ceiling_request
+from compare.contract.engines.registry import SIDES
+from compare.contract.experiment import ExperimentError
+from compare.contract.host.facts import cores
+from compare.execute.ceiling import measure_ceiling
+from compare.execute.launch import EnvironmentMissing
+
+REQUEST = CeilingRequest(dtype="float32", threads=2)
+
+
+class Machine:
+    """Multiplies at a rate of its own; the first product of a size, and every second reading, are slow."""
+
+    def __init__(self, flops_per_s: float):
+        self.flops_per_s, self.readings = flops_per_s, []
+
+    def prepare(self, size: int):
+        calls = []
+
+        def multiply(products: int) -> float:
+            calls.append(products)
+            self.readings.append((size, products))
+            slow = 5.0 if len(calls) == 1 or len(calls) % 2 else 1.0
+            return slow * products * 2 * size**3 / self.flops_per_s
+
+        return multiply
+
+
+@pytest.mark.parametrize(
+    ("flops_per_s", "size"), [(1e9, 512), (285e9, 2048), (2e12, 4096), (800e12, ceiling.LARGEST)]
+)
+def test_the_best_reading_of_a_size_that_takes_long_enough(flops_per_s, size):
+    machine = Machine(flops_per_s)
+    found = find_ceiling(REQUEST, machine.prepare)
+    assert found.flops_per_s == pytest.approx(flops_per_s)
+    assert (found.size, found.threads, found.dtype) == (size, 2, "float32")
+
+
+def test_it_takes_about_a_second():
+    for flops_per_s in (50e9, 285e9, 2e12, 800e12):
+        machine = Machine(flops_per_s)
+        find_ceiling(REQUEST, machine.prepare)
+        seconds = sum(2 * size**3 * products / flops_per_s for size, products in machine.readings)
+        assert 0.2 < seconds < 3, flops_per_s
+
+
+def test_threads_are_counted_and_bounded():
+    assert read_ceiling_request('{"dtype": "bfloat16"}').threads == cores()
+    assert read_ceiling_request('{"threads": 1}').threads == 1
+    assert read_ceiling_request('{"platform": "gpu"}').threads == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "--ceiling {"),
+        ('{"dtype": "float16"}', "float16"),
+        ('{"threads": 100000}', f"this machine has {cores()} cores"),
+        ('{"threads": -1}', "give 0"),
+        ('{"platform": "gpu", "threads": 1}', "a GPU has none"),
+        ('{"size": 3}', "unknown field"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_in_one_line(text, says):
+    with pytest.raises(ExperimentError, match="--ceiling") as refused:
+        read_ceiling_request(text)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_side_that_cannot_answer_is_something_missing():
+    with pytest.raises(EnvironmentMissing, match=r"no matmul ceiling: jaxpar: /nosuch: no such program"):
+        measure_ceiling("jaxpar", python="/nosuch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["jaxpar", "torchpar"])
+def test_every_side_measures_its_own(side):
+    assert side in SIDES
+    found = measure_ceiling(side, "cpu", "float32", sys.executable)
+    assert found.threads == cores()
+    assert 1e8 < found.flops_per_s < 1e15
+    assert found.size >= ceiling.SMALLEST
+
+
+@pytest.mark.slow
+def test_threads_of_a_rank_and_of_xla():
+    assert measure_ceiling("torchpar", dtype="float64", threads=1).threads == 1
+    if cores() > 1:
+        with pytest.raises(EnvironmentMissing, match="XLA computes with one pool of threads"):
+            measure_ceiling("jaxpar", threads=1)

@@ -1,0 +1,98 @@
+"""Model FLOPs of a token, against a count by hand and nanoGPT's estimate; peaks of chips, never guessed."""
+
+import pytest
+
+from compare.contract.experiment import edited, load
+from compare.contract.parameters import parameter_count
+from compare.contract.record import Manifest
+from compare.judge.closed_forms.flops import model_flops_per_token, tokens_per_step
+from compare.judge.peaks import PEAKS, model_flops_utilization, peak_flops
+
+GPT2 = load("gpt2-124m")
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_flops_are_those_of_the_products_counted_by_hand():
+    model = edited(GPT2, {"model": {"bias": False}}).model
+    h, s, layers = model.n_embd, model.block_size, model.n_layer
+    # Forward, of one token: q, k, v and the way out 4 h^2; up and down 8 h^2; scores and their sum 2 s h.
+    products = layers * (4 * h * h + 8 * h * h + 2 * s * h) + model.vocab_size * h
+    backward = 2  # times forward: the derivative by the input, and that by the weight
+    norms = 6 * (2 * layers + 1) * h  # counted like products, which they are not
+    by_hand = 2 * products * (1 + backward) + norms
+    assert model_flops_per_token(edited(GPT2, {"model": {"bias": False}})) == by_hand
+    assert norms < 1e-3 * by_hand
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "demo", "check"])
+def test_nanogpt_estimates_the_same(name):
+    experiment = load(name)
+    model = experiment.model
+    n, layers, h, q, t = (  # its own names, but for l
+        parameter_count(model) - model.block_size * model.n_embd,  # get_num_params(non_embedding=True)
+        model.n_layer,
+        model.n_head,
+        model.n_embd // model.n_head,
+        model.block_size,
+    )
+    assert model_flops_per_token(experiment) == 6 * n + 12 * layers * h * q * t
+
+
+def test_a_layout_or_precision_changes_no_count():
+    other = edited(GPT2, {"layout": {"dp_replicate": 1, "remat": "full"}, "precision": {"dtype": "float32"}})
+    assert model_flops_per_token(other) == model_flops_per_token(GPT2)
+
+
+def test_tokens_of_a_step_are_those_of_all_passes():
+    assert tokens_per_step(GPT2) == 5 * 96 * 1024
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    ["", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU"],
+)
+def test_an_unknown_chip_has_no_peak(unknown):
+    assert peak_flops(unknown, "bfloat16") is None
+
+
+def test_peaks_are_of_the_dtype_and_without_sparsity():
+    assert peak_flops(H100, "bfloat16") == 989.5e12
+    assert peak_flops(H100, "tf32") == 494.5e12
+    assert peak_flops(H100, "float32") == 67e12
+    assert peak_flops("TPU v5 lite", "bfloat16") == 197e12
+    assert peak_flops("TPU v5 lite", "float32") is None
+    for chip, peaks in PEAKS.items():
+        by_dtype = [peaks[dtype] for dtype in ("bfloat16", "tf32", "float32") if dtype in peaks]
+        assert by_dtype == sorted(by_dtype, reverse=True), chip
+        if "tf32" in peaks:
+            assert peaks["tf32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.02), chip
+
+
+def manifest_on(device_kind: str, devices: int, experiment=GPT2) -> Manifest:
+    """A manifest in which only what matters here is told."""
+    nothing = dict.fromkeys(
+        ("engine", "platform", "gradient_sync", "initial_weights_sha256", "corpus_sha256", "threads"), ""
+    )
+    nothing |= dict.fromkeys(("started_utc", "peak_memory_method"), "")
+    numbers = dict.fromkeys(("parameters", "compile_s", "first_step_s", "cpu_time_s"), 0)
+    return Manifest(
+        experiment=experiment,
+        devices=devices,
+        device_kind=device_kind,
+        remat="none",
+        versions={},
+        peak_memory_bytes=[],
+        **nothing,
+        **numbers,
+    )
+
+
+def test_mfu_is_of_all_devices_together_and_of_products_as_they_were_made():
+    rate = 8 * 989.5e12 / model_flops_per_token(GPT2)
+    assert model_flops_utilization(manifest_on(H100, 8), rate) == pytest.approx(1.0)
+    assert model_flops_utilization(manifest_on(H100, 16), rate) == pytest.approx(0.5)
+    float32 = edited(GPT2, {"precision": {"dtype": "float32", "tf32": False}})
+    assert model_flops_utilization(manifest_on(H100, 8, float32), rate) == pytest.approx(989.5 / 67)
+    tf32 = edited(GPT2, {"precision": {"dtype": "float32", "tf32": True}})
+    assert model_flops_utilization(manifest_on(H100, 8, tf32), rate) == pytest.approx(989.5 / 494.5)
+    assert model_flops_utilization(manifest_on("a CPU", 8), rate) is None

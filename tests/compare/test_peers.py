@@ -1,0 +1,152 @@
+"""Peers: run when they are named, refused by name, left out where they are not installed, and equal."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from compare.cli import main
+from compare.commands.arguments import chosen_engines
+from compare.contract.engines.engine import Engine
+from compare.contract.engines.registry import ENGINES, PEERS, STUDIED
+from compare.contract.experiment import Experiment, ExperimentError, Layout, Precision
+from compare.contract.host.facts import MissingPackageError
+from compare.execute import packages
+from compare.execute.packages import missing_package
+from compare.judge.ladder import RUNGS
+
+TINY = (
+    "--model.n_layer", "2", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16",
+    "--train.max_iters", "3", "--train.batch_size", "4",
+)  # fmt: skip
+PIP_LINE = "deepspeed is not installed: pip install 'shardpair[deepspeed]'"
+
+
+def test_four_engines_by_default_and_peers_by_name():
+    assert chosen_engines(()) == list(STUDIED)
+    assert chosen_engines(("plain-jit", "torch-manual")) == ["plain-jit", "torch-manual"]
+    assert len(STUDIED) == 4
+    assert not STUDIED.keys() & PEERS.keys()
+    assert STUDIED | PEERS == ENGINES
+
+
+@pytest.mark.parametrize("command", ["matrix", "faults"])
+def test_studies_of_our_engines_take_no_peer(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--engines", "plain-jit"])
+    assert "plain-jit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("peer", "fields", "says"),
+    [
+        ("nanogpt-loop", {"dp_replicate": 2}, "nanogpt-loop: it trains on one device, and the layout has 2"),
+        ("nanogpt-loop", {"dp_shard": 2, "zero": 1}, "layout.zero = 1: nanogpt-loop has no stage"),
+        ("nanogpt-loop", {"tp": 2}, "nanogpt-loop has no tensor parallelism"),
+        ("nanogpt-loop", {"pp": 2, "microbatches": 2}, "nanogpt-loop has no pipeline"),
+        ("nanogpt-loop-compiled", {"remat": "full"}, "recomputes nothing in backward (layout.remat = full)"),
+        ("plain-jit", {"dp_replicate": 4}, "plain-jit: it trains on one device, and the layout has 4"),
+        ("deepspeed", {}, "deepspeed: it is here for ZeRO: give layout.dp_shard = 2 or more"),
+        ("deepspeed", {"dp_shard": 2, "zero": 3, "dp_replicate": 2}, "it shards over all ranks"),
+        ("deepspeed", {"dp_shard": 2, "zero": 3, "reshard_after_forward": False}, "it decides by itself"),
+        ("deepspeed", {"dp_shard": 2, "zero": 1, "tp": 2}, "deepspeed has no tensor parallelism"),
+    ],
+)
+def test_a_layout_that_a_peer_cannot_express_is_refused_by_name(peer, fields, says):
+    with pytest.raises(ExperimentError) as refusal:
+        ENGINES[peer].require(Layout(**fields))
+    assert says in str(refusal.value)
+
+
+def test_a_dtype_that_a_peer_does_not_have_is_refused_by_name():
+    sharded = Experiment(layout=Layout(dp_shard=2, zero=1), precision=Precision(dtype="float64"))
+    with pytest.raises(
+        ExperimentError, match=r"precision.dtype = float64: deepspeed has float32 \(DeepSpeed"
+    ):
+        ENGINES["deepspeed"].require_experiment(sharded)
+    ENGINES["torch-manual"].require_experiment(sharded)
+
+
+def test_refusals_come_before_any_process(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "check", "--engines", "nanogpt-loop", "--layout.dp_replicate", "2"]) == 2
+    assert "nanogpt-loop: it trains on one device" in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch, tmp_path):
+    """A Python in which DeepSpeed is not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
+    monkeypatch.chdir(tmp_path)
+
+
+ZERO1 = ("--preset", "zero1", "--devices", "2", "--precision.dtype", "float32", "--dry_run")
+
+
+def test_what_is_not_installed_is_left_out_with_the_line_that_installs_it(without_deepspeed, capsys):
+    assert main(["run", "check", *TINY, "--engines", "torch-manual", "deepspeed", *ZERO1]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"left out: deepspeed: {PIP_LINE}" in printed
+    assert "1 case of 3 steps" in printed
+
+
+def test_nothing_is_left_without_it(without_deepspeed, capsys):
+    assert main(["run", "check", *TINY, "--engines", "deepspeed", *ZERO1]) == 3
+    assert f"deepspeed: {PIP_LINE}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_list_says_what_is_missing(without_deepspeed, capsys):
+    assert main(["list", "--json"]) == 0
+    missing = {
+        entry["name"]: entry["facts"]["missing"] for entry in json.loads(capsys.readouterr().out)["peers"]
+    }
+    assert missing.pop("deepspeed") == "pip install 'shardpair[deepspeed]'"
+    assert set(missing.values()) == {""}
+
+
+def test_a_side_that_lacks_it_says_the_same(without_deepspeed):
+    with pytest.raises(MissingPackageError) as missing:
+        ENGINES["deepspeed"].require_installed()
+    assert str(missing.value) == f"deepspeed: {PIP_LINE}"
+
+
+def test_packages_are_looked_for_in_the_python_that_runs_the_engine(monkeypatch):
+    def needing(package: str) -> Engine:
+        return Engine(name="other", side="torchpar", gradient_sync=("none",), decides="a test", needs=package)
+
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)  # of this Python
+    here = Path(sys.executable)
+    other = os.path.join(here.parent, ".", here.name)  # the same, but not by name
+    assert missing_package(needing("json"), sys.executable)
+    assert not missing_package(needing("json"), other)
+    assert "nosuchpackage is not installed" in missing_package(needing("nosuchpackage"), other)
+
+
+def test_peers_on_one_device_pass_the_ladder(shardpair):
+    done = shardpair(
+        "run", "check", *TINY, "--train.gradient_accumulation_steps", "2", "--optimizer.warmup_iters", "1",
+        "--engines", "torch-manual", "nanogpt-loop", "plain-jit", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads(done.stdout)["verdicts"]
+    assert [verdict["candidate"] for verdict in verdicts] == ["nanogpt-loop", "plain-jit"]
+    for verdict in verdicts:
+        assert [rung["rung"] for rung in verdict["rungs"]] == list(RUNGS)
+        assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason=PIP_LINE)
+@pytest.mark.parametrize("zero", ["1", "2", "3"])
+def test_deepspeed_passes_the_ladder(zero, shardpair):
+    done = shardpair(
+        "run", "check", *TINY, "--train.gradient_accumulation_steps", "2", "--precision.dtype", "float32",
+        "--layout.dp_shard", "2", "--layout.zero", zero, "--engines", "torch-manual", "deepspeed", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    assert [rung["rung"] for rung in verdict["rungs"]] == list(RUNGS)

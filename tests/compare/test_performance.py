@@ -1,0 +1,53 @@
+"""docs/performance.md: what it keeps of a bench, and what it says where nothing was measured."""
+
+import msgspec
+import performance
+import pytest
+import tables
+from benches import cases_of, finished
+from performance import BENCHES, kept, read_performance, write
+
+from compare.cli import parse
+from compare.commands.bench import Bench
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch, tiny):
+    """A bench that is kept, in a file of its own."""
+    monkeypatch.setattr(performance, "PERFORMANCE", tmp_path / "performance.json")
+    result = finished(cases_of(tiny), left_out={"pp-8": "it has too few layers"}, busy_cores=[1.5])
+    write({"itself": kept(BENCHES["itself"], result)})
+    return result
+
+
+def test_every_bench_of_the_page_is_one():
+    for name, arguments in BENCHES.items():
+        command, _ = parse(arguments.split())
+        assert isinstance(command, Bench), name
+
+
+def test_a_stored_bench_is_a_table_with_its_command(stored):
+    section = tables.performance("itself")
+    assert f"shardpair {BENCHES['itself']}" in section
+    assert "**single: nothing split: 1 CPU device, 64 tokens a step, float64**" in section
+    assert "| engine | wall ms | ratio |" in section
+    assert "| torch-library | " in section
+    assert "Fewer than 5" not in section
+    assert "Machine: a CPU, 2 cores" in section
+    assert "**Others used the processor before round 1 (1.5 cores): figures may not hold.**" in section
+    assert "Left out: pp-8: it has too few layers." in section
+
+
+def test_another_command_than_the_stored_one_is_told(stored):
+    old = msgspec.structs.replace(read_performance()["itself"], command="shardpair bench demo")
+    write({"itself": old})
+    assert "**Measured with another command: `shardpair bench demo`.**" in tables.performance("itself")
+
+
+def test_what_was_not_measured_is_said(stored):
+    assert "Not measured yet: `make performance` measures it." in tables.performance("single")
+
+
+def test_an_unknown_bench_is_refused(capsys):
+    assert performance.main(["nosuch"]) == 2
+    assert "nosuch: no such bench" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""plain-jit's own parts: its schedule is nanoGPT's, and a timed run has its windows."""
+
+import jax.numpy as jnp
+import pytest
+from msgspec.structs import replace
+
+from compare.contract.experiment import Data, Experiment, Optimizer, Train
+from compare.contract.learning_rate import learning_rate
+from compare.contract.record import REQUEST, Recorder, Request, read_record, write_json
+from compare.contract.timing import Timing
+from jaxpar.peers.plain_jit import learning_rate_of, train
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"warmup_iters": 3, "lr_decay_iters": 10},
+        {"warmup_iters": 0, "lr_decay_iters": 10},
+        {"warmup_iters": 5, "lr_decay_iters": 5},
+        {"decay_lr": False},
+        {"learning_rate": 0.0, "warmup_iters": 2, "lr_decay_iters": 4},
+    ],
+    ids=str,
+)
+def test_the_schedule_is_the_contract_s(fields):
+    config = Optimizer(**fields)
+    for step in range(14):
+        found = learning_rate_of(config)(jnp.int32(step))
+        assert float(found) == pytest.approx(learning_rate(config, step), rel=1e-14), step
+
+
+def test_a_timed_run_has_its_windows(tmp_path, tiny: Experiment):
+    timing = Timing(warmup=3, window=2, windows=2, single=1)
+    experiment = replace(
+        tiny, data=Data(source="synthetic"), train=Train(max_iters=timing.steps, batch_size=4)
+    )
+    request = Request(engine="plain-jit", experiment=experiment, timing=timing)
+    write_json(tmp_path / REQUEST, request)
+    train(request, Recorder(tmp_path))
+    record = read_record(tmp_path)
+    assert [window.steps for window in record.manifest.windows] == [2, 2]
+    assert all(window.wall_s > 0 for window in record.manifest.windows)
+    assert [step.step for step in record.steps] == list(range(timing.steps))
+    assert record.steps[-1].loss < record.steps[0].loss

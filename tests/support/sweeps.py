@@ -1,0 +1,56 @@
+"""Sweeps made by hand: what their cases would leave, without running any."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from records import comparison_of, make_record, make_steps
+
+from compare.contract.experiment import Experiment
+from compare.contract.record import Record
+from compare.judge.comparison import Comparison, judged
+from compare.studies.paired_run import Case
+from compare.studies.sweep import SweepPlan, sweep_batches
+from compare.studies.sweep_outcome import SweepOutcome, outcome_of
+
+StepTime = Callable[[Case], float]
+"""A case's step time in ms."""
+
+
+def plan_of(experiment: Experiment, **given) -> SweepPlan:
+    """A sweep of torch-manual over two strategies on two devices, and what is given instead."""
+    asked = {"strategies": ["ddp", "fsdp"], "engines": ["torch-manual"], "devices": [2], "ladder": False}
+    return SweepPlan(name="test", experiment=experiment, **asked | given)
+
+
+def swept(
+    plan: SweepPlan, folder: Path, step_ms: StepTime = lambda case: 10.0, *, wrong: tuple[str, ...] = ()
+) -> tuple[SweepOutcome, dict[str, Comparison], dict[str, list[Record]]]:
+    """The outcome of a sweep whose cases all finish; those that are `wrong` have other losses."""
+    comparisons, records = {}, {}
+    for batch in sweep_batches(plan):
+        found = {}
+        for case in batch.cases:
+            off = 1.1 if case.name in wrong else 1.0
+            steps = [
+                msgspec.structs.replace(step, loss=off * step.loss, step_time_ms=step_ms(case))
+                for step in make_steps(case.experiment)
+            ]
+            found[case.name] = make_record(
+                folder / batch.name / case.name,
+                case.experiment,
+                engine=case.engine,
+                steps=steps,
+                ladder=False,
+                tensors={},
+            )
+        planned = comparison_of(
+            batch.experiment,
+            command="sweep",
+            created_utc="2026-01-01T00:00:00+00:00",
+            requests={name: record.request for name, record in found.items()},
+            left_out=batch.left_out,
+        )
+        comparisons[batch.name] = judged(planned, found)
+        records[batch.name] = list(found.values())
+    return outcome_of(plan, comparisons, records), comparisons, records

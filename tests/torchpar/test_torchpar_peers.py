@@ -1,0 +1,90 @@
+"""nanogpt-loop in this process: timed windows, threads on the record, compilation, and how it diverges."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from compare.contract.divergence import DivergedError
+from compare.contract.experiment import Data, Experiment, Optimizer, Train
+from compare.contract.host.facts import MissingPackageError
+from compare.contract.record import REQUEST, Request, read_record, write_json
+from compare.contract.timing import Timing
+from torchpar import peers
+from torchpar.comm.rank import Heartbeat, Rank
+from torchpar.launcher import entry
+from torchpar.peers import nanogpt_loop
+
+TIMING = Timing(warmup=3, window=2, windows=2, single=1)
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def short(tiny: Experiment) -> Experiment:
+    return replace(tiny, data=Data(source="synthetic"), train=Train(max_iters=TIMING.steps, batch_size=4))
+
+
+def train(engine: str, folder, experiment: Experiment, **request):
+    asked = Request(engine=engine, experiment=experiment, **request)
+    write_json(folder / REQUEST, asked)
+    alone = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat([0] * Heartbeat.cells_for(1)))
+    peers.load_train(engine)(alone, request=asked, folder=folder)
+    return read_record(folder)
+
+
+def test_a_timed_run_has_its_windows_and_its_threads(tmp_path, short):
+    record = train("nanogpt-loop", tmp_path, short, timing=TIMING)
+    assert [window.steps for window in record.manifest.windows] == [2, 2]
+    assert all(window.wall_s > 0 and window.cpu_s > 0 for window in record.manifest.windows)
+    assert [step.step for step in record.steps] == list(range(TIMING.steps))
+    assert record.steps[-1].loss < record.steps[0].loss
+    assert record.manifest.threads == "2 per rank"
+    assert record.request.timing == TIMING
+
+
+def test_the_compiled_loop_calls_what_torch_compile_made(tmp_path, short, monkeypatch):
+    calls = []
+
+    def compiled(call):
+        return lambda *arguments: calls.append(1) or call(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    train("nanogpt-loop", tmp_path, short)
+    assert not calls
+    other = tmp_path / "compiled"
+    other.mkdir()
+    train("nanogpt-loop-compiled", other, short)
+    assert len(calls) == TIMING.steps
+
+
+def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
+    wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
+    with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
+        train("nanogpt-loop", tmp_path, wild)
+
+
+def test_matrices_decay_and_nothing_else(tiny):
+    model = nanogpt_loop.GPT(tiny.model)
+    decaying, rest = nanogpt_loop.configure_optimizers(model, tiny.optimizer).param_groups
+    assert {p.dim() for p in decaying["params"]} == {2}
+    assert {p.dim() for p in rest["params"]} == {1}
+    assert (decaying["weight_decay"], rest["weight_decay"]) == (tiny.optimizer.weight_decay, 0.0)
+    assert len(decaying["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+def test_a_peer_that_is_not_installed_is_refused_before_any_rank(tmp_path, tiny, monkeypatch):
+    experiment = replace(
+        tiny,
+        layout=replace(tiny.layout, dp_shard=2, zero=1),
+        precision=replace(tiny.precision, dtype="float32"),
+    )
+    write_json(tmp_path / REQUEST, Request(engine="deepspeed", experiment=experiment))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="pip install 'shardpair"):
+        entry.read_request(tmp_path)

@@ -1,0 +1,16 @@
+"""Peers: a loop each, as users of PyTorch and of DeepSpeed write it, to be timed and compared beside ours."""
+
+import importlib
+from collections.abc import Callable
+
+from compare.contract.engines.torch import TORCH
+
+MODULES = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
+
+
+def load_train(engine: str) -> Callable[..., None]:
+    """What trains with an engine: a peer's own `train`, or the loop of all others, called alike.
+
+    A peer is imported only here: what it needs may not be installed.
+    """
+    return importlib.import_module(MODULES.get(engine, "torchpar.train")).train

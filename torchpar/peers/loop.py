@@ -1,0 +1,103 @@
+"""The record of a peer's loop: the observer is called around its steps and never inside of them."""
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from compare.contract.communication import LOSS
+from compare.contract.host.facts import cpu_seconds
+from compare.contract.learning_rate import learning_rate
+from compare.contract.record import Recorder
+from compare.contract.timing import Window
+from torchpar.recording import Recording
+from torchpar.state import Run
+from torchpar.train import to_device
+
+
+class Peer(Protocol):
+    """One optimizer step in the two halves between which a ladder looks at the gradients."""
+
+    def gradients(self, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of every pass. Returns the mean loss over this rank's rows, a scalar."""
+        ...
+
+    def update(self, lr: float) -> torch.Tensor:
+        """Clip, update the weights, drop the gradients. Returns the norm before clipping, a scalar."""
+        ...
+
+
+def follow(run: Run, peer: Peer, *, folder: Path, started_utc: str) -> None:
+    """Train to the end, and leave the record in `folder`.
+
+    Args:
+        run: this rank's; its `parallel` is for the record alone.
+        peer: takes the steps.
+        folder: where rank 0 writes.
+        started_utc: when this rank began.
+
+    Raises:
+        DivergedError: the loss or the gradient norm of a step is not finite.
+    """
+    timing = run.request.timing
+    recording = Recording(run, Recorder(folder) if run.rank.rank == 0 else None, started_utc=started_utc)
+    if run.request.ladder:
+        recording.begin(to_device(run, *run.corpus.batch(run.experiment, 0)))
+    while run.state.step < run.experiment.train.max_iters:
+        if timing and timing.is_in_window(run.state.step):
+            _window(run, peer, recording, steps=timing.window)
+        else:
+            _step(run, peer, recording)
+    recording.finish()
+
+
+def _step(run: Run, peer: Peer, recording: Recording) -> None:
+    """One step, waited for. What a ladder writes down between its halves costs no time."""
+    state = run.state
+    batch = run.corpus.batch(run.experiment, state.step)
+    run.rank.at(state.step, "forward")
+    with recording.watch_step():
+        begun = _now(run)
+        loss = peer.gradients(*to_device(run, *batch))
+        seconds = _now(run) - begun
+        recording.gradients_are_ready()
+        begun = _now(run)
+        norm = peer.update(learning_rate(run.experiment.optimizer, state.updates))
+        seconds += _now(run) - begun
+    recording.step_is_done(_mean_over_ranks(run, loss), norm, seconds=seconds)
+    state.step += 1
+    state.updates += 1
+
+
+def _window(run: Run, peer: Peer, recording: Recording, *, steps: int) -> None:
+    """Steps that are not waited for, timed together."""
+    state = run.state
+    batches = [run.corpus.batch(run.experiment, step) for step in range(state.step, state.step + steps)]
+    done = []
+    begun, cpu_begun = _now(run), cpu_seconds()
+    for batch in batches:
+        run.rank.at(state.step, "forward")
+        loss = peer.gradients(*to_device(run, *batch))
+        done.append((loss, peer.update(learning_rate(run.experiment.optimizer, state.updates))))
+        state.step += 1
+        state.updates += 1
+    window = Window(steps=steps, wall_s=_now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
+    recording.window_is_done([(_mean_over_ranks(run, loss), norm) for loss, norm in done], window)
+
+
+def _mean_over_ranks(run: Run, loss: torch.Tensor) -> torch.Tensor:
+    """The loss of the global batch: for the record, outside of the step and of the ledger."""
+    data = run.mesh.data
+    if data.size == 1:
+        return loss
+    with run.mesh.traffic.paused():
+        mean = loss.clone()
+        data.all_reduce(mean, purpose=LOSS)
+    return mean / data.size
+
+
+def _now(run: Run) -> float:
+    if run.mesh.device.type == "cuda":
+        torch.cuda.synchronize(run.mesh.device)
+    return time.perf_counter()
