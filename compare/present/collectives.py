@@ -36,7 +36,8 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
     if rows:
         table = Table(title="time = latency + size / bandwidth, fitted over sizes")
         for column in ("collective", "ranks", *(f"{name} {c}" for name in names for c in FIT_COLUMNS)):
-            table.add_column(column, justify="left" if column == "collective" else "right")
+            is_name = column == "collective"
+            table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
         for cells in rows:
             table.add_row(*cells)
         console.print(table)

@@ -206,6 +206,9 @@ def test_the_page_stands_alone(tmp_path):
     assert page.count("<svg") == len(KINDS)
     assert "a &lt;b&gt;" in page
     assert 'class="fail">3' in page
+    assert "What spoils these figures" not in page
+    busy = write_page(tmp_path, bench_of(all_rows(), busy_cores=99.0)).read_text()
+    assert "other processes used 99.0 cores" in busy
     assert "http://" not in page.replace("http://www.w3.org", "")
     save_picture(tmp_path / "a.png", bench)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -43,6 +43,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
             f"{result.finished_rounds} rounds of fresh processes.",
             *about(study),
         ],
+        warnings=warnings(result),
         pictures=[
             Picture(
                 "Overhead over bucket size",
@@ -62,7 +63,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
                 ],
             )
         ],
-        notes=warnings(result),
+        notes=[],
         command="",
         git_commit=result.git_commit,
         git_dirty=result.git_dirty,

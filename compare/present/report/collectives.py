@@ -44,10 +44,10 @@ def write_page(folder: Path, bench: CollectiveBench) -> Path:
             "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share the "
             "cores.",
         ],
+        warnings=list(filter(None, [busy_line(bench)])),
         pictures=[_picture(bench, kind) for kind in kinds],
         tables=[_fit_table(bench), *(_row_table(bench, kind, ranks) for kind, ranks in groups(bench.rows))],
         notes=[
-            *filter(None, [busy_line(bench)]),
             *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways(bench.rows)),
             *dict.fromkeys(f"{note}." for side in bench.sides.values() for note in side.notes),
             *(f"Left out: {line}." for line in bench.left_out),
@@ -83,7 +83,7 @@ def _picture(bench: CollectiveBench, kind: str) -> Picture:
     with figure_for_page((SIZE[0], SIZE[1] + LEGEND)) as figure:
         _draw(figure, rows)
         _legend(figure, rows)
-        return Picture(kind, inline_svg(figure, title), "Both axes of the time, and sizes, are logarithmic.")
+        return Picture(kind, inline_svg(figure, title), "Sizes and times are on logarithmic axes.")
 
 
 def _draw(figure: Figure | SubFigure, rows: list[CollectiveRow]) -> None:
