@@ -16,7 +16,9 @@ import tyro
 
 from compare.commands.arguments import Spec, defaults_for
 from compare.commands.bench import Bench
+from compare.commands.buckets import Buckets
 from compare.commands.check import Check
+from compare.commands.collectives import Collectives
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
@@ -49,6 +51,8 @@ COMMANDS: dict[str, type] = {
     "doctor": Doctor,
     "schedule": Draw,
     "mirror": Mirror,
+    "collectives": Collectives,
+    "buckets": Buckets,
 }
 DEFAULT_EXPERIMENT = {
     "run": "demo",
@@ -56,6 +60,7 @@ DEFAULT_EXPERIMENT = {
     "bench": "demo",
     "faults": "check",
     "matrix": "check",
+    "buckets": "demo",
     "sweep": "demo",
 }
 FIXED_EXPERIMENT = {"golden": GOLDEN}
@@ -139,6 +144,8 @@ def _described(error: OSError) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:2] == ["bench", "collectives"]:  # a benchmark, but not of an experiment
+        arguments = arguments[1:]
     command, name = parse(arguments)
     return command(load(name))
 

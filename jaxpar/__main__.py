@@ -1,5 +1,6 @@
 """`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; or `--doctor`, or
-`--ceiling JSON`: see `compare.contract.ceiling`.
+`--ceiling JSON` (see `compare.contract.ceiling`), or `--collectives RUN_DIR` (see
+`compare.contract.collective_bench`).
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
 lacks what it needs; 143 SIGTERM. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,9 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.ceiling import read_ceiling_request
+from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
+from compare.contract.engines.jax import JAX
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.host.disk import no_room
 from compare.contract.host.exits import describe_exit
@@ -51,35 +55,26 @@ def main() -> int:
         return DONE
     if arguments.ceiling:
         return ceiling(arguments.ceiling)
-    return run(arguments.run_dir)
+    return run(arguments.run_dir, time_collectives if arguments.collectives else train)
 
 
-def run(folder: Path) -> int:
-    """Train what folder/request.json asks for; every failure ends as one line and a code.
+def run(folder: Path, work: Callable[[Path], None]) -> int:
+    """Do what folder/request.json asks for; every failure ends as one line and a code.
 
     It leaves error.json too, but not in a folder in which another run is at work.
     """
     try:
         with lock_folder(folder):
-            return _run_alone(folder)
+            return _attempt(folder, work)
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
 
 
-def _run_alone(folder: Path) -> int:
+def _attempt(folder: Path, work: Callable[[Path], None]) -> int:
     on_signals([signal.SIGTERM], partial(_leave, folder))
     try:
-        request = read_request(folder)
-        clear_record(folder)
-        watchdog = Watchdog(request.timeout_s, partial(_report, folder))
-        configure_jax(request)
-        # Imported after configuring: a backend, once started, keeps its devices and platform.
-        from jaxpar.peers import load_train
-
-        train = load_train(request.engine)
-        with _planted(request):
-            train(request, Recorder(folder), progress=watchdog.progress)
+        work(folder)
     except ExperimentError as error:
         return _fail(folder, error, BAD_REQUEST)
     except (MissingDevicesError, ImportError) as error:
@@ -87,6 +82,33 @@ def _run_alone(folder: Path) -> int:
     except Exception as error:
         return _fail(folder, error, FAILED)
     return DONE
+
+
+def train(folder: Path) -> None:
+    """Train what folder/request.json asks for."""
+    request = read_request(folder)
+    clear_record(folder)
+    watchdog = Watchdog(request.timeout_s, partial(_report, folder))
+    configure_jax(request)
+    # Imported after configuring: a backend, once started, keeps its devices and platform.
+    from jaxpar.peers import load_train
+
+    train_engine = load_train(request.engine)
+    with _planted(request):
+        train_engine(request, Recorder(folder), progress=watchdog.progress)
+
+
+def time_collectives(folder: Path) -> None:
+    """Time the collectives that folder/request.json asks for."""
+    request = read_collective_request(folder, side=JAX.name)
+    clear_record(folder)
+    clear_rows(folder)
+    watchdog = Watchdog(request.timeout_s, partial(_report, folder))
+    configure_products(request.platform, TYPE.name)
+    configure_devices(request.platform, request.ranks)
+    from jaxpar.measure.collective_bench import run_bench
+
+    run_bench(request, folder, progress=watchdog.progress)
 
 
 def _planted(request: Request) -> AbstractContextManager:
@@ -104,8 +126,7 @@ def configure_jax(request: Request) -> None:
 
     experiment: Experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
-    if request.platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", experiment.layout.devices)
+    configure_devices(request.platform, experiment.layout.devices)
     if request.cache_dir:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -123,6 +144,14 @@ def configure_products(platform: str, dtype: str) -> None:
     by_dtype = {"float32": "highest", "tf32": "tensorfloat32"}
     if dtype in by_dtype:  # on NVIDIA GPUs the default for float32 products is TF32
         jax.config.update("jax_default_matmul_precision", by_dtype[dtype])
+
+
+def configure_devices(platform: str, devices: int) -> None:
+    """The number of virtual devices, which only a CPU has."""
+    import jax
+
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", devices)
 
 
 def ceiling(text: str) -> int:
@@ -158,6 +187,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxpar", description="Train one experiment with JAX.")
     parser.add_argument("run_dir", nargs="?", type=Path, help="folder with request.json")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
+    parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices as JSON")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
     arguments = parser.parse_args()

@@ -1,5 +1,6 @@
 """`python -m torchpar RUN_DIR [--exit-with-stdin]`, or one of `--doctor`, `--ceiling JSON` (see
-`compare.contract.ceiling`), `--convert CKPT.pt OUT.safetensors [--model JSON]` (nanoGPT's weights).
+`compare.contract.ceiling`), `--convert CKPT.pt OUT.safetensors [--model JSON]` (nanoGPT's weights),
+`--collectives RUN_DIR` (`compare.contract.collective_bench`).
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request, or RUN_DIR is in use; 3 the machine lacks something;
 128 + n signal n. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
@@ -16,8 +17,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from compare.contract.collective_bench import clear_rows
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.disk import no_room
 from compare.contract.host.exits import describe_exit
@@ -35,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torchpar", description="Run one engine of torchpar.")
     parser.add_argument("run_dir", nargs="?", type=Path, help="holds request.json; the record goes there")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
+    parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
     parser.add_argument("--convert", nargs=2, type=Path, metavar=("CKPT", "OUT"), help="nanoGPT's weights")
@@ -56,7 +60,7 @@ def main() -> int:
         return _convert(*arguments.convert, sizes=arguments.model)
     if arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
-    return run(arguments.run_dir)
+    return run(arguments.run_dir, time_collectives if arguments.collectives else train)
 
 
 def _ceiling(text: str) -> int:
@@ -87,12 +91,12 @@ def _convert(source: Path, target: Path, *, sizes: str) -> int:
     return DONE
 
 
-def run(folder: Path) -> int:
-    """Run the request in `folder`, and leave a record or error.json there. Returns the exit code."""
+def run(folder: Path, work: Callable[[Path], None]) -> int:
+    """Do the request in `folder`, and leave a record or error.json there. Returns the exit code."""
     is_first = int(os.environ.get("RANK", "0")) == 0  # the one that holds the folder, for all ranks
     try:
         with lock_folder(folder) if is_first else contextlib.nullcontext():
-            failure, code = _run(folder)
+            failure, code = _attempt(folder, work)
             if failure:
                 print(failure.message, file=sys.stderr)
                 print(failure.traceback, file=sys.stderr, end="")
@@ -105,19 +109,36 @@ def run(folder: Path) -> int:
         return BAD_REQUEST
 
 
-def _run(folder: Path) -> tuple[Failure | None, int]:
+def train(folder: Path) -> None:
+    """Train what folder/request.json asks for, as all ranks or as one of torchrun's."""
     from torchpar.launcher import entry, torchrun
+
+    request = entry.read_request(folder)
+    if "RANK" in os.environ:
+        torchrun.become_rank(request, folder, os.environ)
+    else:
+        request = entry.validate_data(request)
+        clear_record(folder)
+        entry.start_ranks(request, folder)
+
+
+def time_collectives(folder: Path) -> None:
+    """Time the collectives that folder/request.json asks for."""
+    from torchpar.measure.collective_bench import run_bench
+
+    if "RANK" in os.environ:
+        raise ExperimentError("--collectives starts ranks of its own: run it without torchrun")
+    clear_record(folder)
+    clear_rows(folder)
+    run_bench(folder)
+
+
+def _attempt(folder: Path, work: Callable[[Path], None]) -> tuple[Failure | None, int]:
     from torchpar.launcher.local import Interrupted
     from torchpar.launcher.supervisor import RanksFailed
 
     try:
-        request = entry.read_request(folder)
-        if "RANK" in os.environ:
-            torchrun.become_rank(request, folder, os.environ)
-        else:
-            request = entry.validate_data(request)
-            clear_record(folder)
-            entry.start_ranks(request, folder)
+        work(folder)
     except ExperimentError as error:
         return Failure(message=str(error)), BAD_REQUEST
     except (MissingDevicesError, MissingPackageError) as error:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -110,14 +110,20 @@ def require_devices(experiment: Experiment, platform: str) -> None:
                 f"sense: lower the degrees of the layout"
             )
         return
-    gpus = visible_gpus()
-    if not gpus:
-        raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
+    gpus = require_gpu()
     if wanted > gpus:
         raise ExperimentError(
             f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower the degrees of the "
             f"layout, or use --platform cpu"
         )
+
+
+def require_gpu() -> int:
+    """The number of visible GPUs. Raises EnvironmentMissing if there is none."""
+    gpus = visible_gpus()
+    if not gpus:
+        raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
+    return gpus
 
 
 def visible_gpus() -> int:
@@ -153,9 +159,44 @@ def launch(
     """
     folder.mkdir()
     files.write_json(folder / files.REQUEST, request)
-    side = side_of(request.engine)
+    run_side(
+        side_of(request.engine),
+        folder,
+        name=request.engine,
+        platform=request.platform,
+        timeout_s=request.timeout_s,
+        pythons=pythons,
+        on_step=on_step,
+    )
+    return files.read_record(folder)
+
+
+def run_side(
+    side: Side,
+    folder: Path,
+    *,
+    name: str,
+    platform: str,
+    timeout_s: float,
+    options: Sequence[str] = (),
+    pythons: Mapping[str, str] | None = None,
+    on_step: Callable[[Step], None] | None = None,
+) -> None:
+    """Run `python -m SIDE OPTIONS FOLDER` to its end.
+
+    Args:
+        side: which.
+        folder: with the request; the log goes there.
+        name: for whom it runs, for messages.
+        platform, timeout_s: as in the request.
+        options: what it is to do with the request; by default, train.
+        pythons, on_step: as for `launch`.
+
+    Raises:
+        EngineError, KeyboardInterrupt: as `launch`.
+    """
     python = (pythons or {}).get(side.name, sys.executable)
-    command = [python, "-m", side.name, str(folder), "--exit-with-stdin"]
+    command = [python, "-m", side.name, *options, str(folder), "--exit-with-stdin"]
     kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
@@ -166,21 +207,20 @@ def launch(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=child_environment(side, request.platform),
+            env=child_environment(side, platform),
         )
         try:
-            hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step or (lambda step: None))
+            hung = watch(process, folder, timeout_s=timeout_s, on_step=on_step or (lambda step: None))
         finally:
             _end(process)
             remove_leftovers(folder)
     if hung:
         hung += f": see {folder / LOG}, or raise --timeout_s"
-        raise _failed(request.engine, hung, folder, exit_code=1)
+        raise _failed(name, hung, folder, exit_code=1)
     if process.returncode:
         why = _why(process.returncode, folder, oom_kills_before=kills)
         code = process.returncode if process.returncode in (2, 3) else 1
-        raise _failed(request.engine, why, folder, exit_code=code)
-    return files.read_record(folder)
+        raise _failed(name, why, folder, exit_code=code)
 
 
 @contextlib.contextmanager

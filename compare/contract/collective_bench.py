@@ -1,0 +1,262 @@
+"""A benchmark of collectives: what a side is asked to time, what it leaves, and which numbers are right.
+
+    request.json    a `CollectiveRequest`, read by `python -m SIDE --collectives RUN_DIR`
+    rows.jsonl      one `CollectiveRow` a line, appended as each is measured
+    side.json       a `CollectiveSide`; written last, so that its presence means that all rows are there
+
+Conventions of nccl-tests: `size` is the total, the whole tensor of a gather or scatter; `count` is what one
+rank gives or gets of it; the time is that of the slowest rank; algbw is size over time, busbw what a rank
+sends on a ring over time: what the links do, whatever the number of ranks. Source: nccl-tests,
+doc/PERFORMANCE.md.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from compare.contract.communication import ring_wire_bytes
+from compare.contract.engines.jax import JAX
+from compare.contract.engines.torch import TORCH
+from compare.contract.experiment import ExperimentError
+from compare.contract.host.disk import full_disk_named
+from compare.contract.record import REQUEST, Platform, read_json
+
+ROWS, SIDE = "rows.jsonl", "side.json"
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "permute"]
+"""As ledgers name them. permute is nccl-tests' sendrecv: a ring, on which each rank sends to the next one."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+IN_PIECES = ("all_gather", "reduce_scatter", "all_to_all")
+"""Those whose tensor is cut into a piece for each rank."""
+
+TYPE = np.dtype(np.float32)
+ALIGN = 4  # elements: nccl-tests' pieces are multiples of it
+PERIOD, SHIFT = 97, 31  # of the numbers sent: sums over any ranks are exact, and no two ranks send the same
+
+WARMUP, TRIAL = 2, 3  # calls before those that count; and those from which their number is chosen
+FEWEST, MOST = 5, 20_000
+
+
+class Implementation(Struct, frozen=True, kw_only=True):
+    """One way of doing a collective."""
+
+    side: str
+    platforms: tuple[Platform, ...]
+    description: str
+
+
+OURS = "ours"
+IMPLEMENTATIONS = {
+    "gloo": Implementation(
+        side=TORCH.name,
+        platforms=("cpu",),
+        description="PyTorch's stock operation on gloo, ranks are processes",
+    ),
+    "nccl": Implementation(
+        side=TORCH.name,
+        platforms=("gpu",),
+        description="PyTorch's stock operation on NCCL, a rank for each GPU",
+    ),
+    OURS: Implementation(
+        side=TORCH.name,
+        platforms=("cpu", "gpu"),
+        description="torch-manual's way over the same process group: torchpar/comm/collectives.py",
+    ),
+    "xla": Implementation(
+        side=JAX.name,
+        platforms=("cpu", "gpu"),
+        description="shard_map and lax collectives: host devices are threads of one process",
+    ),
+}
+"""By name, in the order of tables and colours."""
+
+
+class CollectiveCase(Struct, frozen=True):
+    """One collective of one size."""
+
+    kind: Kind
+    size: int
+    """Bytes asked for; see `elements` for what becomes of them."""
+
+
+class CollectiveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One side's order: time each case with each implementation, on this many ranks."""
+
+    implementations: tuple[str, ...]
+    cases: tuple[CollectiveCase, ...]
+    ranks: int
+    platform: Platform = "cpu"
+    row_s: float = 0.2
+    """About how long the calls of a row take together; there are at least five."""
+    timeout_s: float = 600.0
+    """Seconds without any progress after which the run counts as hung."""
+    fault: str = ""
+    """A kind of which one value is falsified on the last rank, to show that it is noticed; empty for none."""
+
+
+class CollectiveRow(Struct, frozen=True, kw_only=True):
+    """One line of nccl-tests, and who made it."""
+
+    implementation: str
+    kind: Kind
+    ranks: int
+    size: int
+    """Bytes of the whole tensor."""
+    count: int
+    """Elements: of one rank's piece where there are pieces."""
+    type: str
+    iterations: int
+    time_us: float
+    """Of the slowest rank: its mean over the iterations."""
+    algbw_gb_s: float
+    busbw_gb_s: float
+    wrong: int
+    """Elements that are not exactly what they should be, over all ranks."""
+
+
+class CollectiveSide(Struct, frozen=True, kw_only=True):
+    """Circumstances of a side's rows."""
+
+    device_kind: str
+    versions: dict[str, str]
+    threads: str
+    notes: tuple[str, ...] = ()
+    """What is not as the names say, a line each."""
+
+
+def read_collective_request(folder: Path, *, side: str) -> CollectiveRequest:
+    """Read and check `folder/request.json`.
+
+    Raises:
+        ExperimentError: there is none, it is malformed, or not for this side.
+    """
+    path = folder / REQUEST
+    try:
+        request = read_json(path, CollectiveRequest)
+    except OSError as error:
+        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
+    except msgspec.DecodeError as error:
+        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
+    for name in request.implementations:
+        known = IMPLEMENTATIONS.get(name)
+        if known is None or known.side != side or request.platform not in known.platforms:
+            raise ExperimentError(f"implementations: {side} has no {name} on platform {request.platform}")
+    if request.ranks < 2:
+        raise ExperimentError(f"ranks = {request.ranks}: a collective needs at least 2")
+    return request
+
+
+def clear_rows(folder: Path) -> None:
+    """Remove what an earlier benchmark left, so that it is not taken for this one's."""
+    for name in (ROWS, SIDE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def append_row(folder: Path, row: CollectiveRow) -> None:
+    """Add a row to rows.jsonl; readable at once. Raises DiskFull."""
+    with full_disk_named(folder), (folder / ROWS).open("ab") as file:
+        file.write(msgspec.json.encode(row) + b"\n")
+
+
+def elements(kind: str, size: int, ranks: int) -> int:
+    """`CollectiveRow.count` for a size asked for: pieces are equal, multiples of `ALIGN`, not empty."""
+    whole = size // TYPE.itemsize
+    return max(whole // (ALIGN * ranks), 1) * ALIGN if kind in IN_PIECES else max(whole, 1)
+
+
+def total_bytes(kind: str, count: int, ranks: int) -> int:
+    """`CollectiveRow.size`, of so many elements."""
+    return TYPE.itemsize * count * (ranks if kind in IN_PIECES else 1)
+
+
+def bytes_held(kind: str, size: int, ranks: int) -> int:
+    """Bytes that all ranks need for a case, at most: sent, received, expected, made on the way."""
+    return 4 * ranks * total_bytes(kind, elements(kind, size, ranks), ranks)
+
+
+def numbers(rank: int, count: int, *, start: int = 0) -> np.ndarray:
+    """The numbers of a rank from element `start` on, (count,): small integers, so that sums are exact."""
+    return np.resize(_period(rank, start), count)
+
+
+def sent(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
+    """Numbers that a rank puts in."""
+    return numbers(rank, count * (ranks if kind in ("reduce_scatter", "all_to_all") else 1))
+
+
+def expected(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
+    """Numbers that a rank must find in the result, exactly."""
+    match kind:
+        case "all_reduce":
+            return np.resize(sum(_period(other, 0) for other in range(ranks)), count)
+        case "reduce_scatter":
+            return np.resize(sum(_period(other, rank * count) for other in range(ranks)), count)
+        case "all_gather":
+            return np.concatenate([numbers(other, count) for other in range(ranks)])
+        case "all_to_all":
+            return np.concatenate([numbers(other, count, start=rank * count) for other in range(ranks)])
+        case "broadcast":
+            return numbers(0, count)
+        case "permute":
+            return numbers((rank - 1) % ranks, count)
+    raise ValueError(f"{kind}: no such collective (there are {', '.join(KINDS)})")
+
+
+def _period(rank: int, start: int) -> np.ndarray:
+    return np.roll(np.arange(PERIOD, dtype=TYPE), -(start + SHIFT * rank))
+
+
+def measure(
+    call: Callable[[], object], *, wait: Callable[[], object], slowest: Callable[[float], float], row_s: float
+) -> tuple[float, int]:
+    """Seconds of one call on the slowest rank, the mean over so many calls that they take about `row_s`.
+
+    Args:
+        call: does the collective.
+        wait: returns once all calls so far are done.
+        slowest: the largest of all ranks' values, on each of them; it brings them together, too.
+        row_s: seconds.
+
+    Returns:
+        The mean, and the number of calls.
+    """
+
+    def mean_s(calls: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        wait()
+        return (time.perf_counter() - begun) / calls
+
+    mean_s(WARMUP)
+    slowest(0.0)
+    trial_s = slowest(mean_s(TRIAL))
+    iterations = min(max(math.ceil(row_s / trial_s), FEWEST), MOST)
+    return slowest(mean_s(iterations)), iterations
+
+
+def make_row(
+    implementation: str, case: CollectiveCase, *, ranks: int, seconds: float, iterations: int, wrong: int
+) -> CollectiveRow:
+    """A row from its time."""
+    count = elements(case.kind, case.size, ranks)
+    size = total_bytes(case.kind, count, ranks)
+    return CollectiveRow(
+        implementation=implementation,
+        kind=case.kind,
+        ranks=ranks,
+        size=size,
+        count=count,
+        type=TYPE.name,
+        iterations=iterations,
+        time_us=seconds * 1e6,
+        algbw_gb_s=size / seconds / 1e9,
+        busbw_gb_s=ring_wire_bytes(case.kind, size, ranks) / seconds / 1e9,
+        wrong=wrong,
+    )

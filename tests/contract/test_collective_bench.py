@@ -1,0 +1,158 @@
+"""The benchmark of collectives, before any is run: bandwidths, right results, sizes, iterations."""
+
+import numpy as np
+import pytest
+
+from compare.contract import collective_bench
+from compare.contract.collective_bench import (
+    FEWEST,
+    IMPLEMENTATIONS,
+    IN_PIECES,
+    KINDS,
+    CollectiveCase,
+    CollectiveRequest,
+    elements,
+    expected,
+    make_row,
+    measure,
+    read_collective_request,
+    sent,
+    total_bytes,
+)
+from compare.contract.engines.jax import JAX
+from compare.contract.engines.torch import TORCH
+from compare.contract.experiment import ExperimentError
+from compare.contract.record import REQUEST, write_json
+
+FACTORS_OF_FOUR = {
+    "all_reduce": 1.5,
+    "all_gather": 0.75,
+    "reduce_scatter": 0.75,
+    "all_to_all": 0.75,
+    "broadcast": 1.0,
+    "permute": 1.0,
+}
+"""busbw over algbw on four ranks, counted by hand: on two, a wrong one for all-reduce does not show."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bus_bandwidth_on_four_ranks(kind):
+    row = make_row("gloo", CollectiveCase(kind, 4096), ranks=4, seconds=2e-6, iterations=5, wrong=0)
+    assert row.size == 4096
+    assert row.time_us == 2.0
+    assert row.algbw_gb_s == pytest.approx(4096 / 2e-6 / 1e9)
+    assert row.busbw_gb_s == pytest.approx(FACTORS_OF_FOUR[kind] * row.algbw_gb_s)
+
+
+def by_definition(kind: str, given: list[np.ndarray], rank: int) -> np.ndarray:
+    """What a rank must get, from what every rank gives."""
+    pieces = [np.split(one, len(given)) for one in given] if kind in ("reduce_scatter", "all_to_all") else []
+    match kind:
+        case "all_reduce":
+            return np.sum(given, axis=0)
+        case "all_gather":
+            return np.concatenate(given)
+        case "reduce_scatter":
+            return np.sum([own[rank] for own in pieces], axis=0)
+        case "all_to_all":
+            return np.concatenate([own[rank] for own in pieces])
+        case "broadcast":
+            return given[0]
+    return given[rank - 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_results_are_those_of_the_definition(kind, ranks):
+    for count in (4, 40, 400):
+        given = [sent(kind, rank, ranks=ranks, count=count).astype(np.float64) for rank in range(ranks)]
+        for rank in range(ranks):
+            wanted = by_definition(kind, given, rank)
+            found = expected(kind, rank, ranks=ranks, count=count)
+            assert found.dtype == np.float32
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_every_rank_sends_other_numbers_and_their_sums_are_exact():
+    many = 64
+    given = [tuple(sent("all_gather", rank, ranks=many, count=40)) for rank in range(many)]
+    assert len(set(given)) == many
+    assert many * max(map(max, given)) < 2**24  # float32 holds every smaller integer
+
+
+def test_an_unknown_collective_is_an_error():
+    with pytest.raises(ValueError, match="gather_all"):
+        expected("gather_all", 0, ranks=2, count=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_are_totals_of_equal_pieces(kind):
+    count = elements(kind, 1024, 6)
+    assert count == (40 if kind in IN_PIECES else 256)  # nccl-tests: 256 / (4 x 6) x 4
+    assert total_bytes(kind, count, 6) == (960 if kind in IN_PIECES else 1024)
+    assert elements(kind, 4, 6) > 0
+
+
+class Clock:
+    """A clock that only calls advance."""
+
+    def __init__(self, call_s: float):
+        self.now, self.calls, self._call_s = 0.0, 0, call_s
+
+    def call(self) -> None:
+        self.now, self.calls = self.now + self._call_s, self.calls + 1
+
+
+@pytest.mark.parametrize(("call_s", "iterations"), [(0.01, 20), (1.0, FEWEST)])
+def test_a_row_is_timed_for_as_long_as_asked_and_for_five_calls_at_least(monkeypatch, call_s, iterations):
+    clock = Clock(call_s)
+    monkeypatch.setattr(collective_bench.time, "perf_counter", lambda: clock.now)
+    seconds, found = measure(clock.call, wait=lambda: None, slowest=lambda value: value, row_s=0.2)
+    assert found == iterations
+    assert seconds == pytest.approx(call_s)
+    assert clock.calls > found  # those that warm up
+
+
+def test_the_slowest_rank_decides(monkeypatch):
+    clock = Clock(0.01)
+    monkeypatch.setattr(collective_bench.time, "perf_counter", lambda: clock.now)
+    found = measure(clock.call, wait=lambda: None, slowest=lambda value: 2 * value, row_s=0.2)
+    assert found == (pytest.approx(0.02), 10)
+
+
+def request(**given) -> CollectiveRequest:
+    fields = {"implementations": ("gloo",), "cases": (CollectiveCase("all_reduce", 1024),), "ranks": 2}
+    return CollectiveRequest(**fields | given)
+
+
+def test_a_request_is_read_back(tmp_path):
+    write_json(tmp_path / REQUEST, request())
+    assert read_collective_request(tmp_path, side=TORCH.name) == request()
+
+
+@pytest.mark.parametrize(
+    ("given", "side", "message"),
+    [
+        ({"implementations": ("nccl",)}, TORCH.name, "torchpar has no nccl on platform cpu"),
+        ({"implementations": ("mpi",)}, TORCH.name, "torchpar has no mpi"),
+        ({}, JAX.name, "jaxpar has no gloo"),
+        ({"ranks": 1}, TORCH.name, "ranks = 1"),
+    ],
+)
+def test_a_request_that_cannot_work_is_refused(tmp_path, given, side, message):
+    write_json(tmp_path / REQUEST, request(**given))
+    with pytest.raises(ExperimentError, match=message):
+        read_collective_request(tmp_path, side=side)
+
+
+def test_no_request_and_a_garbled_one_are_refused(tmp_path):
+    with pytest.raises(ExperimentError, match="write a request there first"):
+        read_collective_request(tmp_path, side=TORCH.name)
+    (tmp_path / REQUEST).write_text('{"ranks": "two"}')
+    with pytest.raises(ExperimentError, match="ranks"):
+        read_collective_request(tmp_path, side=TORCH.name)
+
+
+def test_both_platforms_have_a_stock_way_ours_and_xla():
+    for platform in ("cpu", "gpu"):
+        assert sum(platform in one.platforms for one in IMPLEMENTATIONS.values()) == 3
