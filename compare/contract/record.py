@@ -60,8 +60,11 @@ class Rung(StrEnum):
     """After `Request.later_step` optimizer steps."""
 
 
-class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine's order: everything that `python -m SIDE RUN_DIR` needs to know."""
+class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One engine's order: everything that `python -m SIDE RUN_DIR` needs to know.
+
+    What has its default is not written: a null would be read as a number that was not finite.
+    """
 
     engine: str
     experiment: Experiment
