@@ -150,19 +150,19 @@ class Axis:
         assert work is not None
         return work
 
-    def start_send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, purpose: str = "") -> Work:
+    def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
         """Begin to send `tensor` to rank `to` of the axis; leave it alone until `wait()` on the result.
 
-        A message meets the receive with the same `tag`; NCCL knows no tags, and goes by the order.
+        The messages of two ranks meet by their order alone: NCCL knows no tags.
         """
         with self._counted("permute", tensor, purpose):
-            work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+            work = dist.isend(tensor, group=self.group, group_dst=to)
         assert work is not None
         return work
 
-    def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Work:
+    def start_receive(self, tensor: torch.Tensor, *, source: int) -> Work:
         """Begin to receive into `tensor` from rank `source` of the axis. Its sender counts the message."""
-        work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
+        work = dist.irecv(tensor, group=self.group, group_src=source)
         assert work is not None
         return work
 
