@@ -36,7 +36,7 @@ def gradient_ready(buckets: Buckets, bucket: Bucket, index: int, axis: Axis) -> 
 
 
 def all_reduce_full_buckets(buckets: Buckets, axis: Axis) -> None:
-    """Begin to sum the buckets that are full over the ranks, each behind those before it: see `Bucket.add`."""
+    """Begin to sum the buckets that are full over the ranks, each behind those before it."""
     for bucket in buckets.take_full():
         bucket.work = axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
 

@@ -64,8 +64,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one; for reduce_gradients.
         reduce_gradients: average gradients over the ranks here, and nowhere else.
-        bucket_size_mb: with reduce_gradients, reduce gradients during backward, in buckets of this size; 1 MB =
-            1e6 bytes. A larger parameter gets a bucket of its own. None: after backward, each group at once.
+        bucket_size_mb: with reduce_gradients, reduce during backward, in buckets of this size; 1 MB = 1e6
+            bytes. A larger parameter gets a bucket of its own. None: after backward, each group at once.
         find_unused_parameters: with reduce_gradients, parameters may be used on some ranks only, and count as
             zero on the others; costs one small all-reduce a step, and nothing is reduced before that. Else
             every rank uses the same.
@@ -91,9 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ):
         if bucket_size_mb is not None and (bucket_size_mb <= 0 or not reduce_gradients):
-            raise ValueError(
-                f"bucket_size_mb = {bucket_size_mb} must be positive, with reduce_gradients=True"
-            )
+            raise ValueError(f"bucket_size_mb = {bucket_size_mb}: positive, and with reduce_gradients=True")
         self.axis = Axis.of(group)
         self._bucket_size_mb, self._synchronizing = bucket_size_mb, True
         self._queue = ReductionQueue()

@@ -15,9 +15,7 @@ class ReductionQueue:
     def __init__(self):
         self._queue: list[FlatGradients] = []
         self._taken = 0
-        self._missing: dict[
-            int, set[int]
-        ] = {}  # by place in the queue: parameters that backward has to come to
+        self._missing: dict[int, set[int]] = {}  # by place in the queue: what backward has not come to yet
 
     def append(self, gradients: FlatGradients) -> None:
         """Add some, behind all others. Between two steps."""
