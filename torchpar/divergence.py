@@ -11,10 +11,8 @@ from torchpar.weights import nanogpt_name
 def first_gradient_not_finite(run: Run) -> str:
     """A clause that names it. All ranks call this together: each looks at its own pieces.
 
-    `optimizer_step` leaves the gradients as they are if their norm is not finite, and it waited for that.
+    `optimizer_step` leaves the gradients as they are if their norm is not finite.
     """
-    if all(parameter.grad is None for parameter in run.parallel.parameters.values()):
-        return "its gradients were dropped before that was seen: run it without timing to have the first one"
     mine = [
         name
         for name, parameter in run.parallel.parameters.items()

@@ -1,12 +1,13 @@
 """Gradient buckets: flat memory for gradients that are averaged together, and the order of the buckets."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from torchpar.comm.handles import Work
+from torchpar.manual.any_module.packs import pack
 
 
 class Bucket:
@@ -128,24 +129,3 @@ def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     packs = pack(trainable[::-1], limit_bytes)
     return Buckets([Bucket([name for name, _ in named], [p for _, p in named]) for named in packs])
-
-
-def pack(
-    named: Iterable[tuple[str, nn.Parameter]], limit_bytes: float = float("inf")
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """Put parameters together, in their order, that are of one dtype and device, and all trainable or frozen.
-
-    Args:
-        named: by name.
-        limit_bytes: see `make_buckets`.
-    """
-    packs: list[list[tuple[str, nn.Parameter]]] = []
-    unfinished: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named:
-        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-        members = unfinished.get(kind)
-        if members is None or sum(p.nbytes for _, p in members) + parameter.nbytes > limit_bytes:
-            members = unfinished[kind] = []
-            packs.append(members)
-        members.append((name, parameter))
-    return packs
