@@ -124,15 +124,20 @@ def vocab_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction = {reduction!r}: use mean, sum or none")
     size = logits_NV.shape[1] * axis.size if vocab_size is None else vocab_size
-    outside_N = ((targets_N < 0) | (targets_N >= size)) & (targets_N != ignore_index)
-    if logits_NV.device.type == "cuda":  # as F.cross_entropy does: the host does not wait for it
-        torch._assert_async(~outside_N.any(), f"a target is outside of the vocabulary of {size}")
-    elif outside_N.any():
-        raise IndexError(f"target {targets_N[outside_N][0]} is outside of the vocabulary of {size}")
+    require_inside(targets_N, size, ignore_index)
     loss_N = _CrossEntropy.apply(logits_NV, targets_N, axis, size, ignore_index)
     if reduction == "none":
         return loss_N
     return loss_N.sum() if reduction == "sum" else loss_N.sum() / (targets_N != ignore_index).sum()
+
+
+def require_inside(targets_N: torch.Tensor, size: int, ignore_index: int) -> None:
+    """IndexError if a target is outside of the vocabulary; on a GPU, which is not waited for, later."""
+    outside_N = ((targets_N < 0) | (targets_N >= size)) & (targets_N != ignore_index)
+    if targets_N.device.type == "cuda":
+        torch._assert_async(~outside_N.any(), f"a target is outside of the vocabulary of {size}")
+    elif outside_N.any():
+        raise IndexError(f"target {targets_N[outside_N][0]} is outside of the vocabulary of {size}")
 
 
 class _CrossEntropy(torch.autograd.Function):
