@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix mirror measure performance docs clean
+.PHONY: help demo test test-fast lint format check faults matrix mirror measure performance gpu-bench docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -57,6 +57,14 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 
 docs: $(READY)  ## write the generated numbers and tables into README.md and docs/*.md
 	$(BIN)/python docs/make_docs.py
+
+GPUS ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l | sed s/^0$$/1/)
+GPU_BENCH := --platform gpu --data.source synthetic --train.gradient_accumulation_steps 1 \
+	--devices $(GPUS) --presets $(if $(filter 1,$(GPUS)),single,ddp zero1 fsdp)
+
+gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU (GPUS=2: on two of them), timed
+	$(BIN)/shardpair bench gpt2-124m $(GPU_BENCH) --train.batch_size $$((12 * $(GPUS)))
+	$(BIN)/shardpair bench gpt2-350m $(GPU_BENCH) --train.batch_size $$((6 * $(GPUS)))
 
 clean:  ## remove the environment and the results
 	rm -rf $(VENV) runs

@@ -50,6 +50,7 @@ SLOW = {
     "test_torchpar_compile",
     "test_torchpar_double_backward",
     "test_torchpar_examples",
+    "test_torchpar_host_memory",
     "test_torchpar_launch",
     "test_torchpar_peers",
     "test_torchpar_run",

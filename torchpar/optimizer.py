@@ -56,7 +56,9 @@ def make_optimizer(
     return wrap(params, torch.optim.SGD, lr=lr, momentum=config.momentum, fused=True)
 
 
-def optimizer_step(parallel: ParallelModel, config: Optimizer, step: int) -> torch.Tensor:
+def optimizer_step(
+    parallel: ParallelModel, config: Optimizer, step: int, *, waits: bool = True
+) -> torch.Tensor:
     """Clip by the global norm, update the weights, and drop the gradients.
 
     A norm that is not finite is only returned: scaling by it would spread it over every gradient.
@@ -65,12 +67,14 @@ def optimizer_step(parallel: ParallelModel, config: Optimizer, step: int) -> tor
         parallel: every one of its parameters has its synchronised gradient.
         config: the experiment's optimizer section.
         step: optimizer steps already taken.
+        waits: look at the norm before the update, for which the host waits for a GPU; else the weights are
+            lost with the norm, and who reads it later ends the run.
 
     Returns:
         The global gradient norm before clipping, a scalar tensor.
     """
     norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
-    if not norm.isfinite():
+    if waits and not norm.isfinite():
         return norm
     scale_gradients(parallel.parameters, norm, max_norm=config.grad_clip)
     for group in parallel.optimizer.param_groups:

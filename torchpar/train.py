@@ -22,6 +22,7 @@ from compare.contract.timing import Window
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
+from torchpar.host_memory import keep_freed_memory
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.recording import Recording
@@ -81,6 +82,8 @@ def set_up_device(rank: Rank, request: Request) -> torch.device:
     device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if request.experiment.precision.tf32 else "highest")
     return device
@@ -147,11 +150,13 @@ def train_window(run: Run, recording: Recording, *, steps: int) -> None:
     first = run.state.step
     batches = [run.corpus.batch(run.experiment, step) for step in range(first, first + steps)]
     done = []
+    waits = run.mesh.device.type == "cpu"  # which computes in the call itself: there is nothing to wait for
     begun, cpu_begun = _now(run), cpu_seconds()
     for batch in batches:
         loss = compute_gradients(run, *to_device(run, *batch))
         run.rank.at(run.state.step, "optimizer")
-        done.append((loss, optimizer_step(run.parallel, run.experiment.optimizer, run.state.updates)))
+        norm = optimizer_step(run.parallel, run.experiment.optimizer, run.state.updates, waits=waits)
+        done.append((loss, norm))
         run.state.step += 1
         run.state.updates += 1
     window = Window(steps=steps, wall_s=_now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
@@ -197,11 +202,13 @@ def run_passes(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) ->
 
 def to_device(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of the global batch, on its device, as int64; the same for all ranks of tp."""
-    data = run.mesh.data
+    data, device = run.mesh.data, run.mesh.device
     share = inputs_ABT.shape[1] // data.size
     rows = slice(data.rank * share, (data.rank + 1) * share)
-    inputs, targets = (torch.from_numpy(array[:, rows]) for array in (inputs_ABT, targets_ABT))
-    return inputs.to(run.mesh.device, torch.int64), targets.to(run.mesh.device, torch.int64)
+    inputs, targets = (torch.from_numpy(a[:, rows]).to(torch.int64) for a in (inputs_ABT, targets_ABT))
+    if device.type == "cuda":  # from pinned memory a copy does not wait for the kernels before it
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 def autocast(run: Run) -> AbstractContextManager:

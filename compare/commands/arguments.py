@@ -58,7 +58,8 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
-    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, golden) or a TOML file. Give it first."""
+    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden) or a TOML file. Give it
+    first."""
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()

@@ -128,13 +128,6 @@ def test_more_devices_than_gpus(files, no_process, capsys, monkeypatch):
     assert "needs 2 devices and 1 GPUs are visible" in capsys.readouterr().err
 
 
-def test_pipelines_that_need_the_cpu_are_refused_before_any_process(files, no_process, capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    pipeline = "run check --platform gpu --engines torch-manual --layout.pp 4 --layout.microbatches 4"
-    assert main(pipeline.split()) == 2
-    assert "layout.pp = 4: torch-manual tells messages between stages apart" in capsys.readouterr().err
-
-
 def test_schedules_that_fit_are_drawn(files, capsys):
     assert main(["schedule", "--microbatches", "6"]) == 0
     printed = capsys.readouterr().out

@@ -8,6 +8,7 @@ import pytest
 
 from compare.cli import main
 from compare.contract.experiment import ExperimentError
+from compare.contract.rendezvous import check_rendezvous, in_one_order
 from compare.contract.schedule_simulator import (
     ScheduleError,
     bubble_fraction,
@@ -100,6 +101,28 @@ def test_messages_pair_up_in_order(case):
                     if kind == f"receive_{what}" and peer == sender
                 ]
                 assert sent == received, (m, sender, receiver, what)
+
+
+def test_messages_of_all_ranks_are_in_one_order(case):
+    """A network without tags, where each rank's messages go one by one and a send waits for its receive."""
+    for schedule in case[-1].values():
+        actions = in_one_order(schedule)
+        check_rendezvous(actions)
+        for own, spelled_out in zip(actions, with_communication(schedule), strict=True):
+            assert sorted(own) == sorted(spelled_out)
+            computed = [action for action in own if action.what == "compute"]
+            assert computed == [action for action in spelled_out if action.what == "compute"]
+
+
+def test_messages_in_another_order_are_noticed():
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    with pytest.raises(ScheduleError, match="deadlock of messages: rank 0 in send_activation"):
+        check_rendezvous(with_communication(schedule))  # both ends of a channel send first, and then receive
+    actions = in_one_order(schedule)
+    first, second = [i for i, action in enumerate(actions[1]) if action.what == "receive_activation"][:2]
+    actions[1][first], actions[1][second] = actions[1][second], actions[1][first]
+    with pytest.raises(ScheduleError, match="deadlock of messages"):
+        check_rendezvous(actions)
 
 
 def test_no_case_is_lost():

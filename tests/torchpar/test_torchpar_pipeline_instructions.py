@@ -1,9 +1,10 @@
 """Instructions of pipeline ranks, carried out without a network on labels in place of tensors."""
 
-from collections import deque
+from collections import defaultdict, deque
 
 import pytest
 
+from compare.contract.rendezvous import in_one_order
 from compare.contract.schedules import Schedule, make_schedule
 from torchpar.manual.pipeline.instructions import (
     Backward,
@@ -34,10 +35,11 @@ def of_all_ranks(schedule: Schedule) -> list[list[Instruction]]:
 def carry_out(ranks: list[list[Instruction]], *, stages: int) -> None:
     """Every rank until its end. AssertionError: a wait for a message that is not sent, or a lost message."""
     queues = [deque(own) for own in ranks]
-    sent: dict[tuple[int, int, int], Message] = {}
+    sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # by sender and receiver: no tags
     received: set[Message] = set()
     here: list[set[Message]] = [set() for _ in ranks]
-    posted: list[dict[Message, tuple[int, int, int]]] = [{} for _ in ranks]
+    posted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+    senders: dict[Message, int] = {}
     unproven: list[set[Message]] = [set() for _ in ranks]
     while any(queues):
         progressed = False
@@ -45,18 +47,21 @@ def carry_out(ranks: list[list[Instruction]], *, stages: int) -> None:
             while queue:
                 instruction = queue[0]
                 match instruction:
-                    case StartReceive(message, source, tag):
-                        assert message not in posted[rank]
-                        posted[rank][message] = (source, rank, tag)
+                    case StartReceive(message, source):
+                        posted[source, rank].append(message)
+                        senders[message] = source
                     case FinishReceive(message, arrived):
-                        if posted[rank][message] not in sent:
+                        channel = (senders[message], rank)
+                        while message not in received and sent[channel]:
+                            first = posted[channel].popleft()
+                            assert sent[channel].popleft() == first
+                            received.add(first)
+                        if message not in received:
                             break
-                        assert sent.pop(posted[rank].pop(message)) == message
                         assert unproven[rank].issuperset(arrived)
                         assert received.issuperset(arrived)
                         unproven[rank].difference_update(arrived)
                         here[rank].add(message)
-                        received.add(message)
                     case Forward(stage, m):
                         assert stage == 0 or activation(stage, m) in here[rank]
                         here[rank].discard(activation(stage, m))
@@ -65,15 +70,15 @@ def carry_out(ranks: list[list[Instruction]], *, stages: int) -> None:
                         assert stage == stages - 1 or gradient(stage, m) in here[rank]
                         here[rank].discard(gradient(stage, m))
                         here[rank].add(gradient(stage - 1, m))
-                    case Send(message, to, tag):
+                    case Send(message, to):
                         here[rank].remove(message)
-                        assert sent.setdefault((rank, to, tag), message) == message
+                        sent[rank, to].append(message)
                         unproven[rank].add(message)
                 queue.popleft()
                 progressed = True
         assert progressed, f"deadlock: {[queue[0] for queue in queues if queue]}"
-    assert not sent
-    assert not any(posted)
+    assert not any(sent.values())
+    assert not any(posted.values())
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), CASES)
@@ -87,18 +92,18 @@ def test_every_message_arrives_where_it_is_waited_for(name, ranks, microbatches,
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), CASES)
-def test_receives_are_posted_one_computation_ahead(name, ranks, microbatches, chunks):
-    for own in of_all_ranks(make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)):
-        posted = {}
-        computations = 0
-        for instruction in own:
-            if isinstance(instruction, StartReceive):
-                posted[instruction.message] = computations
-            elif isinstance(instruction, FinishReceive):
-                ahead = computations - posted[instruction.message]
-                assert ahead == (1 if computations else 0), instruction
-            elif not isinstance(instruction, Send):
-                computations += 1
+def test_receives_are_posted_before_their_use_in_the_common_order(name, ranks, microbatches, chunks):
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    for own, actions in zip(of_all_ranks(schedule), in_one_order(schedule), strict=True):
+        posted = [i for i in own if not isinstance(i, FinishReceive)]
+        whats = [type(i).__name__ for i in posted]
+        words = {"receive": "StartReceive", "send": "Send"}
+        expected = [words.get(action.what.partition("_")[0], action.what) for action in actions]
+        assert [w if w in words.values() else "compute" for w in whats] == expected
+        for index, instruction in enumerate(own):
+            if isinstance(instruction, FinishReceive):
+                starts = [i for i in own[:index] if isinstance(i, StartReceive)]
+                assert instruction.message in [start.message for start in starts]
 
 
 def test_one_backward_of_each_stage_is_the_last():
@@ -113,7 +118,7 @@ def test_one_backward_of_each_stage_is_the_last():
 def test_a_message_that_is_not_sent_is_noticed():
     """The checks above can fail."""
     instructions = of_all_ranks(make_schedule("1f1b", ranks=2, microbatches=4))
-    (first, *_) = [i for i in instructions[0] if isinstance(i, Send)]
-    instructions[0].remove(first)
+    *_, last = [i for i in instructions[0] if isinstance(i, Send)]
+    instructions[0].remove(last)
     with pytest.raises(AssertionError, match="deadlock"):
         carry_out(instructions, stages=2)

@@ -85,7 +85,7 @@ def test_parameters_of_another_dtype_or_shape_are_refused(rank: int) -> None:
     module.float()
     module(x.float()).sum().backward()
     optimizer.finish_gradient_synchronization()
-    with pytest.raises(RuntimeError, match=r"0\.weight is \(16, 16\) torch.float32 .* and was .*float64"):
+    with pytest.raises(RuntimeError, match=r"1\.bias is \(16,\) torch.float32 .* and was .*float64"):
         optimizer.step()
 
 

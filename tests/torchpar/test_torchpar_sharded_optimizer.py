@@ -5,6 +5,7 @@ The oracle is the same module on one rank, over the whole batch, with PyTorch's 
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import modules
@@ -153,6 +154,70 @@ def test_sharded_optimizer_clips_by_the_global_norm(rank: int) -> None:
     assert_same_weights(module, reference)
     trainable = sum(p.nbytes for p in reference.parameters() if p.requires_grad)
     assert axis.traffic.bytes[Call("reduce_scatter", "world", "gradients")] == trainable
+
+
+@on_ranks
+def test_gradients_leave_in_buckets_during_backward(rank: int) -> None:
+    for use_no_sync in (True, False):
+        reference, module = Odd(), Odd()
+        axis = Axis.of(None)
+        optimizer = ShardedOptimizer(
+            module.named_parameters(),
+            torch.optim.AdamW,
+            lr=1e-2,
+            group=axis,
+            reduce_gradients=True,
+            bucket_size_mb=2e-4,
+        )
+        alone = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        reduce_scatters = Call("reduce_scatter", "world", "gradients")
+        for _ in range(2):
+            axis.traffic.clear()
+            for each, x in ((reference, ids()), (module, share(ids(), rank))):
+                for last in (False, True):
+                    with nullcontext() if last or not use_no_sync else optimizer.no_sync():
+                        each(x).div(2).backward()
+                    if use_no_sync and not last:
+                        assert not axis.traffic.calls
+            in_backward = axis.traffic.calls[reduce_scatters]
+            assert in_backward > 1
+            with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) before step"):
+                optimizer.step()
+            optimizer.finish_gradient_synchronization()
+            trainable = sum(
+                p.nbytes for p in reference.parameters() if p.requires_grad and p.grad is not None
+            )
+            assert not use_no_sync or axis.traffic.bytes[reduce_scatters] == trainable
+            for each in (alone, optimizer):
+                each.step()
+                each.zero_grad()
+        assert_same_weights(module, reference)
+        state = optimizer.state_dict()
+        with pytest.raises(ValueError, match="cannot be loaded into"):
+            optimizer.load_state_dict({**state, "shard": {**state["shard"], "bucket_size_mb": 25.0}})
+
+
+@on_ranks
+def test_a_step_that_is_given_up_while_buckets_are_under_way(rank: int) -> None:
+    reference, module = Odd(), Odd()
+    options = {"reduce_gradients": True, "bucket_size_mb": 2e-4}
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, **options)
+    module(share(ids(), rank)).mul(100).backward()
+    optimizer.zero_grad()
+    reference(ids()).backward()
+    module(share(ids(), rank)).backward()
+    optimizer.finish_gradient_synchronization()
+    for each in (torch.optim.SGD(reference.parameters(), lr=0.1), optimizer):
+        each.step()
+    assert_same_weights(module, reference)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_size_mb": 1.0}, {"bucket_size_mb": 0, "reduce_gradients": True}]
+)
+def test_buckets_that_nothing_would_fill_are_refused(options):
+    with pytest.raises(ValueError, match="positive, and with reduce_gradients=True"):
+        ShardedOptimizer(nn.Linear(1, 1).parameters(), torch.optim.SGD, lr=1.0, **options)
 
 
 class Branches(nn.Module):

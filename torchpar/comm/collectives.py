@@ -4,9 +4,8 @@ An `Axis` is one mesh axis as this rank sees it. Its methods are the collectives
 demands contiguous tensors, because gloo silently returns wrong numbers for a strided one.
 
 Gathers and scatters cut a tensor as `chunk_slices` says: equal but for the last ones, so nothing is padded.
-gloo's own reduce-scatter is an all-reduce, and its all-gather copies everything once more: on gloo an
-all-to-all and a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's
-are fast.
+gloo's own reduce-scatter is an all-reduce, and its all-gather copies everything once more: on gloo sends and
+a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's are fast.
 """
 
 from collections.abc import Generator
@@ -109,7 +108,7 @@ class Axis:
             if self._sends_to_each:
                 if piece.data_ptr() != slots[self.rank].data_ptr():
                     slots[self.rank].copy_(piece)
-                return WorkGroup(self._exchange(slots, piece))
+                return WorkGroup(self._exchange(slots, [piece] * self.size))
             if len(full) % self.size == 0:
                 return _gather_equal(full, piece, group=self.group, async_op=True)
             return self._gather_padded(full, piece, len(slots[0]))
@@ -124,23 +123,17 @@ class Axis:
         `piece` may be its place in `full` itself.
         """
         with self._counted("reduce_scatter", full, purpose, piece):
-            counts = [cut.stop - cut.start for cut in chunk_slices(len(full), self.size)]
+            parts = [full[cut] for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
                 return CompletedWork(lambda: piece.copy_(full))
             if self._sends_to_each:
-                parts = full.new_empty(self.size, len(piece))
-                work = dist.all_to_all_single(
-                    parts.view(-1),
-                    full,
-                    [len(piece)] * self.size,
-                    counts,
-                    group=self.group,
-                    async_op=True,
-                )
-                return WorkThen(work, lambda: torch.sum(parts, 0, out=piece))
+                arrived = full.new_empty(self.size, len(piece))
+                works = WorkGroup(self._exchange(list(arrived), parts))
+                return WorkThen(works, lambda: self._add_up(piece, parts[self.rank], arrived))
             if len(full) % self.size == 0:
                 return _reduce_scatter_equal(piece, full, group=self.group, async_op=True)
-            padded, mine = _pad(full, self.size * counts[0]), full.new_empty(counts[0])
+            count = len(parts[0])
+            padded, mine = _pad(full, self.size * count), full.new_empty(count)
             work = _reduce_scatter_equal(mine, padded, group=self.group, async_op=True)
             return WorkThen(work, lambda: piece.copy_(mine[: len(piece)]))
 
@@ -157,19 +150,19 @@ class Axis:
         assert work is not None
         return work
 
-    def start_send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, purpose: str = "") -> Work:
+    def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
         """Begin to send `tensor` to rank `to` of the axis; leave it alone until `wait()` on the result.
 
-        A message meets the receive with the same `tag`; NCCL knows no tags, and goes by the order.
+        The messages of two ranks meet by their order alone: NCCL knows no tags.
         """
         with self._counted("permute", tensor, purpose):
-            work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+            work = dist.isend(tensor, group=self.group, group_dst=to)
         assert work is not None
         return work
 
-    def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Work:
+    def start_receive(self, tensor: torch.Tensor, *, source: int) -> Work:
         """Begin to receive into `tensor` from rank `source` of the axis. Its sender counts the message."""
-        work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
+        work = dist.irecv(tensor, group=self.group, group_src=source)
         assert work is not None
         return work
 
@@ -186,16 +179,23 @@ class Axis:
         """True if gathers and scatters are made of sends: see the module's text."""
         return dist.get_backend(self.group) == "gloo"
 
-    def _exchange(self, slots: list[torch.Tensor], piece: torch.Tensor) -> list[dist.Work]:
-        """Send this rank's piece to all others, and receive theirs into their slots."""
+    def _exchange(self, slots: list[torch.Tensor], parts: list[torch.Tensor]) -> list[dist.Work]:
+        """Send each other rank its part, and receive what it has for this one into its slot."""
         works = []
         for step in range(1, self.size):  # every rank begins with another neighbour
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            if len(piece):
-                works.append(dist.isend(piece, group=self.group, group_dst=to))
+            if len(parts[to]):
+                works.append(dist.isend(parts[to], group=self.group, group_dst=to))
             if len(slots[source]):
                 works.append(dist.irecv(slots[source], group=self.group, group_src=source))
         return [work for work in works if work is not None]
+
+    def _add_up(self, piece: torch.Tensor, own: torch.Tensor, arrived: torch.Tensor) -> None:
+        """Fill `piece` with this rank's own part and those of the others."""
+        if piece.data_ptr() != own.data_ptr():
+            piece.copy_(own)
+        for step in range(1, self.size):
+            piece.add_(arrived[self.rank - step])
 
     def _gather_padded(self, full: torch.Tensor, piece: torch.Tensor, count: int) -> Work:
         """NCCL gathers equal pieces only: pad the last ones on the way."""

@@ -32,7 +32,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     if layout.zero >= 2:
         parallel = _fully_sharded(part, mesh, layout, make_optimizer)
     elif layout.zero == 1:
-        parallel = _sharded_optimizer(part, mesh, make_optimizer)
+        parallel = _sharded_optimizer(part, mesh, layout, make_optimizer)
     else:
         parallel = _replicated(part, mesh, layout, make_optimizer)
     if isinstance(part, GPTStages):
@@ -90,11 +90,17 @@ def _fully_sharded(
     )
 
 
-def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: OptimizerMaker) -> ParallelModel:
+def _sharded_optimizer(
+    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+) -> ParallelModel:
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
     full = dict(model.named_parameters())
     wrap = partial(
-        ShardedOptimizer, group=mesh.dp_shard, replicate_group=mesh.dp_replicate, reduce_gradients=True
+        ShardedOptimizer,
+        group=mesh.dp_shard,
+        replicate_group=mesh.dp_replicate,
+        reduce_gradients=True,
+        bucket_size_mb=layout.bucket_mb,
     )
     # Both stages that have a copy of the tied weight must cut it alike.
     optimizer = make_optimizer(
@@ -110,6 +116,7 @@ def _sharded_optimizer(model: GPT | GPTStages, mesh: Mesh, make_optimizer: Optim
         module=model,
         optimizer=optimizer,
         parameters={name: optimizer.piece_of(parameter) for name, parameter in full.items()},
+        no_sync=optimizer.no_sync,
         finish_gradient_synchronization=optimizer.finish_gradient_synchronization,
         sharded_over=lambda name: (mesh.dp_shard,),
         elements=lambda name: optimizer.elements[full[name]],

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchpar.comm.handles import Work
+from torchpar.manual.any_module.packs import pack
 
 
 class Bucket:
@@ -22,6 +23,8 @@ class Bucket:
         self.parameters = parameters
         self.work: Work | None = None
         self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+        # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
         self._pending = set(range(len(parameters)))
         self._buffer: torch.Tensor | None = None
 
@@ -41,11 +44,12 @@ class Bucket:
         """Indices of parameters whose gradient is not in yet."""
         return sorted(self._pending)
 
-    def add(self, index: int) -> None:
-        """Take in the gradient of the parameter at `index`.
+    def add(self, index: int, *, ranks: int) -> None:
+        """Take in the gradient of the parameter at `index`, divided by `ranks`: the sum is then the mean.
 
-        With several parameters the gradient moves into the buffer and becomes a view of it: one copy,
-        none back, and no second gradient in memory. A single one is its own buffer, if it can be.
+        With several parameters the gradient moves into the buffer and becomes a view of it: one copy, in
+        which it is divided, none back, and no second gradient in memory. A single one is its own buffer, if
+        it can be.
 
         Raises:
             RuntimeError: it is in already, or sparse, or a hook has taken it away.
@@ -63,15 +67,12 @@ class Bucket:
         if gradient.is_sparse:
             raise RuntimeError(f"{self.names[index]} has a sparse gradient: use a dense embedding")
         if len(self.parameters) == 1 and gradient.is_contiguous():
-            self._buffer = gradient.view(-1)
+            self._buffer = gradient.view(-1).div_(ranks)
             return
         if self._buffer is None:
             self._buffer = gradient.new_empty(self._starts[-1])
-        # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
-        strides = torch.empty_like(parameter, device="meta").stride()
-        slot = self._buffer.as_strided(parameter.shape, strides, self._starts[index])
-        slot.copy_(gradient)
-        parameter.grad = slot
+        slot = self._buffer.as_strided(parameter.shape, self._strides[index], self._starts[index])
+        parameter.grad = torch.div(gradient, ranks, out=slot)
 
     def wait(self) -> None:
         """Wait for the collective under way, if there is one."""
@@ -125,16 +126,6 @@ def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:
         module: tied parameters count once.
         limit_bytes: a bucket is closed before it would pass this; 0 gives every parameter its own.
     """
-    buckets: list[tuple[list[str], list[nn.Parameter]]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[nn.Parameter]]] = {}
-    for name, parameter in reversed(list(module.named_parameters())):
-        if not parameter.requires_grad:
-            continue
-        kind = (parameter.dtype, parameter.device)
-        bucket = open_buckets.get(kind)
-        if bucket is None or sum(p.nbytes for p in bucket[1]) + parameter.nbytes > limit_bytes:
-            bucket = open_buckets[kind] = ([], [])
-            buckets.append(bucket)
-        bucket[0].append(name)
-        bucket[1].append(parameter)
-    return Buckets([Bucket(names, parameters) for names, parameters in buckets])
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    packs = pack(trainable[::-1], limit_bytes)
+    return Buckets([Bucket([name for name, _ in named], [p for _, p in named]) for named in packs])

@@ -31,7 +31,7 @@ GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
 
 def gradient_ready(buckets: Buckets, bucket: Bucket, index: int, axis: Axis) -> None:
     """The hook during backward: a parameter's gradient goes into its bucket, and full buckets leave."""
-    bucket.add(index)
+    bucket.add(index, ranks=axis.size)
     all_reduce_full_buckets(buckets, axis)
 
 
@@ -46,7 +46,6 @@ def synchronize_gradients(buckets: Buckets, axis: Axis) -> None:
     all_reduce_full_buckets(buckets, axis)
     for bucket in buckets:
         bucket.wait()
-        bucket.buffer.div_(axis.size)
     buckets.reset()
 
 
@@ -191,7 +190,7 @@ class DataParallel(nn.Module):
         if self._during_backward:
             gradient_ready(self._buckets, bucket, index, self._axis)
         else:
-            bucket.add(index)
+            bucket.add(index, ranks=self._axis.size)
 
     def _fill_buckets(self) -> None:
         """Add the gradients that came under no_sync only, and zeros for those that other ranks may have."""
@@ -205,4 +204,4 @@ class DataParallel(nn.Module):
                     )
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                bucket.add(index)
+                bucket.add(index, ranks=self._axis.size)

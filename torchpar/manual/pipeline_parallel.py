@@ -67,8 +67,8 @@ def run_pipeline(
     peak_in_flight = 0
     for instruction in instructions:
         match instruction:
-            case StartReceive(message, source, tag):
-                receiving[message] = axis.start_receive(mail.buffer(message), source=source, tag=tag)
+            case StartReceive(message, source):
+                receiving[message] = axis.start_receive(mail.buffer(message), source=source)
             case FinishReceive(message, arrived):
                 receiving.pop(message).wait()
                 for earlier in arrived:
@@ -86,8 +86,8 @@ def run_pipeline(
             case BackwardWeight(stage, m):
                 with no_sync():
                     stages[stage].backward_weight(m)
-            case Send(message, to, tag):
-                sending[message] = axis.start_send(mail.peek(message), to=to, tag=tag, purpose=message.what)
+            case Send(message, to):
+                sending[message] = axis.start_send(mail.peek(message), to=to, purpose=message.what)
     for message, work in sending.items():
         work.wait()
         mail.take(message)

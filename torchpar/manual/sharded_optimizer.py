@@ -9,7 +9,8 @@ The module stays whole on every rank. A step is three lines:
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
+from torchpar.manual.any_module.untraced import untraced
 from torchpar.manual.fully_sharded import finish_mean, gather_full, reduce_scatter_gradients, unshard
 from torchpar.manual.zero.elementwise import require_elementwise
 from torchpar.manual.zero.flat_gradients import used_on_any_rank
 from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
 from torchpar.manual.zero.flat_steps import FlatSteps
+from torchpar.manual.zero.reduction_queue import ReductionQueue
 from torchpar.optimizer import clip_gradients
 
 _PARAMS, _NAMES = "params", "param_names"
@@ -48,6 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Instead of DataParallel, which leaves the mean of every gradient on every rank, it can reduce gradients
     itself, each to the rank that needs it: two thirds of the traffic. With `reduce_gradients=True` call
     `optimizer.finish_gradient_synchronization()` after the last backward, and clip with `clip_grad_norm_`.
+    With `bucket_size_mb` too, gradients leave in buckets while backward goes on; put every pass of a step but
+    the last in `no_sync()`.
 
     An optimizer has to do with parameters alone. Buffers, such as BatchNorm's statistics, DataParallel
     broadcasts; where there is none call `buffers.broadcast_buffers(module)` before each forward.
@@ -59,12 +64,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one; for reduce_gradients.
         reduce_gradients: average gradients over the ranks here, and nowhere else.
+        bucket_size_mb: with reduce_gradients, reduce during backward, in buckets of this size; 1 MB = 1e6
+            bytes. A larger parameter gets a bucket of its own. None: after backward, each group at once.
         find_unused_parameters: with reduce_gradients, parameters may be used on some ranks only, and count as
-            zero on the others; costs one small all-reduce a step. Else every rank uses the same.
+            zero on the others; costs one small all-reduce a step, and nothing is reduced before that. Else
+            every rank uses the same.
         kwargs: for optimizer_cls.
 
     Raises:
-        ValueError: optimizer_cls does not treat elements one by one (Adafactor, Muon, LBFGS, ...).
+        ValueError: optimizer_cls does not treat elements one by one (Adafactor, Muon, LBFGS, ...); or
+            bucket_size_mb is not positive, or without reduce_gradients.
     """
 
     kind = "ShardedOptimizer"
@@ -77,10 +86,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
         reduce_gradients: bool = False,
+        bucket_size_mb: float | None = None,
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ):
+        if bucket_size_mb is not None and (bucket_size_mb <= 0 or not reduce_gradients):
+            raise ValueError(f"bucket_size_mb = {bucket_size_mb}: positive, and with reduce_gradients=True")
         self.axis = Axis.of(group)
+        self._bucket_size_mb, self._synchronizing = bucket_size_mb, True
+        self._queue = ReductionQueue()
         self._replicas = None if replicate_group is None else Axis.of(replicate_group)
         self._reduces, self._find_unused = reduce_gradients, find_unused_parameters
         self._make: partial[torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
@@ -98,7 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.keep_memory("parameters")
         # As ever without hooks, and without the `step` that schedulers put around the class's.
         state = {k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")}
-        return {"_flats": self._flats, **state, "_has_stepped": False}
+        at_rest = {"_has_stepped": False, "_synchronizing": True, "_queue": ReductionQueue()}
+        return {"_flats": self._flats, **state, **at_rest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the copy."""
@@ -136,7 +151,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         flats = flatten_parameters(
-            named, self.axis, replicas=self._replicas, keeps_full=True, keeps_gradients=self._reduces
+            named[::-1],  # as backward comes
+            self.axis,
+            limit_bytes=float("inf") if self._bucket_size_mb is None else self._bucket_size_mb * 1e6,
+            replicas=self._replicas,
+            keeps_full=True,
+            keeps_gradients=self._reduces,
         )
         for flat in flats:
             self._piece_of.update(zip(flat.parameters, flat.pieces, strict=True))
@@ -170,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.keep_memory("parameters")
             if not self._reduces:
                 flat.gradients.slice_means()
-            elif any(flat.gradients.used):
+            elif flat.gradients.is_awaited or any(flat.gradients.used):
                 raise RuntimeError("call finish_gradient_synchronization() before step()")
         self._has_stepped = self._reduces
         self.inner.step()
@@ -181,6 +201,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in updated:
             flat.wait_unshard()
         return loss
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate: with bucket_size_mb, put it around every pass of a step but the last."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
         """With reduce_gradients: leave each rank the mean gradient of its pieces.
@@ -201,6 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             reduce_scatter_gradients(gradients, used)
         for gradients in all_gradients:
             finish_mean(gradients)
+        self._queue.reset()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
@@ -222,6 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Drop the gradients of the parameters and of the pieces, or make them zero."""
         self._has_stepped = False
         if self._reduces:
+            self._queue.reset()
             for flat in self._flats:
                 flat.gradients.drop(set_to_none=set_to_none)
         else:  # the next step gives each piece its part of the parameter's
@@ -232,15 +263,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, and which part it is."""
         self._push_options()
-        return {**self.inner.state_dict(), "shard": {"rank": self.axis.rank, "size": self.axis.size}}
+        return {**self.inner.state_dict(), "shard": self._cut}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this rank saved.
 
         Raises:
-            ValueError: it is another rank's part, or of another number of ranks.
+            ValueError: it is another rank's part, or of another number of ranks, or of other buckets.
         """
-        shard = {"rank": self.axis.rank, "size": self.axis.size}
+        shard = self._cut
         if state_dict.get("shard") != shard:
             raise ValueError(f"a state of shard {state_dict.get('shard')} cannot be loaded into {shard}")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "shard"})
@@ -274,14 +305,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = {**_options(group), **{key: v for key, v in self._make.keywords.items() if key == "lr"}}
         require_elementwise(self._make, options, name=name, device=group[_PARAMS][0].device)
 
-    def _take_gradients_into(self, flat: FlatParameters) -> None:
-        def take(index: int) -> None:
-            self._require_dropped()
-            flat.gradients.add(index)
+    @property
+    def _cut(self) -> dict[str, Any]:
+        """What says which elements are in this rank's shard."""
+        return {"rank": self.axis.rank, "size": self.axis.size, "bucket_size_mb": self._bucket_size_mb}
 
+    def _take_gradients_into(self, flat: FlatParameters) -> None:
+        self._queue.append(flat.gradients)
         for index, parameter in enumerate(flat.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: take(index))
+                parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, flat, index))
+
+    @untraced
+    def _gradient_ready(self, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
+        """The hook during backward: a gradient goes into its bucket, and complete buckets leave."""
+        self._require_dropped()
+        flat.gradients.add(index)
+        if self._synchronizing and self._bucket_size_mb is not None and not self._find_unused:
+            self._queue.arrived(flat.gradients, index)
+            for gradients in self._queue.take_complete():
+                reduce_scatter_gradients(gradients)
 
     def _require_dropped(self) -> None:
         """The module's own `zero_grad` does not reach gradients that are here already."""

@@ -41,10 +41,6 @@ TORCH = Side(
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
-            no_pipeline_on_gpu=(
-                "torch-manual tells messages between stages apart by their tags, which gloo has and NCCL has "
-                "not: take torch-library, or platform cpu"
-            ),
             counts_own_calls=True,
         ),
         Engine(

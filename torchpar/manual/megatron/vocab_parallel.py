@@ -119,18 +119,25 @@ def vocab_parallel_cross_entropy(
         differentiated once.
 
     Raises:
-        IndexError: a target is outside of the vocabulary.
+        IndexError: a target is outside of the vocabulary. On a GPU its kernel fails, as PyTorch's own does.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction = {reduction!r}: use mean, sum or none")
     size = logits_NV.shape[1] * axis.size if vocab_size is None else vocab_size
-    outside_N = ((targets_N < 0) | (targets_N >= size)) & (targets_N != ignore_index)
-    if outside_N.any():
-        raise IndexError(f"target {targets_N[outside_N][0]} is outside of the vocabulary of {size}")
+    require_inside(targets_N, size, ignore_index)
     loss_N = _CrossEntropy.apply(logits_NV, targets_N, axis, size, ignore_index)
     if reduction == "none":
         return loss_N
     return loss_N.sum() if reduction == "sum" else loss_N.sum() / (targets_N != ignore_index).sum()
+
+
+def require_inside(targets_N: torch.Tensor, size: int, ignore_index: int) -> None:
+    """IndexError if a target is outside of the vocabulary; on a GPU, which is not waited for, later."""
+    outside_N = ((targets_N < 0) | (targets_N >= size)) & (targets_N != ignore_index)
+    if targets_N.device.type == "cuda":
+        torch._assert_async(~outside_N.any(), f"a target is outside of the vocabulary of {size}")
+    elif outside_N.any():
+        raise IndexError(f"target {targets_N[outside_N][0]} is outside of the vocabulary of {size}")
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -144,17 +151,17 @@ class _CrossEntropy(torch.autograd.Function):
         max_N = x_NV.amax(-1) if real else x_NV.new_full(x_NV.shape[:1], -torch.inf)
         finite_N = max_N.clamp(min=torch.finfo(x_NV.dtype).min)  # if all are masked
         exp_NV = (x_NV - finite_N.unsqueeze(-1)).exp()
-        rows_M = ((targets_N >= start) & (targets_N < start + real)).nonzero().squeeze(-1)
-        columns_M = targets_N[rows_M] - start
-        target_N = x_NV.new_zeros(x_NV.shape[:1])
-        target_N[rows_M] = x_NV[rows_M, columns_M]
+        elsewhere_N = (targets_N < start) | (targets_N >= start + real)
+        column_N1 = (targets_N - start).masked_fill(elsewhere_N, 0).unsqueeze(-1)
+        target_N = x_NV.gather(1, column_N1).squeeze(-1) if real else x_NV.new_zeros(x_NV.shape[:1])
+        target_N = target_N.masked_fill(elsewhere_N, 0.0)
         mine_3N = torch.stack([max_N, exp_NV.sum(-1), target_N])
         max_RN, sum_RN, target_RN = torch.stack(gather_parts(mine_3N, axis, LOSS), dim=1)
         whole_max_N = max_RN.amax(0)
         whole_sum_N = (sum_RN * (max_RN - whole_max_N).exp()).sum(0)
         probability_NV = exp_NV.mul_(((max_N - whole_max_N).exp() / whole_sum_N).unsqueeze(-1))
         ignored_N = targets_N == ignore_index
-        ctx.save_for_backward(probability_NV, rows_M, columns_M, ignored_N)
+        ctx.save_for_backward(probability_NV, column_N1, elsewhere_N, ignored_N)
         ctx.like = (logits_NV.shape, logits_NV.dtype)
         return (whole_sum_N.log() + whole_max_N - target_RN.sum(0)).masked_fill(ignored_N, 0.0)
 
@@ -162,11 +169,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients):
         if torch.is_grad_enabled():  # create_graph=True: what is saved here would count as constant
             raise RuntimeError("vocab_parallel_cross_entropy can be differentiated only once")
-        probability_NV, rows_M, columns_M, ignored_N = ctx.saved_tensors
+        probability_NV, column_N1, elsewhere_N, ignored_N = ctx.saved_tensors
         shape, dtype = ctx.like
         gradient_N = gradients[0].masked_fill(ignored_N, 0.0)
         real_NV = probability_NV * gradient_N.unsqueeze(-1)
-        real_NV[rows_M, columns_M] -= gradient_N[rows_M]
+        if real_NV.shape[1]:
+            real_NV.scatter_add_(1, column_N1, -gradient_N.masked_fill(elsewhere_N, 0.0).unsqueeze(-1))
         padding = shape[1] - real_NV.shape[1]
         whole_NV = F.pad(real_NV, (0, padding)) if padding else real_NV
         return whole_NV.to(dtype), None, None, None, None

@@ -4,16 +4,15 @@ Rank 1 of 2 does a microbatch of GPipe so:
 
     StartReceive   FinishReceive   Forward   Backward   Send
 
-Order is decided here, before anything runs and without a network: each receive is posted one computation
-ahead of its use, and a send is waited for only where a later message proves that it has arrived. So a send
-cannot hold up a schedule that `compare.contract.schedule_simulator` found free of deadlock.
+Order is decided before anything runs and without a network. All ranks go through their messages in one order
+(`compare.contract.rendezvous`), so that a receive finds its send without a tag. A send is waited for only
+where a later message proves that it has arrived, so that it holds up nothing.
 """
 
-from collections.abc import Iterable
-from itertools import takewhile
 from typing import NamedTuple
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
+from compare.contract.rendezvous import in_one_order
 from compare.contract.schedule_simulator import Action, with_communication
 from compare.contract.schedules import Kind, Schedule, Task
 
@@ -42,7 +41,6 @@ class StartReceive(NamedTuple):
 
     message: Message
     source: int
-    tag: int
 
 
 class FinishReceive(NamedTuple):
@@ -81,7 +79,6 @@ class Send(NamedTuple):
 
     message: Message
     to: int
-    tag: int
 
 
 Instruction = StartReceive | FinishReceive | Forward | Backward | BackwardWeight | Send
@@ -91,33 +88,24 @@ def make_instructions(schedule: Schedule, rank: int) -> list[Instruction]:
     """Instructions of one rank for a step, in order.
 
     Raises:
-        ScheduleError: the schedule is incomplete.
+        ScheduleError: the schedule is incomplete, or deadlocked.
     """
     actions = with_communication(schedule)
-    own, tags, proven = actions[rank], _tags(actions), _proven_arrivals(actions, rank)
+    proven = _proven_arrivals(actions, rank)
+    needed = {action.task: action for action in actions[rank] if _is_receive(action)}
     last_backwards = {task.stage: task for task in schedule[rank] if task.kind == Kind.BACKWARD}
-    posted: set[Message] = set()
     instructions: list[Instruction] = []
-
-    def post_receives(upcoming: Iterable[Action]) -> None:
-        for action in upcoming:
-            message = _message_of(action)
-            if action.what.startswith("receive") and message not in posted:
-                instructions.append(StartReceive(message, action.peer, tags[message]))
-                posted.add(message)
-
-    for index, action in enumerate(own, start=1):
+    for action in in_one_order(schedule)[rank]:
         if action.what == "compute":
-            post_receives(takewhile(lambda later: later.what != "compute", own[index:]))
+            if received := needed.get(action.task):
+                message = _message_of(received)
+                instructions.append(FinishReceive(message, proven.get(message, ())))
             is_last = last_backwards.get(action.task.stage) == action.task
             instructions.append(_computation(action.task, is_last=is_last))
-            continue
-        message = _message_of(action)
-        if action.what.startswith("send"):
-            instructions.append(Send(message, action.peer, tags[message]))
+        elif _is_receive(action):
+            instructions.append(StartReceive(_message_of(action), action.peer))
         else:
-            post_receives([action])
-            instructions.append(FinishReceive(message, proven.get(message, ())))
+            instructions.append(Send(_message_of(action), action.peer))
     return instructions
 
 
@@ -139,10 +127,8 @@ def _message_of(action: Action) -> Message:
     return gradient(stage - is_send, microbatch)
 
 
-def _tags(actions: list[list[Action]]) -> dict[Message, int]:
-    """A number for every message, the same on all ranks."""
-    messages = {_message_of(action) for own in actions for action in own if action.what != "compute"}
-    return {message: tag for tag, message in enumerate(sorted(messages), start=1)}
+def _is_receive(action: Action) -> bool:
+    return action.what.startswith("receive")
 
 
 def _proven_arrivals(actions: list[list[Action]], rank: int) -> dict[Message, tuple[Message, ...]]:

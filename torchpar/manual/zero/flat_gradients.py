@@ -77,7 +77,7 @@ class FlatGradients:
             self._dropped.add(index)
         if self._buffer is None:
             self._buffer = self._make_buffer()
-        slot = self._layout.views(self._buffer)[index]
+        slot = self._layout.view(self._buffer, index)
         if index in self._used:
             slot.add_(gradient)
         else:
@@ -89,6 +89,11 @@ class FlatGradients:
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self.add(index)
+
+    @property
+    def trainable(self) -> list[int]:
+        """Indices of the parameters that are to get a gradient."""
+        return [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
 
     @property
     def used(self) -> list[bool]:
@@ -152,9 +157,8 @@ class FlatGradients:
             indices: from `to_reduce`, not empty. The reduction before this one must be handed out.
         """
         full = self._make_buffer() if self._buffer is None else self._buffer
-        for index, slot in enumerate(self._layout.views(full)):
-            if index not in self._used:
-                slot.zero_()
+        for index in set(range(len(self._parameters))) - self._used:
+            self._layout.view(full, index).zero_()
         self._full, self._reduced = full, indices
         self._buffer, self._used = None, set()
         own = full[self._layout.own]

@@ -27,10 +27,11 @@ class FlatLayout:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat tensor (n,), one for each parameter, in its shape."""
-        return [
-            flat.as_strided(shape, strides, start)
-            for (shape, strides), start in zip(self._shapes, self._starts, strict=False)
-        ]
+        return [self.view(flat, index) for index in range(len(self._shapes))]
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """The view of the parameter at `index` alone."""
+        return flat.as_strided(*self._shapes[index], self._starts[index])
 
     def slice_of(self, index: int) -> slice:
         """The slice of this rank's cut that is the piece of the parameter at `index`."""

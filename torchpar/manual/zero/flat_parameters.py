@@ -19,6 +19,7 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis
 from torchpar.comm.handles import Work
+from torchpar.manual.any_module.packs import pack
 from torchpar.manual.any_module.replicated import replicate
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.manual.zero.flat_layout import FlatLayout
@@ -228,16 +229,12 @@ def _memory(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def flatten_parameters(
-    named: Sequence[tuple[str, nn.Parameter]], axis: Axis, **options
+    named: Sequence[tuple[str, nn.Parameter]], axis: Axis, *, limit_bytes: float = float("inf"), **options
 ) -> list[FlatParameters]:
     """Flat buffers of some parameters: one for each dtype and device, frozen ones apart.
 
     Args:
         named, axis, options: as for `FlatParameters`.
+        limit_bytes: more buffers, none larger than this, but for a parameter that is.
     """
-    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named:
-        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(
-            (name, parameter)
-        )
-    return [FlatParameters(group, axis, **options) for group in kinds.values()]
+    return [FlatParameters(members, axis, **options) for members in pack(named, limit_bytes)]
