@@ -1,19 +1,8 @@
 """The side jaxpar and its engines: jax-compiler and jax-manual."""
 
 from compare.contract.engines.engine import Engine, Side
-from compare.contract.experiment import Layout
 
 INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person could forget or get wrong"
-
-
-def _not_in_lock_step(layout: Layout) -> str:
-    """Limits of jax-manual's pipeline, one program that all devices run tick by tick."""
-    if layout.pp > 1 and layout.remat in ("none", "dots"):
-        return (
-            f"layout.remat = {layout.remat} with layout.pp = {layout.pp}: a device keeps the inputs of its "
-            f"stages and computes the rest anew in backward; choose layout.remat = full or auto"
-        )
-    return ""
 
 
 JAX = Side(
@@ -66,7 +55,6 @@ JAX = Side(
             schedules=("gpipe", "1f1b", "interleaved"),
             no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
             "these",
-            refuses=_not_in_lock_step,
             ends_on_every_stage=True,
             recomputes_stages=True,
             impossible_faults={
