@@ -106,8 +106,8 @@ def train(
     while state.step < experiment.train.max_iters:
         run = first if state.step == 0 else step
         together = request.timing.together(state.step) if request.timing else 1
-        batches = [corpus.batch(experiment, state.step + ahead) for ahead in range(together)]
-        train_steps(run, sharded, state, recording, experiment, batches)
+        drawn = [corpus.batch(experiment, state.step + ahead) for ahead in range(together)]
+        train_steps(run, sharded, state, recording, experiment, drawn)
         progress(in_step=state.step < experiment.train.max_iters)
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
 
