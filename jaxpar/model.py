@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
+from jaxpar.attention import causal_attention
+from jaxpar.derivatives import gelu, product
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
 
@@ -60,8 +61,13 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The affine map without its bias."""
-        return jnp.tensordot(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
+        """The affine map without its bias, as a product of two matrices."""
+        weight = self.weight[...].astype(self.compute)
+        inputs, outputs = weight.shape[: self.contracted], weight.shape[self.contracted :]
+        batch = x.shape[: x.ndim - self.contracted]
+        x_I = x.astype(self.compute).reshape(*batch, math.prod(inputs))
+        weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
+        return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
 
 
 def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
@@ -98,22 +104,6 @@ class Attention(nnx.Module):
         return self.out(self.core(q_BTHD, k_BTHD, v_BTHD))
 
 
-def causal_attention(
-    q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *, softmax_dtype: DTypeLike
-) -> jax.Array:
-    """The attention core: softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`.
-
-    Not jax.nn.dot_product_attention: its softmax is float32 even for float64 inputs, which put 3e-8 between
-    layouts that should agree to 1e-15.
-    """
-    length, head_dim = q_BTHD.shape[1], q_BTHD.shape[-1]
-    logits_BHTS = jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=softmax_dtype)
-    visible_TS = jnp.tril(jnp.ones((length, length), bool))
-    logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(head_dim), -jnp.inf)
-    weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1).astype(v_BSHD.dtype)
-    return jnp.einsum("BHTS,BSHD->BTHD", weights_BHTS, v_BSHD)
-
-
 class MLP(nnx.Module):
     """Up to M, GELU, down to C."""
 
@@ -121,10 +111,10 @@ class MLP(nnx.Module):
         width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
         self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
         self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
-        self.approximate = config.activation == "gelu_tanh"
+        self.activation = gelu if config.activation == "gelu" else jax.nn.gelu  # whose default is tanh
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x_BTC), approximate=self.approximate))
+        return self.down(self.activation(self.up(x_BTC)))
 
 
 class Block(nnx.Module):

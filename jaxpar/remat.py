@@ -21,8 +21,8 @@ REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 def resolve_remat(layout: Layout, *, engine: str) -> Remat:
     """The recomputation that `layout.remat` asks of an engine.
 
-    auto is dots, fastest under XLA's scan and smaller than none; a pipeline by hand keeps nothing between
-    a stage's forward and backward but its input, which is full.
+    auto is dots, fastest under XLA's scan and smaller than none; in a pipeline by hand it is full: a stage
+    keeps nothing between its forward and backward but its input.
     """
     if layout.remat != "auto":
         return layout.remat

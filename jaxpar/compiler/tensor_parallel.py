@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.axes import TP
+from jaxpar.derivatives import product
 from jaxpar.model import Embedding, Linear
 from jaxpar.problem import Edit, Problem
 from jaxpar.tracing.sites import Site, find_sites
@@ -68,6 +69,10 @@ class PlacedLinear(Linear):
             return placed(y, self.mesh, split=POSITION_DIM if self.sequence_parallel else None)
         y = super().__call__(placed(x, self.mesh))
         return placed(y, self.mesh, split=of_batch + self.dim - self.contracted)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The product of arrays as they are: joined with others, a dim that is split would be gathered."""
+        return product(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 
 class PlacedEmbedding(Embedding):

@@ -25,6 +25,7 @@ from jaxpar.manual.pipeline.ticks import Ticks, lock_step
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
 from jaxpar.problem import Edit, Loss, Pieces, Problem
+from jaxpar.remat import Remat
 from jaxpar.tracing.edits import require_edits
 from jaxpar.training_step import ShardedStep, accumulated_gradients, shardings
 
@@ -150,7 +151,7 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
             params = params | fully_sharded.gather_stored({key: params[key] for key in up_front}, up_front)
         value, gradients = pipeline_parallel.run_pipeline(
             pieces,
-            _ticks(layout, batch),
+            _ticks(layout, batch, remat=problem.remat),
             params,
             batch,
             stacked=problem.stacked,
@@ -179,11 +180,12 @@ def _gathered_up_front(key: str, problem: Problem, layout: Layout) -> bool:
     return key != problem.stacked or (layout.pp > 1 and not layout.reshard_after_forward)
 
 
-def _ticks(layout: Layout, batch: Any) -> Ticks:
+def _ticks(layout: Layout, batch: Any, *, remat: Remat) -> Ticks:
     """The layout's schedule, for as many microbatches as there are."""
     (microbatches,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
     return lock_step(
-        make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
+        make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks),
+        keeps=pipeline_parallel.keeps_activations(remat),
     )
 
 
@@ -207,7 +209,7 @@ def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
 def _edits(problem: Problem, placements: Any, layout: Layout) -> list[Edit]:
     """Edits of the model in order: pp's recomputation, tp's split layers, then dp_shard's gathers."""
     edits, remat = [], problem.remat
-    if layout.pp > 1:
+    if layout.pp > 1 and not pipeline_parallel.keeps_activations(remat):
         remat = pipeline_parallel.WITHIN_A_TICK
         edits.append(pipeline_parallel.keep_within_a_tick)
     if layout.tp > 1:

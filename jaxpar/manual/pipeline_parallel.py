@@ -4,10 +4,11 @@ All devices run one program, a scan over the ticks of a schedule (`pipeline.tick
 looks up its task, does it (a forward, a backward or nothing, in a `lax.cond`), and two permutes carry the
 results to its neighbours: activations one place on, gradients one place back.
 
-Autodiff never sees the pipeline: a backward is a task like a forward, written out in `pipeline.stage`. It
-computes the stage's forward anew from its input, the only thing kept: that is layout.remat = full. One
-program wants equal shapes, so every device has all that pp does not split (embeddings, the last norm). Only
-the two ends use it; their gradients are summed once a step, so copies of a tied embedding stay equal.
+Autodiff never sees the pipeline: a backward is a task like a forward, written out in `pipeline.stage`. Under
+layout.remat = full a device keeps the inputs of its stages, and backward computes their forward anew; under
+dots and none it keeps what backward needs. One program wants equal shapes, so every device has all that pp
+does not split (embeddings, the last norm). Only the two ends use it; their gradients are summed once a step,
+so copies of a tied embedding stay equal.
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473).
 Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a rank.
@@ -96,7 +97,7 @@ def run_pipeline(
     sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
     carry = device.initial_carry(jax.tree.map(lambda x: x[0], tasks_T), zeros)
-    _, _, (of_layers, ends) = lax.scan(device.step, carry, (tasks_T, *sends_T))[0]
+    of_layers, ends = lax.scan(device.step, carry, (tasks_T, *sends_T))[0].sums
     gradients = {**ends.gradients, stacked: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
     loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
     return loss / count, jax.tree.map(lambda g: g / count, gradients)
@@ -111,6 +112,8 @@ class Carry(NamedTuple):
     """Gradients of stages' outputs, and last the scratch slot."""
     sums: tuple[Any, EndSums]
     """Gradients of this device's layers by chunk, leaves (v, layers of a stage, ...); and the ends'."""
+    kept_S: Any
+    """`Kept` of forwards whose backward is to come; () if backward computes them anew."""
 
 
 class _Device(NamedTuple):
@@ -134,21 +137,37 @@ class _Device(NamedTuple):
             jnp.stack([jnp.zeros_like(x)] * (self.ticks.input_slots + 1)),
             jnp.stack([jnp.zeros_like(x)] * (self.ticks.gradient_slots + 1)),
             (self.by_chunk(zeros[self.stacked]), EndSums(jnp.zeros_like(loss), zero_rest)),
+            self.empty_kept(stage, x),
+        )
+
+    def empty_kept(self, stage: Stage, x: jax.Array) -> Any:
+        """Slots for what forwards keep; () without any."""
+        if not self.ticks.kept_slots:
+            return ()
+        return jax.tree.map(
+            lambda array: jnp.stack([jnp.zeros_like(array)] * self.ticks.kept_slots), stage.forward_keeping(x)
         )
 
     def step(self, carry: Carry, now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Carry, None]:
         """One tick: do the task, hand on its result, and store what arrives."""
-        inputs_S, gradients_S, sums = carry
+        inputs_S, gradients_S, sums, kept_S = carry
         task, sends_activations, sends_gradients = now
         x, g = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
         # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
-        runs_forward = (task.kind == FORWARD) & (task.stage < self.ticks.stages - 1)
-        y = lax.cond(runs_forward, self.forward, lambda task, x: jnp.zeros_like(x), task, x)
+        runs_forward = task.kind == FORWARD
+        if not self.ticks.kept_slots:  # the last stage's is the beginning of its backward
+            runs_forward &= task.stage < self.ticks.stages - 1
+        y, kept_S = lax.cond(
+            runs_forward,
+            self.forward,
+            lambda task, x, kept_S: (jnp.zeros_like(x), kept_S),
+            *(task, x, kept_S),
+        )
         of_x, sums = lax.cond(
             task.kind == BACKWARD,
             self.backward,
-            lambda task, x, g, sums: (jnp.zeros_like(x), sums),
-            *(task, x, g, sums),
+            lambda task, x, g, kept_S, sums: (jnp.zeros_like(x), sums),
+            *(task, x, g, kept_S, sums),
         )
         from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
         from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
@@ -159,18 +178,28 @@ class _Device(NamedTuple):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, task.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, task.arriving_gradient, 0)
-        return Carry(inputs_S, gradients_S, sums), None
+        return Carry(inputs_S, gradients_S, sums, kept_S), None
 
-    def forward(self, task: TickTasks, x: jax.Array) -> jax.Array:
-        """The output of the stage at work."""
+    def forward(self, task: TickTasks, x: jax.Array, kept_S: Any) -> tuple[jax.Array, Any]:
+        """The output of the stage at work; what it keeps goes into its slot."""
         with self.turns_scope(self.task_count):
-            return self.stage(task).forward(x)
+            if not self.ticks.kept_slots:
+                return self.stage(task).forward(x), kept_S
+            kept = self.stage(task).forward_keeping(x)
+            put = partial(lax.dynamic_update_index_in_dim, index=task.kept_slot, axis=0)
+            return kept.y, jax.tree.map(put, kept_S, kept)
 
-    def backward(self, task: TickTasks, x: jax.Array, g: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+    def backward(
+        self, task: TickTasks, x: jax.Array, g: jax.Array, kept_S: Any, sums: Any
+    ) -> tuple[jax.Array, Any]:
         """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
         with self.turns_scope(self.task_count):
-            of_x, of_layers, ends = self.stage(task).backward(x, g, ends)
+            if self.ticks.kept_slots:
+                kept = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), kept_S)
+                of_x, of_layers, ends = self.stage(task).backward_kept(kept, g, ends)
+            else:
+                of_x, of_layers, ends = self.stage(task).backward_anew(x, g, ends)
             of_layers = self.reduce({self.stacked: of_layers})[self.stacked]
             chunk = task.stage // self.ticks.ranks
             total = jax.tree.map(lambda x: _at(x, chunk), of_chunks)
@@ -219,6 +248,11 @@ def microbatches(batch: Any, *, each: int) -> Any:
 def keep_within_a_tick(model: Any) -> None:
     """An edit of the model: its layers keep matrix products for the rest of a tick."""
     model.wrap_layer = partial(apply_remat, remat=WITHIN_A_TICK)
+
+
+def keeps_activations(remat: Remat) -> bool:
+    """Whether forwards keep what backward needs, and not their input alone."""
+    return remat != "full"
 
 
 def mark_varying(params: Any, placements: Any) -> Any:

@@ -35,7 +35,12 @@ def labels_reaching(traced: ClosedJaxpr, inputs: Sequence[Labels]) -> Labels:
         traced: from `jax.make_jaxpr`.
         inputs: the labels of each of its inputs.
     """
-    return NOTHING.union(*_through_jaxpr(traced.jaxpr, inputs))
+    return NOTHING.union(*labels_by_output(traced, inputs))
+
+
+def labels_by_output(traced: ClosedJaxpr, inputs: Sequence[Labels]) -> list[Labels]:
+    """The labels that reach each output. Arguments as of `labels_reaching`."""
+    return _through_jaxpr(traced.jaxpr, inputs)
 
 
 def _through_jaxpr(jaxpr: Jaxpr, inputs: Sequence[Labels]) -> list[Labels]:

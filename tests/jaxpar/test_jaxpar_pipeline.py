@@ -27,7 +27,7 @@ M, B, WIDTH, HIDDEN, LAYERS = 8, 3, 5, 4, 8
 PUBLIC = ("mark_varying", "run_pipeline", "sum_tied_gradients")
 
 
-def example(*, schedule: str, devices: int, chunks: int = 1):
+def example(*, schedule: str, devices: int, chunks: int = 1, keeps: bool = False):
     """The docstring's pieces and its step, for a schedule; and where its parameters live."""
     place_leaf = partial(place, split={}, pp=devices, chunks=chunks)
     placements = {
@@ -43,7 +43,7 @@ def example(*, schedule: str, devices: int, chunks: int = 1):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("pp",))
     names = {
         **dict(jax=jax, jnp=jnp, lax=lax, P=P, Pieces=Pieces, mesh=mesh, placements=placements),
-        **dict(make_schedule=make_schedule, lock_step=lock_step, per_device=per_device),
+        **dict(make_schedule=make_schedule, lock_step=partial(lock_step, keeps=keeps), per_device=per_device),
         **{name: getattr(pipeline_parallel, name) for name in PUBLIC},
     }
     exec(code, names)
@@ -74,9 +74,23 @@ def errors_of_the_example(*, fault: str = "", **shape) -> dict[str, float]:
     ("schedule", "devices", "chunks"),
     [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 2, 4)],
 )
-def test_the_example_of_the_docstring_equals_autodiff_of_the_whole(schedule, devices, chunks):
-    errors = errors_of_the_example(schedule=schedule, devices=devices, chunks=chunks)
+@pytest.mark.parametrize("keeps", [False, True], ids=["anew", "kept"])
+def test_the_example_of_the_docstring_equals_autodiff_of_the_whole(schedule, devices, chunks, keeps):
+    errors = errors_of_the_example(schedule=schedule, devices=devices, chunks=chunks, keeps=keeps)
     assert max(errors.values()) <= 1e-14, errors
+
+
+def test_a_forward_that_is_kept_is_not_computed_again():
+    """One tanh in the program's forward, and another only where backward begins with a forward."""
+
+    def forwards(*, keeps: bool) -> int:
+        _, step, placements = example(schedule="1f1b", devices=4, keeps=keeps)
+        params = {name: np.zeros(p.stored_shape) for name, p in placements.items()}
+        batch = dict.fromkeys(("x", "y"), np.zeros((M, B, WIDTH)))
+        hlo = step.lower(params, batch).compile().as_text()
+        return sum(" tanh(" in line for line in hlo.splitlines())
+
+    assert forwards(keeps=False) == 2 * forwards(keeps=True)
 
 
 @pytest.mark.parametrize(

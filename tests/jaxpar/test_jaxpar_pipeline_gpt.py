@@ -89,26 +89,19 @@ def test_what_shards_is_reduced_once_a_microbatch():
         assert scattered == pytest.approx(m * (layers + ends), rel=0.05)
     assert size_of(zero2, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # after the update
     assert size_of(kept, kind="all_gather", axis="dp_shard") == 8 * REST + layers  # once, before the ticks
-    # Once for the forward, once for the backward: a stage is one layer here, and XLA sees that gathering it
-    # for the forward anew is gathering it for the gradients. Of more layers it would keep but one.
+    # Once for the forward; once for the backward, which needs no bias: the layers keep what it needs (none).
+    biases = 8 * 11 * EMBED * L / 2
     gathered = size_of(zero3, kind="all_gather", axis="dp_shard")
-    assert gathered == pytest.approx(8 * REST + 2 * m * layers, rel=0.01)
+    assert gathered == 8 * REST + m * (2 * layers - biases)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (Layout(pp=2, remat="dots"), r"layout.remat = dots .* choose layout.remat = full or auto"),
-        (Layout(pp=2, remat="none"), r"layout.remat = none .* choose layout.remat = full or auto"),
-        (Layout(pp=2, schedule="zero_bubble"), "jax-manual has gpipe, 1f1b, interleaved"),
-    ],
-)
-def test_refused_by_name(layout, message):
-    with pytest.raises(ExperimentError, match=message):
-        ENGINES["jax-manual"].require(layout)
+def test_refused_by_name():
+    with pytest.raises(ExperimentError, match="jax-manual has gpipe, 1f1b, interleaved"):
+        ENGINES["jax-manual"].require(Layout(pp=2, schedule="zero_bubble"))
 
 
 def test_what_is_recorded_as_recomputed_is_what_a_pipeline_does():
     assert resolve_remat(Layout(pp=2), engine="jax-manual") == "full"
     assert resolve_remat(Layout(), engine="jax-manual") == "dots"
-    assert resolve_remat(Layout(pp=2, remat="full"), engine="jax-manual") == "full"
+    for remat in ("full", "dots", "none"):
+        assert resolve_remat(Layout(pp=2, remat=remat), engine="jax-manual") == remat

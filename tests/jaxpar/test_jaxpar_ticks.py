@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from compare.contract.schedule_simulator import ScheduleError
+from compare.contract.schedule_simulator import ScheduleError, peak_in_flight
 from compare.contract.schedules import Kind, Schedule, Task, make_schedule
 from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, IDLE, Ticks, lock_step
 
@@ -86,12 +86,14 @@ class Rank:
 
     inputs: list
     gradients: list
+    kept: list
 
 
 def carry_out(ticks: Ticks) -> None:
     """A step with labels for numbers: what a task reads must be what the stage beside it sent."""
     p, tasks, last = ticks.ranks, ticks.tasks, ticks.stages - 1
-    ranks = [Rank([None] * (ticks.input_slots + 1), [None] * (ticks.gradient_slots + 1)) for _ in range(p)]
+    slots = ticks.input_slots + 1, ticks.gradient_slots + 1, ticks.kept_slots
+    ranks = [Rank(*([None] * count for count in slots)) for _ in range(p)]
     for tick in range(len(tasks.kind)):
         sent = [(None, None)] * p
         for rank, own in enumerate(ranks):
@@ -99,8 +101,12 @@ def carry_out(ticks: Ticks) -> None:
             x, g = own.inputs[tasks.input_slot[tick, rank]], own.gradients[tasks.gradient_slot[tick, rank]]
             if tasks.kind[tick, rank] == IDLE:
                 continue
-            if stage > 0:
+            if stage > 0 and (tasks.kind[tick, rank] == FORWARD or not ticks.kept_slots):
                 assert x == (stage, microbatch)
+            if ticks.kept_slots and tasks.kind[tick, rank] == FORWARD:
+                own.kept[tasks.kept_slot[tick, rank]] = (stage, microbatch)
+            elif ticks.kept_slots:
+                assert own.kept[tasks.kept_slot[tick, rank]] == (stage, microbatch)
             if tasks.kind[tick, rank] == FORWARD:
                 sent[rank] = ((stage + 1, microbatch), None)
             else:
@@ -120,6 +126,17 @@ def test_every_stage_finds_what_was_meant_for_it(case):
         carry_out(ticks)
 
 
+def test_what_a_forward_keeps_is_there_for_its_backward_and_no_longer(case):
+    """As many slots as the schedule has activations in flight, and inputs only until they are used."""
+    *_, of_m = case
+    for schedule, ticks in of_m.values():
+        keeping = lock_step(schedule, keeps=True)
+        carry_out(keeping)
+        assert keeping.kept_slots == max(map(peak_in_flight, schedule))
+        assert keeping.input_slots <= ticks.input_slots
+        assert not ticks.kept_slots
+
+
 def test_a_slot_given_twice_is_noticed():
     """The check above can fail: with three slots where 1F1B needs four, an input is lost while alive."""
     ticks = tables("1f1b", 4, 1)[8][1]
@@ -131,6 +148,10 @@ def test_a_slot_given_twice_is_noticed():
         squeezed[name] = np.where(slots == 3, 2, slots)
     with pytest.raises(AssertionError):
         carry_out(ticks._replace(tasks=tasks._replace(**squeezed)))
+    keeping = lock_step(tables("1f1b", 4, 1)[8][0], keeps=True)
+    shared = np.where(keeping.tasks.kept_slot == 3, 2, keeping.tasks.kept_slot)
+    with pytest.raises(AssertionError):
+        carry_out(keeping._replace(tasks=keeping.tasks._replace(kept_slot=shared)))
 
 
 def test_whether_anybody_sends(case):

@@ -17,11 +17,13 @@ JAX = {
 
 JAX_MANUAL_PIPELINES = {
     "zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
-    "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2),
+    "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2, remat="dots"),
     "shard_grad_op": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2),
-    "fsdp_interleaved": Layout(pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2),
+    "fsdp_interleaved": Layout(
+        pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2, remat="none"
+    ),
 }
-"""Pipelines of jax-manual with other axes."""
+"""Pipelines of jax-manual with other axes, with each way of recomputation."""
 
 JAX_COMPILER_PIPELINES = {
     "pp": Layout(pp=4, schedule="gpipe", microbatches=2, remat="none"),

@@ -56,7 +56,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     recomputes_stages: bool = False
-    """Whether a stage of a pipeline keeps nothing for backward but its input."""
+    """Whether a stage of a pipeline keeps nothing for backward but its input, unless layout.remat says so."""
     no_pipeline_on_gpu: str = ""
     """Why its pipelines run on the CPU only; empty if they do not."""
     counts_own_calls: bool = False

@@ -2,19 +2,8 @@
 
 from compare.contract.engines.engine import Engine, Side
 from compare.contract.engines.peers import JAX_PEERS
-from compare.contract.experiment import Layout
 
 INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person could forget or get wrong"
-
-
-def _not_in_lock_step(layout: Layout) -> str:
-    """Limits of jax-manual's pipeline, one program that all devices run tick by tick."""
-    if layout.pp > 1 and layout.remat in ("none", "dots"):
-        return (
-            f"layout.remat = {layout.remat} with layout.pp = {layout.pp}: a device keeps the inputs of its "
-            f"stages and computes the rest anew in backward; choose layout.remat = full or auto"
-        )
-    return ""
 
 
 JAX = Side(
@@ -68,7 +57,6 @@ JAX = Side(
             schedules=("gpipe", "1f1b", "interleaved"),
             no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
             "these",
-            refuses=_not_in_lock_step,
             ends_on_every_stage=True,
             recomputes_stages=True,
             impossible_faults={

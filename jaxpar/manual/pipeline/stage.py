@@ -1,7 +1,8 @@
 """One stage of a pipeline at work on one microbatch: forward, and backward as the chain rule by hand.
 
 A stage is some of the model's layers; the first one begins with the embedding, the last one ends with the
-loss. Backward starts from the stage's input, the only thing kept, and computes its forward anew.
+loss. Backward starts from the stage's input and computes its forward anew, or from what forward has kept:
+the arrays that autodiff's backward needs, without the parameters, which are there anyway.
 
 Autodiff sees each piece by itself, never a `lax.cond`: differentiated, that would write zeros on every device
 in place of the last one's residuals, logits among them. So the pieces are joined here, and an end is computed
@@ -13,9 +14,11 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.problem import Pieces
+from jaxpar.tracing.flow import NOTHING, labels_by_output
 
 
 class EndSums(NamedTuple):
@@ -25,6 +28,15 @@ class EndSums(NamedTuple):
     """The last one's."""
     gradients: Any
     """Of all parameters that are in no layer: from the embedding on the first, from the loss on the last."""
+
+
+class Kept(NamedTuple):
+    """What a forward keeps for its backward."""
+
+    y: jax.Array
+    """The layers' output, of which the last stage's loss is computed."""
+    arrays: list[jax.Array]
+    """What autodiff's backward of the layers needs, parameters aside."""
 
 
 class Stage(NamedTuple):
@@ -50,13 +62,50 @@ class Stage(NamedTuple):
         """The stage's output, for the next one; of the first stage, x is ignored."""
         return self.run_layers(self.layers, self.start(x))
 
-    def backward(self, x: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
-        """From the stage's input, and the gradient of its output, which the last stage ignores.
+    def forward_keeping(self, x: jax.Array) -> Kept:
+        """The same, and what backward needs of it."""
+        start = self.start(x)
+        y, back = jax.vjp(self.run_layers, self.layers, start)
+        needed = zip(jax.tree.leaves(back), self.comes_of_input(start), strict=True)
+        return Kept(y, [array for array, kept in needed if kept])
+
+    def backward_anew(self, x: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
+        """`backward` from the stage's input."""
+        y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
+        return self.backward(y, back, g, sums)
+
+    def backward_kept(self, kept: Kept, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
+        """`backward` from what its forward has kept."""
+        # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
+        start = jnp.zeros_like(kept.y)
+        _, back = jax.vjp(self.run_layers, self.layers, start)
+        arrays, structure = jax.tree.flatten(back)
+        found = iter(kept.arrays)
+        arrays = [
+            next(found) if is_kept else array
+            for array, is_kept in zip(arrays, self.comes_of_input(start), strict=True)
+        ]
+        return self.backward(kept.y, jax.tree.unflatten(structure, arrays), g, sums)
+
+    def comes_of_input(self, x: jax.Array) -> list[bool]:
+        """Which arrays that backward needs depend on the stage's input, and not on parameters alone."""
+
+        def needed(layers: Any, x: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(jax.vjp(self.run_layers, layers, x)[1])
+
+        traced = jax.make_jaxpr(needed)(self.layers, x)
+        of_layers = [NOTHING] * len(jax.tree.leaves(self.layers))
+        labels = labels_by_output(traced, [*of_layers, frozenset({("input", "stage")})])
+        return [bool(found) for found in labels]
+
+    def backward(
+        self, y: jax.Array, back: Callable[[jax.Array], Any], g: jax.Array, sums: EndSums
+    ) -> tuple[jax.Array, Any, EndSums]:
+        """From the layers' output and backward, and the gradient of that, which the last stage ignores.
 
         Returns:
-            The gradient of the input, of the layers, and the sums of the ends.
+            The gradient of the stage's input, of the layers, and the sums of the ends.
         """
-        y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
         g, sums = lax.cond(self.is_last, self.loss_backward, lambda y, g, sums: (g, sums), y, g, sums)
         of_layers, of_x = back(g)
         sums = lax.cond(self.is_first, self.embed_backward, lambda g, sums: sums, of_x, sums)

@@ -8,6 +8,8 @@ looks up where to read and where to write, and decides nothing:
     input of a stage          until the microbatch's backward, which computes the stage's forward anew;
                               the first stage has none: its input is the batch
     gradient of its output    until the microbatch's backward; the last stage has none: it has the loss
+    what a forward keeps      until the microbatch's backward, if it is to keep more than its input, which
+                              then is needed for the forward alone
 
 Each rank keeps the schedule's order, and does a task as soon as what it needs was done at an earlier tick:
 with p ranks, m microbatches and one chunk, 2(m + p - 1) ticks. A tick is as long as the longest task in it.
@@ -47,6 +49,8 @@ class TickTasks(NamedTuple):
     arriving_input: np.ndarray
     """Where to put the activation that arrives at the end of this tick."""
     arriving_gradient: np.ndarray
+    kept_slot: np.ndarray
+    """Where a forward puts what it keeps, and where the backward finds it."""
 
 
 class Ticks(NamedTuple):
@@ -65,13 +69,17 @@ class Ticks(NamedTuple):
     written where nothing of use arrives, and its content is never used."""
     gradient_slots: int
     """The same for gradients of outputs."""
+    kept_slots: int
+    """The most forwards that a rank has kept at once, without a scratch slot; 0 if backward computes the
+    forward anew."""
 
 
-def lock_step(schedule: Schedule) -> Ticks:
+def lock_step(schedule: Schedule, *, keeps: bool = False) -> Ticks:
     """Put a schedule on ticks, and give every message a slot.
 
     Args:
         schedule: forwards and whole backwards, such as `make_schedule("1f1b", ranks=4, microbatches=8)`.
+        keeps: whether forwards keep what backward needs; otherwise backward begins with the forward.
 
     Raises:
         ScheduleError: it is incomplete, deadlocked, or has backward in halves.
@@ -80,23 +88,33 @@ def lock_step(schedule: Schedule) -> Ticks:
     tick_of = _ticks(schedule, stages)
     shape = (1 + max(tick_of.values()), ranks)
     kind, of_stage, microbatch = (np.zeros(shape, np.int32) for _ in range(3))
-    inputs, gradients = [], []
+    inputs, gradients, kept = [], [], []
     for task, tick in tick_of.items():
         at = tick, task.stage % ranks
         kind[at], of_stage[at], microbatch[at] = CODES[task.kind], task.stage, task.microbatch
         if task.kind == Kind.BACKWARD:
             forward = tick_of[Task(Kind.FORWARD, task.stage, task.microbatch)]
+            if keeps:
+                kept.append(_Message(forward, task.stage % ranks, (tick,)))
             if task.stage > 0:
                 sent = tick_of[Task(Kind.FORWARD, task.stage - 1, task.microbatch)]
-                inputs.append(_Message(sent, task.stage % ranks, (forward, tick)))
+                inputs.append(_Message(sent, task.stage % ranks, (forward,) if keeps else (forward, tick)))
             if task.stage + 1 < stages:
                 sent = tick_of[Task(Kind.BACKWARD, task.stage + 1, task.microbatch)]
                 gradients.append(_Message(sent, task.stage % ranks, (tick,)))
     input_slots, read_input, arriving_input = _give_slots(inputs, shape)
     gradient_slots, read_gradient, arriving_gradient = _give_slots(gradients, shape)
+    kept_slots, read_kept, put_kept = _give_slots(kept, shape)
     return Ticks(
         tasks=TickTasks(
-            kind, of_stage, microbatch, read_input, read_gradient, arriving_input, arriving_gradient
+            kind=kind,
+            stage=of_stage,
+            microbatch=microbatch,
+            input_slot=read_input,
+            gradient_slot=read_gradient,
+            arriving_input=arriving_input,
+            arriving_gradient=arriving_gradient,
+            kept_slot=np.where(kind == FORWARD, put_kept, read_kept),
         ),
         sends_activations=np.asarray((arriving_input < input_slots).any(axis=1)),
         sends_gradients=np.asarray((arriving_gradient < gradient_slots).any(axis=1)),
@@ -105,6 +123,7 @@ def lock_step(schedule: Schedule) -> Ticks:
         microbatches=1 + int(microbatch.max()),
         input_slots=input_slots,
         gradient_slots=gradient_slots,
+        kept_slots=kept_slots,
     )
 
 

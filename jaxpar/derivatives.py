@@ -1,0 +1,66 @@
+"""Operations whose derivatives are written out, because autodiff's are slow programs on a CPU.
+
+They compute what the plain ones compute. What JAX would make of the plain ones, and what it costs:
+
+    the gradient of a weight    the product g^T x, then transposed: XLA's matrix product on a CPU wants its
+                                left factor as it lies in memory, so g is computed transposed, an element at
+                                a time with long strides. x^T g copies x instead, which is there already.
+    GELU                        two branches of erfc, and their derivatives; written out it is one erf.
+
+Legend: I the contracted dims, O the dims that replace them.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    """x (..., I) with its last `contracted` dims summed against the first ones of weight (I, O): (..., O).
+
+    Differentiable in reverse mode only, as every custom_vjp.
+    """
+    return jnp.tensordot(x, weight, contracted)
+
+
+def _product_forward(
+    x: jax.Array, weight: jax.Array, contracted: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.tensordot(x, weight, contracted), (x, weight)
+
+
+def _product_backward(
+    contracted: int, kept: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, weight = kept
+    of_batch = list(range(x.ndim - contracted))
+    outputs_of_g = list(range(len(of_batch), g.ndim))
+    outputs_of_weight = list(range(contracted, weight.ndim))
+    of_x = jnp.tensordot(g, weight, (outputs_of_g, outputs_of_weight))
+    of_weight = jnp.tensordot(x, g, (of_batch, of_batch))
+    return of_x, of_weight
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
+@jax.custom_jvp
+def gelu(x: jax.Array) -> jax.Array:
+    """The exact GELU, x Phi(x), with Phi the normal distribution (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return x * _normal_distribution(x)
+
+
+@gelu.defjvp
+def _gelu_tangent(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (t,) = primals, tangents
+    distribution = _normal_distribution(x)
+    density = jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return x * distribution, t * (distribution + x * density)
+
+
+def _normal_distribution(x: jax.Array) -> jax.Array:
+    return 0.5 * (1 + lax.erf(x / math.sqrt(2)))

@@ -1,0 +1,91 @@
+"""Derivatives written out: what autodiff makes of the plain operation, in the order that is quick."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.attention import causal_attention
+from jaxpar.derivatives import gelu, product
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape))
+
+
+def plain_attention(q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
+    logits_BHTS = jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD) / math.sqrt(q_BTHD.shape[-1])
+    visible_TS = np.tri(q_BTHD.shape[1], dtype=bool)
+    weights_BHTS = jax.nn.softmax(jnp.where(visible_TS, logits_BHTS, -jnp.inf), axis=-1)
+    return jnp.einsum("BHTS,BSHD->BTHD", weights_BHTS, v_BSHD)
+
+
+attention = partial(causal_attention, softmax_dtype=jnp.float64)
+CASES: dict[str, tuple[Callable, Callable, list[jax.Array]]] = {
+    "gelu": (gelu, partial(jax.nn.gelu, approximate=False), [4 * draw(7, 9)]),
+    "attention": (attention, plain_attention, [draw(2, 5, 3, 4), draw(2, 5, 3, 4) + 1, 2 * draw(2, 5, 3, 4)]),
+    **{
+        f"product {x.shape} {weight.shape}": (
+            lambda x, weight, n=n: product(x, weight, n),
+            lambda x, weight, n=n: jnp.tensordot(x, weight, n),
+            [x, weight],
+        )
+        for x, weight, n in (
+            (draw(2, 5, 4), draw(4, 7), 1),
+            (draw(2, 5, 4), draw(4, 3, 2, 6), 1),
+            (draw(2, 5, 3, 4), draw(3, 4, 6), 2),
+            (draw(4), draw(4, 6), 1),  # no batch
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_plain_operation(name):
+    written, plain, arguments = CASES[name]
+    y, back = jax.vjp(written, *arguments)
+    expected, plain_back = jax.vjp(plain, *arguments)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-14)
+    g = jnp.sin(jnp.arange(y.size, dtype=float)).reshape(y.shape)
+    for found, wanted in zip(back(g), plain_back(g), strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
+
+
+def test_gelu_is_finite_at_the_ends_of_float32():
+    """Far out Phi is 0 or 1 and the density 0: no infinity, and no 0 x infinity, comes of it."""
+    x = jnp.asarray([-1e30, -40.0, 0.0, 40.0, 1e30], jnp.float32)
+    np.testing.assert_array_equal(gelu(x), np.float32([0, 0, 0, 40, 1e30]))
+    np.testing.assert_array_equal(jax.vmap(jax.grad(gelu))(x), [0, 0, 0.5, 1, 1])
+
+
+def test_the_gradient_of_a_weight_has_x_on_the_left():
+    """What the rule is for. Autodiff of the plain product, below, has g there."""
+
+    def left_of_weight_gradient(multiply: Callable) -> tuple[int, ...]:
+        def gradient(x: jax.Array, weight: jax.Array, g: jax.Array) -> jax.Array:
+            return jax.vjp(lambda weight: multiply(x, weight), weight)[1](g)[0]
+
+        traced = jax.make_jaxpr(gradient)(draw(5, 4), draw(4, 7), draw(5, 7))
+        products = [e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general"]
+        return products[-1].invars[0].aval.shape
+
+    assert left_of_weight_gradient(lambda x, weight: product(x, weight, 1)) == (5, 4)
+    assert left_of_weight_gradient(jnp.matmul) == (5, 7)
+
+
+def test_bfloat16_stays_bfloat16_and_its_softmax_is_float32():
+    q, k, v = (draw(1, 4, 2, 8).astype(jnp.bfloat16) for _ in range(3))
+    core = partial(causal_attention, softmax_dtype=jnp.float32)
+    y, back = jax.vjp(core, q, k, v)
+    assert {x.dtype for x in (y, *back(y))} == {jnp.dtype(jnp.bfloat16)}
+    exponentials = [
+        equation.outvars[0].aval.dtype
+        for equation in jax.make_jaxpr(lambda *qkv: jax.vjp(core, *qkv)[0])(q, k, v).jaxpr.eqns
+        if equation.primitive.name == "exp"
+    ]
+    assert exponentials == [jnp.dtype(jnp.float32)]
