@@ -58,7 +58,7 @@ SLOW = {
     "test_torchrun",
     "test_watching",
 }
-"""Files whose tests start processes, compile steps or draw for seconds, beside those that use SLOW_FIXTURES."""
+"""Files whose tests start processes, compile steps or draw long, beside those that use SLOW_FIXTURES."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
