@@ -47,6 +47,7 @@ SLOW = {
     "test_safe_path",
     "test_source",
     "test_standard_output",
+    "test_statistics",
     "test_torchpar_compile",
     "test_torchpar_double_backward",
     "test_torchpar_examples",
@@ -58,7 +59,7 @@ SLOW = {
     "test_torchrun",
     "test_watching",
 }
-"""Files whose tests start processes or compile steps, beside those that use SLOW_FIXTURES."""
+"""Files whose tests start processes, compile steps or draw long, beside those that use SLOW_FIXTURES."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
