@@ -29,7 +29,7 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
     for kind, ranks in groups(bench.rows):
         table = Table(title=f"{kind} on {ranks} ranks", box=SIMPLE_HEAD, padding=0)
         for column in ("size (B)", "count", "type", "way", *COLUMNS):
-            table.add_column(column, justify="right")
+            table.add_column(column.replace(" (", "\n("), justify="right")
         mine = [row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)]
         for row in sorted(mine, key=lambda row: (row.size, ORDER.index(row.implementation))):
             cells = (coloured(text, "red") if bad else Text(text) for text, bad in _cells(row))
