@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from compare.terminal.console import coloured, print_json, results_console
 
 COLUMNS = ("time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
 FIT_COLUMNS = ("latency (us)", "bandwidth (GB/s)", "misfit")
+ORDER = list(IMPLEMENTATIONS)
 Cells = list[tuple[str, bool]]
 """Texts, and whether each is bad news."""
 
@@ -25,21 +27,20 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
         return
     console = results_console()
     for kind, ranks in groups(bench.rows):
-        names, rows = side_by_side(bench.rows, kind, ranks)
-        table = Table(title=f"{kind} on {ranks} ranks: {', '.join(names)}")
-        for column in ("size (B)", "count", "type", *(f"{name} {c}" for name in names for c in COLUMNS)):
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*(coloured(text, "red") if bad else Text(text) for text, bad in row))
+        table = Table(title=f"{kind} on {ranks} ranks", box=SIMPLE_HEAD, padding=0)
+        for column in ("size (B)", "count", "type", "way", *COLUMNS):
+            table.add_column(column.replace(" (", "\n("), justify="right")
+        mine = [row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)]
+        for row in sorted(mine, key=lambda row: (row.size, ORDER.index(row.implementation))):
+            cells = (coloured(text, "red") if bad else Text(text) for text, bad in _cells(row))
+            table.add_row(f"{row.size:,}", f"{row.count:,}", row.type, row.implementation, *cells)
         console.print(table)
-    names, rows = fit_rows(bench.fits)
-    if rows:
-        table = Table(title="time = latency + size / bandwidth, fitted over sizes")
-        for column in ("collective", "ranks", *(f"{name} {c}" for name in names for c in FIT_COLUMNS)):
-            is_name = column == "collective"
-            table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
-        for cells in rows:
-            table.add_row(*cells)
+    if bench.fits:
+        table = Table(title="time = latency + size / bandwidth, fitted", box=SIMPLE_HEAD, padding=0)
+        for column in ("collective", "ranks", "way", *FIT_COLUMNS):
+            table.add_column(column, justify="left" if column == "collective" else "right")
+        for fit in sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation))):
+            table.add_row(fit.kind, str(fit.ranks), fit.implementation, *_fit_cells(fit))
         console.print(table)
     for note in dict.fromkeys(note for side in bench.sides.values() for note in side.notes):
         console.print(note, soft_wrap=True)

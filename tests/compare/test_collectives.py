@@ -22,6 +22,7 @@ from compare.contract.tensors import RecordError
 from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.judge.collective_fit import fit_line, fits_of
+from compare.present import collectives as presented
 from compare.present.collectives import print_bench
 from compare.present.report.collectives import save_picture, write_page
 from compare.studies import collectives as study
@@ -33,6 +34,7 @@ from compare.studies.collectives import (
     requests_of,
     sizes_between,
 )
+from compare.terminal.console import PlainConsole
 
 SIZES = sizes_between(1024, 2**20, 4)
 LATENCY_S, BANDWIDTH = 50e-6, 2e9
@@ -189,15 +191,18 @@ def test_the_command_that_makes_it_again_asks_for_the_same():
     assert cli.parse(again)[0].order() == asked
 
 
-def test_tables_have_the_columns_of_nccl_tests(capsys):
-    print_bench(bench_of([row_of("gloo", "all_reduce", 4096)]), Path("a.html"), as_json=False)
+def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
+    monkeypatch.setattr(presented, "results_console", lambda: PlainConsole(width=80))
+    rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]
+    print_bench(bench_of(rows), Path("a.html"), as_json=False)
     printed = capsys.readouterr().out
-    assert "all_reduce on 4 ranks: gloo" in printed
+    assert "all_reduce on 4 ranks" in printed
     for word in ("size (B)", "count", "type", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong"):
         assert all(part in printed for part in word.split()), word
-    assert [word.strip() for word in printed.splitlines()[-4].split("│")[1:-1]] == [
-        *("4,096", "1,024", "float32", "52.0", "0.079", "0.118", "0")
-    ]
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["4,096", "1,024", "float32", "gloo", "52.0", "0.079", "0.118", "0"] in lines
+    assert ["all_reduce", "4", "ours", "50.0", "2.000", "0%"] in lines
+    assert "\u2026" not in printed  # nothing is cut
 
 
 def test_the_page_stands_alone(tmp_path):
