@@ -99,7 +99,7 @@ def train(
 ) -> None:
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    experiment, train = request.experiment, request.experiment.train
+    experiment = request.experiment
     ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
     (device,) = find_devices(1, platform=request.platform)
     remat = resolve_remat(experiment.layout, engine=request.engine)
@@ -124,34 +124,51 @@ def train(
         moments=moments,
     )
 
+    begun = time.perf_counter()
+    sizes = experiment.train
+    shape_ABT = (sizes.gradient_accumulation_steps, sizes.batch_size, experiment.model.block_size)
+    shapes = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(state.params, state.opt_state, shapes).compile()
+    compile_s = time.perf_counter() - begun
+    progress()
+
     def draw(step: int) -> dict[str, np.ndarray]:
         return dict(zip(("inputs", "targets"), corpus.batch(experiment, step), strict=True))
 
-    begun = time.perf_counter()
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    compiled = jitted.lower(state.params, state.opt_state, jax.device_put(draw(0), device)).compile()
-    compile_s = time.perf_counter() - begun
+    gradients = None
+    if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
+        gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])(state.params, draw(0))
     progress(in_step=True)
-    while state.step < train.max_iters:
+    while state.step < sizes.max_iters:
         together = request.timing.together(state.step) if request.timing else 1
         drawn = [draw(state.step + ahead) for ahead in range(together)]
-        gradients = None
-        if request.ladder and state.step == 0:  # apart from the step, which is left as a user would have it
-            gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])(state.params, drawn[0])
-        metrics, placed = [], None
-        begun, cpu_begun = time.perf_counter(), cpu_seconds()
-        for batch in drawn:
-            placed = jax.device_put(batch, device)
-            state.params, state.opt_state, metric = compiled(state.params, state.opt_state, placed)
-            metrics.append(metric)
-        jax.block_until_ready((state.params, state.opt_state, metrics))
-        wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
-        window = Window(steps=together, wall_s=wall_s, cpu_s=cpu_s)
-        recording.steps_are_done(placed, metrics, gradients, window)
-        state.step += together
-        state.updates += together
-        progress(in_step=state.step < train.max_iters)
+        take_steps(compiled, state, recording, drawn, gradients, device=device)
+        progress(in_step=state.step < sizes.max_iters)
     recording.finish(compiled, [device], compile_s=compile_s)
+
+
+def take_steps(
+    step: jax.stages.Compiled,
+    state: TrainState,
+    recording: Recording,
+    drawn: list[dict[str, np.ndarray]],
+    gradients: Any,
+    *,
+    device: jax.Device,
+) -> None:
+    """A step for each batch that was drawn: waited for together at their end, and timed."""
+    metrics, placed = [], None
+    begun, cpu_begun = time.perf_counter(), cpu_seconds()
+    for batch in drawn:
+        placed = jax.device_put(batch, device)
+        state.params, state.opt_state, metric = step(state.params, state.opt_state, placed)
+        metrics.append(metric)
+    jax.block_until_ready((state.params, state.opt_state, metrics))
+    wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
+    recording.steps_are_done(placed, metrics, gradients, Window(steps=len(drawn), wall_s=wall_s, cpu_s=cpu_s))
+    state.step += len(drawn)
+    state.updates += len(drawn)
 
 
 def _on_one_device(
