@@ -30,7 +30,7 @@ class Tally:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn(noun),
+            TextColumn(noun, markup=False),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,

@@ -11,7 +11,7 @@ from test_report import Outline
 
 from compare.cli import main, parse
 from compare.commands import sweep as command
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import ExperimentError, edited, load
 from compare.contract.record import read_json
 from compare.execute.launch import EngineError
@@ -79,14 +79,14 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_share(small):
 
 def test_what_cannot_be_is_left_out_by_name(small):
     plan = plan_of(
-        small, engines=list(ENGINES), strategies=["ddp", "ddp_flat", "pp_zero_bubble", "hsdp"], devices=[2]
+        small, engines=list(STUDIED), strategies=["ddp", "ddp_flat", "pp_zero_bubble", "hsdp"], devices=[2]
     )
     (batch,) = sweep_batches(plan)
     left_out = batch.left_out
     assert left_out.keys() == {
         *("jax-compiler.ddp_flat.2", "torch-library.ddp_flat.2"),
         *("jax-compiler.pp_zero_bubble.2", "jax-manual.pp_zero_bubble.2"),
-        *(f"{engine}.hsdp.2" for engine in ENGINES),
+        *(f"{engine}.hsdp.2" for engine in STUDIED),
     }
     assert left_out["torch-library.ddp_flat.2"] == "the same as ddp: torch-library chooses for itself"
     assert "jax-manual has" in left_out["jax-manual.pp_zero_bubble.2"]
