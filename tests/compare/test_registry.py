@@ -9,11 +9,13 @@ from pathlib import Path
 
 import processes
 import pytest
+from numpypar.declaration import SIDE as NUMPY
 
 from compare.contract.engines.engine import Engine, Side
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import GROUP, OBJECTIONS, REFERENCE, SIDES, STUDIED, read_declarations
 from compare.contract.engines.torch import TORCH
+from compare.contract.experiment import ExperimentError, Layout
 from compare.judge.ladder import RUNGS
 
 SOURCE = Path(__file__).parents[1] / "support" / "numpypar"
@@ -69,6 +71,13 @@ def test_flags_tables_and_refusals_follow_from_the_declaration(third_side, tmp_p
     refused = shardpair(third_side, tmp_path, "run", "check", "--preset", "tp", "--engines", "numpy-loop")
     assert refused.returncode == 2
     assert "numpy-loop has no tensor parallelism" in " ".join(refused.stderr.split())
+
+
+def test_an_engine_of_the_cpu_alone_refuses_a_gpu():
+    (engine,) = NUMPY.engines
+    engine.require(Layout())
+    with pytest.raises(ExperimentError, match="numpy-loop runs on the CPU only: NumPy knows no other device"):
+        engine.require(Layout(), platform="gpu")
 
 
 def test_a_broken_declaration_is_named_and_the_rest_goes_on(third_side, tmp_path):

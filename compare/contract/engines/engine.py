@@ -57,8 +57,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     recomputes_stages: bool = False
     """Whether a stage of a pipeline keeps nothing for backward but its input, unless layout.remat says so."""
-    no_pipeline_on_gpu: str = ""
-    """Why its pipelines run on the CPU only; empty if they do not."""
+    no_gpu: str = ""
+    """Why it runs on the CPU only; empty if it does not."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     impossible_faults: Mapping[str, str] = {}
@@ -118,8 +118,8 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     def require(self, layout: Layout, *, platform: str = "cpu") -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
-        if layout.pp > 1 and platform == "gpu" and self.no_pipeline_on_gpu:
-            raise ExperimentError(f"layout.pp = {layout.pp}: {self.no_pipeline_on_gpu}")
+        if platform == "gpu" and self.no_gpu:
+            raise ExperimentError(f"--platform gpu: {self.name} runs on the CPU only: {self.no_gpu}")
         if layout.zero and layout.zero not in self.zero:
             raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
         if layout.tp > 1 and not self.tp:

@@ -19,6 +19,7 @@ SIDE = Side(
             side="numpypar",
             gradient_sync=("flat",),
             decides="a loop over devices in one process",
+            no_gpu="NumPy knows no other device",
             refuses=_not_in_numpy,
         ),
     ),
