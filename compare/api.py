@@ -24,7 +24,8 @@ from compare.commands.arguments import Spec
 from compare.commands.check import Check
 from compare.commands.run import Run
 from compare.contract.experiment import Experiment, ExperimentError, load, parse, revalidate
-from compare.contract.record import Manifest, Record, Rung, read_record, read_tensors
+from compare.contract.record import Manifest, Record, read_record, read_tensors
+from compare.contract.request import Rung
 from compare.judge.comparison import Comparison, read_comparison
 from compare.present.report.render import PAGE
 

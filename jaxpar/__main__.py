@@ -29,14 +29,8 @@ from compare.contract.host.exits import describe_exit
 from compare.contract.host.facts import MissingDevicesError, cores, versions
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.host.signals import is_ignored, on_signals
-from compare.contract.record import (
-    Failure,
-    Recorder,
-    Request,
-    clear_record,
-    read_request,
-    write_failure,
-)
+from compare.contract.record import Failure, Recorder, clear_record, write_failure
+from compare.contract.request import Request, read_request
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3

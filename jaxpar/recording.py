@@ -13,7 +13,8 @@ from compare.contract.experiment import Experiment
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint, parameter_count
-from compare.contract.record import Manifest, Recorder, Request, Rung, Step
+from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.request import Request, Rung
 from compare.contract.stream import OwnBatches
 from compare.contract.timing import Window
 from jaxpar import weights

@@ -20,7 +20,8 @@ from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import StepScalars, step_scalars
 from compare.contract.parameters import initial_parameters, storage_dtype
-from compare.contract.record import Recorder, Request
+from compare.contract.record import Recorder
+from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights
@@ -50,7 +51,8 @@ def train(
         from compare.contract.data import open_corpus
         from compare.contract.experiment import load
         from compare.contract.parameters import initial_parameters
-        from compare.contract.record import Recorder, Request, read_record
+        from compare.contract.record import Recorder, read_record
+        from compare.contract.request import Request
         from jaxpar.__main__ import configure_jax
 
         experiment, folder = load("check"), Path("mine")

@@ -31,8 +31,10 @@ import torch
 
 from compare.contract.data import Corpus, open_corpus
 from compare.contract.experiment import Experiment, load, named_experiments
+from compare.contract.json_files import write_json
 from compare.contract.parameters import fingerprint, initial_parameters
-from compare.contract.record import Manifest, Recorder, Rung, Step, write_json
+from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.request import Rung
 from compare.studies.golden import EXPERIMENT, FOLDER, PROVENANCE, Provenance, sha256
 
 SOURCE = "https://github.com/karpathy/nanoGPT"

@@ -15,7 +15,8 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Manifest, Recorder, Rung, Step
+from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.request import Rung
 from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from compare.contract.data import Corpus
 from compare.contract.experiment import Experiment
-from compare.contract.record import Request
+from compare.contract.request import Request
 from compare.contract.stream import OwnBatches
 from torchpar.comm.mesh import Mesh
 from torchpar.comm.rank import Rank

@@ -16,7 +16,8 @@ from compare.contract.engines.torch import TORCH
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.parameters import fingerprint
-from compare.contract.record import Recorder, Request
+from compare.contract.record import Recorder
+from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
 from torchpar.comm import process_groups
@@ -52,17 +53,7 @@ def train(
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    device = set_up_device(rank, request)
-    if request.experiment.layout.devices > 1:
-        process_groups.join_group(
-            rank=rank.rank,
-            world_size=request.experiment.layout.devices,
-            device=device,
-            rendezvous=rank.rendezvous,
-            timeout_s=rank.collective_timeout_s,
-        )
-    rank.at(0, "setting up")
-    mesh = make_mesh(request.experiment.layout, rank=rank.rank, device=device)
+    mesh = join_mesh(rank, request)
     run = set_up(request, mesh, rank, weights=weights, batches=batches)
     recording = Recording(run, Recorder(folder) if rank.rank == 0 else None, started_utc=started_utc)
     if request.ladder:
@@ -73,11 +64,25 @@ def train(
         else:
             train_step(run, recording)
     recording.finish()
-    if request.experiment.layout.devices > 1:
-        process_groups.leave_group()
+    process_groups.leave_group()
 
 
-def set_up_device(rank: Rank, request: Request) -> torch.device:
+def join_mesh(rank: Rank, request: Request) -> Mesh:
+    """This rank's device, the group of all ranks if there are others, and the rank's place among them."""
+    device, layout = _set_up_device(rank, request), request.experiment.layout
+    if layout.devices > 1:
+        process_groups.join_group(
+            rank=rank.rank,
+            world_size=layout.devices,
+            device=device,
+            rendezvous=rank.rendezvous,
+            timeout_s=rank.collective_timeout_s,
+        )
+    rank.at(0, "setting up")
+    return make_mesh(layout, rank=rank.rank, device=device)
+
+
+def _set_up_device(rank: Rank, request: Request) -> torch.device:
     """This rank's device, and how PyTorch is to compute on it: one thread a rank, TF32 only if asked for."""
     device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
     if device.type == "cuda":
@@ -99,10 +104,7 @@ def set_up(
 ) -> Run:
     """Model, optimizer and data of one rank, under the layout."""
     experiment = request.experiment
-    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
-    model = GPT(experiment.model).to(device=mesh.device, dtype=dtype)
-    load_weights(model, starting_parameters(request, weights))
-    initial_weights_sha256 = fingerprint(read_weights(model))
+    model, initial_weights_sha256 = starting_model(request, mesh.device, weights)
     parallel = PARALLELIZE[request.engine](
         model,
         mesh=mesh,
@@ -117,6 +119,16 @@ def set_up(
         parallel=parallel,
         initial_weights_sha256=initial_weights_sha256,
     )
+
+
+def starting_model(
+    request: Request, device: torch.device, weights: Mapping[str, np.ndarray] | None
+) -> tuple[GPT, str]:
+    """The model on one device with the weights to begin with, and their fingerprint as it holds them."""
+    dtype = torch.float64 if request.experiment.precision.dtype == "float64" else torch.float32
+    model = GPT(request.experiment.model).to(device=device, dtype=dtype)
+    load_weights(model, starting_parameters(request, weights))
+    return model, fingerprint(read_weights(model))
 
 
 def train_step(run: Run, recording: Recording) -> None:

@@ -23,7 +23,7 @@ from compare.contract.experiment import (
     load,
     revalidate,
 )
-from compare.contract.record import Platform
+from compare.contract.request import Platform
 from compare.execute.paths import check_cache, check_python, default_cache
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, Comparison

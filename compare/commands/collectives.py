@@ -10,7 +10,7 @@ from compare.commands.arguments import MAX_TIMEOUT_S, SidePythons, pythons_of
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Kind
 from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.record import Platform
+from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.paths import PICTURES, check_output, check_python

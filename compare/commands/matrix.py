@@ -10,7 +10,7 @@ from rich.text import Text
 
 from compare.commands.arguments import Spec, StudiedName, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output, create_run_dir
 from compare.judge.comparison import COMPARISON, Comparison, read_comparison
 from compare.present.parity_page import cell_text, markdown, resident_row

@@ -8,7 +8,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.contract.schedule_simulator import bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
 from compare.execute.paths import PICTURES, check_output

@@ -25,7 +25,8 @@ from compare.contract.engines.jax import JAX
 from compare.contract.engines.torch import TORCH
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.disk import full_disk_named
-from compare.contract.record import REQUEST, Platform, read_json
+from compare.contract.json_files import read_json
+from compare.contract.request import REQUEST, Platform
 
 ROWS, SIDE = "rows.jsonl", "side.json"
 

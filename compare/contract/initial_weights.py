@@ -19,7 +19,7 @@ from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.disk import write_atomically
 from compare.contract.host.files import why_not_readable
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_table, storage_dtype
-from compare.contract.record import Request
+from compare.contract.request import Request
 from compare.contract.tensors import RecordError, Tensors
 
 INIT = "init.safetensors"

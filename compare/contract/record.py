@@ -1,4 +1,4 @@
-"""Request and record: the files in RUN_DIR that pass between the harness and an engine.
+"""Record: the files that an engine leaves in RUN_DIR, beside the request that it was given.
 
     request.json              what to run (the harness writes it; `python -m SIDE RUN_DIR` reads it)
     steps.jsonl               one `Step` a line
@@ -15,12 +15,10 @@ The one module of the contract that needs more than NumPy and msgspec: safetenso
 (self-describing, memory-mapped, and it cannot execute anything).
 """
 
-import math
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -28,65 +26,16 @@ from msgspec import Struct, field
 from safetensors.numpy import save
 
 from compare.contract.communication import Communication
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
-from compare.contract.optimizer import moment_names
+from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
+from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.tensors import RecordError, Tensors, garbled
-from compare.contract.timing import MIN_WARMUP, Timing, Window
+from compare.contract.timing import Window
 
-T = TypeVar("T")
-Platform = Literal["cpu", "gpu"]
-
-REQUEST, MANIFEST, ERROR = "request.json", "manifest.json", "error.json"
+MANIFEST, ERROR = "manifest.json", "error.json"
 STEPS, LEDGER = "steps.jsonl", "ledger.json"
 STEPS_PART = STEPS + ".part"
-
-
-class Rung(StrEnum):
-    """Tensors that a run leaves for the ladder, in the order in which they arise."""
-
-    BATCH = "batch"
-    """`inputs` and `targets` (A, B, T) of step 0 as the devices received them, gathered in order."""
-    INITIAL_WEIGHTS = "initial_weights"
-    GRADIENTS = "gradients"
-    """Of step 0: of the mean loss over the global batch, synchronised, before clipping."""
-    FIRST_WEIGHTS = "first_weights"
-    """After the first optimizer step."""
-    FIRST_M = "first_m"
-    """First moments (SGD: momentum buffer) after the first optimizer step."""
-    FIRST_V = "first_v"
-    """Second moments after the first optimizer step."""
-    LATER_WEIGHTS = "later_weights"
-    """After `Request.later_step` optimizer steps."""
-
-
-class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One engine's order: everything that `python -m SIDE RUN_DIR` needs to know.
-
-    What has its default is not written: a null would be read as a number that was not finite.
-    """
-
-    engine: str
-    experiment: Experiment
-    platform: Platform = "cpu"
-    ladder: bool = False
-    """Leave the tensors of the ladder's rungs (`Rung`)."""
-    later_step: int = 20
-    """After how many optimizer steps `Rung.LATER_WEIGHTS` is taken; at most max_iters."""
-    corpus_sha256: str = ""
-    """Digest of data that the harness has validated already; empty makes the engine validate it."""
-    timeout_s: float = 600.0
-    """Seconds without any progress after which the run counts as hung."""
-    cache_dir: str = ""
-    """Where compiled programs are kept between runs; empty for none."""
-    init_from: str = ""
-    """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
-    init_sha256: str = ""
-    """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
-    timing: Timing | None = None
-    """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
-    fault: str = ""
-    """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -164,76 +113,6 @@ class Record(Struct, frozen=True, kw_only=True):
     """What was asked for; None for numbers that no engine of ours made."""
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a Struct, or a list or dict of them, as indented JSON, atomically."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-
-
-def read_json(path: Path, type: type[T]) -> T:
-    """Read what `write_json` wrote. Raises msgspec.DecodeError for any other content, OSError for no file."""
-    return decode_json(path.read_bytes(), type)
-
-
-def read_request(folder: Path) -> Request:
-    """Read and check `folder/request.json`.
-
-    Raises:
-        ExperimentError: there is none, it is malformed, or its experiment cannot work.
-    """
-    path = folder / REQUEST
-    try:
-        request = read_json(path, Request)
-    except OSError as error:
-        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
-    except msgspec.DecodeError as error:
-        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
-    revalidate(request.experiment)
-    _require_timeable(request)
-    return request
-
-
-def _require_timeable(request: Request) -> None:
-    """Refuse a timed run of other steps than its timing has, or one that leaves tensors in between."""
-    timing, steps = request.timing, request.experiment.train.max_iters
-    if timing and request.ladder:
-        raise ExperimentError("timing: a timed run leaves no tensors: ask for the ladder in another run")
-    if timing and timing.warmup < MIN_WARMUP:
-        raise ExperimentError(
-            f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other"
-        )
-    if timing and timing.steps != steps:
-        raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
-
-
-def read_own_json(path: Path, type: type[T]) -> T:
-    """`read_json` of a file of a record. Raises RecordError, which names the file."""
-    if path.exists() and not path.is_file():
-        raise RecordError(f"{path} cannot be read: it is no file")
-    try:
-        return read_json(path, type)
-    except (OSError, msgspec.DecodeError) as error:
-        raise garbled(path, error) from None
-
-
-def decode_json(content: bytes, type: type[T]) -> T:
-    """Decode a Struct whose only nulls are numbers that were not finite, which JSON cannot write.
-
-    They come back as NaN: a run that diverged has a record too, and must fail every comparison.
-    """
-    try:
-        return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type)
-    except (RecursionError, UnicodeDecodeError) as error:
-        raise msgspec.DecodeError(str(error)) from None
-
-
-def _null_to_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _null_to_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_null_to_nan(item) for item in value]
-    return math.nan if value is None else value
-
-
 def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
     """Write one rung's tensors to `folder/RUNG.safetensors`, atomically."""
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
@@ -248,16 +127,6 @@ def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:
     """
     path = folder / f"{rung}.safetensors"
     return Tensors(path) if path.exists() else {}
-
-
-def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
-    """The rungs whose tensors a run must leave."""
-    if not request.ladder:
-        return ()
-    moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-    later = (Rung.LATER_WEIGHTS,) if request.later_step <= request.experiment.train.max_iters else ()
-    kept = tuple(moments[name] for name in moment_names(request.experiment.optimizer))
-    return (Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS, *kept, *later)
 
 
 class Recorder:

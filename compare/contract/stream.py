@@ -6,7 +6,7 @@ import numpy as np
 
 from compare.contract.data import Corpus, open_corpus
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.record import Request
+from compare.contract.request import Request
 
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 """batches(step): inputs and targets of the global batch, int32 of shape (A, B, T), as `Corpus.batch`."""

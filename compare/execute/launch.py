@@ -28,7 +28,8 @@ from compare.contract.engines.registry import side_of
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.host.disk import remove_leftovers
 from compare.contract.host.exits import describe_exit, oom_kills
-from compare.contract.record import Failure, Record, Request, Step
+from compare.contract.record import Failure, Record, Step
+from compare.contract.request import Request
 from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
 

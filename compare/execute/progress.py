@@ -15,7 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from compare.contract.record import Request, Step
+from compare.contract.record import Step
+from compare.contract.request import Request
 from compare.execute.launch import EngineError
 from compare.execute.pace import Cadence, Pace
 from compare.terminal.console import coloured, messages_console

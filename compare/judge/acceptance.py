@@ -15,7 +15,8 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count, parameter_table, storage_dtype
-from compare.contract.record import Record, Request, Rung, Step, read_tensors, rungs_asked_for
+from compare.contract.record import Record, Step, read_tensors
+from compare.contract.request import Request, Rung, rungs_asked_for
 
 LISTED = 3
 

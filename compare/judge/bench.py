@@ -12,7 +12,9 @@ from msgspec import Struct
 from compare.contract.ceiling import Ceiling
 from compare.contract.engines.registry import side_of
 from compare.contract.experiment import Experiment
-from compare.contract.record import Platform, Record, RecordError, read_own_json, write_json
+from compare.contract.json_files import read_result, write_json
+from compare.contract.record import Record
+from compare.contract.request import Platform
 from compare.contract.timing import Timing, Window
 from compare.judge.closed_forms.flops import tokens_per_step
 
@@ -219,6 +221,4 @@ def read_bench(folder: Path) -> BenchResult:
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    if not (folder / BENCH).is_file():
-        raise RecordError(f"{folder} has no {BENCH}: it is not the folder of a `shardpair bench`")
-    return read_own_json(folder / BENCH, BenchResult)
+    return read_result(folder / BENCH, BenchResult, command="bench")

@@ -13,7 +13,10 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.experiment import Experiment
-from compare.contract.record import Record, RecordError, Request, read_own_json, read_record, write_json
+from compare.contract.json_files import read_result, write_json
+from compare.contract.record import Record, read_record
+from compare.contract.request import Request
+from compare.contract.tensors import RecordError
 from compare.judge.costs import Cost, cost_of
 from compare.judge.ladder import Verdict, climb
 
@@ -153,9 +156,7 @@ def read_saved(folder: Path) -> Comparison:
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    if not (folder / COMPARISON).is_file():
-        raise RecordError(f"{folder} has no {COMPARISON}: it is not the folder of a `shardpair run`")
-    return read_own_json(folder / COMPARISON, Comparison)
+    return read_result(folder / COMPARISON, Comparison, command="run")
 
 
 def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:

@@ -21,7 +21,8 @@ from msgspec import Struct
 from compare.contract.initial_weights import starting_sha256
 from compare.contract.optimizer import global_norm
 from compare.contract.parameters import fingerprint, initial_parameters
-from compare.contract.record import Record, Rung, Step, read_tensors, rungs_asked_for
+from compare.contract.record import Record, Step, read_tensors
+from compare.contract.request import Rung, rungs_asked_for
 from compare.judge.acceptance import objections
 from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
 from compare.judge.tolerances import Tolerance, tolerances_for

@@ -8,6 +8,7 @@ from rich.table import Table
 from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.present.bench_words import block_title, sentences, table_cells, warnings
+from compare.present.tables import by_reason
 from compare.terminal.console import print_json, results_console
 
 
@@ -28,8 +29,8 @@ def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
         console.print(block_table(result, block, rows))
     for line in sentences(result) if found else ():
         console.print(line, soft_wrap=True)
-    for name, why in result.left_out.items():
-        console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True)
+    for why, names in by_reason(result.left_out).items():
+        console.print(f"left out: {', '.join(names)}: {why}", style="yellow", soft_wrap=True)
     for line in warnings(result):
         console.print(line, style="red", soft_wrap=True)
     if found:

@@ -1,11 +1,12 @@
 """The classic table of a sweep, in the terminal and on the page, and what its times are worth."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.table import Table as RichTable
 
 from compare.present.report.tables import NONE, Row, Table, Text
+from compare.present.tables import by_reason
 from compare.studies.sweep import SweepPlan
 from compare.studies.sweep_outcome import Row as Strategy
 from compare.studies.sweep_outcome import SweepOutcome
@@ -98,14 +99,6 @@ def print_sweep(outcome: SweepOutcome, folder: Path, *, as_json: bool) -> None:
 def verdict_of(row: Strategy) -> str:
     """PASS, the rung that failed, or that it is what others are held against."""
     return row.verdict or "reference"
-
-
-def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names with the same reason together."""
-    names: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        names.setdefault(why, []).append(name)
-    return names
 
 
 def page_table(outcome: SweepOutcome) -> Table:

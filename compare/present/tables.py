@@ -1,6 +1,6 @@
 """The outcome of a command on stdout: tables for people, or one JSON object."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -153,3 +153,11 @@ def rung_cell(verdict: Verdict, rung: str) -> str | Text:
 def _worst(verdict: Verdict, rung: str) -> tuple[str | Text, str]:
     result = next((result for result in verdict.rungs if result.rung == rung), None)
     return rung_cell(verdict, rung), result.worst if result else ""
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names with the same reason together."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return names

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.engines.registry import side_of
-from compare.contract.record import Record, RecordError, Request, Step
+from compare.contract.record import Record, Step
+from compare.contract.request import Request
+from compare.contract.tensors import RecordError
 from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
 from compare.execute.progress import Reporter

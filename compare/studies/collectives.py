@@ -22,7 +22,8 @@ from compare.contract.collective_bench import (
 from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import MAX_CPU_DEVICES, ExperimentError
 from compare.contract.host.run_lock import lock_folder
-from compare.contract.record import REQUEST, Platform, RecordError, read_json, read_own_json, write_json
+from compare.contract.json_files import read_json, read_result, write_json
+from compare.contract.request import REQUEST, Platform
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.paths import create_run_dir
@@ -210,9 +211,7 @@ def run_requests(
 
 def read_bench(folder: Path) -> CollectiveBench:
     """A benchmark that was made before. Raises RecordError: there is none, or it is garbled."""
-    if not (folder / RESULT).is_file():
-        raise RecordError(f"{folder} has no {RESULT}: give the folder that `shardpair collectives` printed")
-    return read_own_json(folder / RESULT, CollectiveBench)
+    return read_result(folder / RESULT, CollectiveBench, command="collectives")
 
 
 def _run(

@@ -14,7 +14,10 @@ from msgspec import Struct
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.host.run_lock import lock_folder
-from compare.contract.record import Record, RecordError, Request, read_own_json, read_record, write_json
+from compare.contract.json_files import read_own_json, write_json
+from compare.contract.record import Record, read_record
+from compare.contract.request import Request
+from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter

@@ -14,7 +14,9 @@ import numpy as np
 from msgspec import Struct
 
 from compare.contract import record as files
-from compare.contract.record import Rung, Step, read_json, read_record, read_steps, read_tensors
+from compare.contract.json_files import read_json
+from compare.contract.record import Step, read_record, read_steps, read_tensors
+from compare.contract.request import Rung
 from compare.contract.tensors import RecordError
 from compare.judge.ladder import REQUEST, climb
 

@@ -17,15 +17,9 @@ from compare.contract.engines.registry import ENGINES, REFERENCE
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.parameters import parameter_count, storage_dtype
-from compare.contract.record import (
-    MANIFEST,
-    Platform,
-    Record,
-    RecordError,
-    Request,
-    read_record,
-    rungs_asked_for,
-)
+from compare.contract.record import MANIFEST, Record, read_record
+from compare.contract.request import Platform, Request, rungs_asked_for
+from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter

@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from compare.contract.engines.registry import REFERENCE
 from compare.contract.host.facts import cores
-from compare.contract.record import Record, RecordError, read_own_json, write_json
+from compare.contract.json_files import read_result, write_json
+from compare.contract.record import Record
 from compare.judge.closed_forms.flops import model_flops_per_token, tokens_per_step
 from compare.judge.comparison import Comparison
 from compare.judge.costs import cost_of, steady_times_ms
@@ -25,7 +26,10 @@ SWEEP = "sweep.json"
 
 
 class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One strategy on one engine. Times are of steady steps, of one process: an order of magnitude."""
+    """One strategy on one engine. Times are of steady steps, of one process: an order of magnitude.
+
+    What is None is not written.
+    """
 
     engine: str
     strategy: str
@@ -117,9 +121,7 @@ def save_outcome(outcome: SweepOutcome, folder: Path) -> None:
 
 def read_outcome(folder: Path) -> SweepOutcome:
     """The outcome as it was saved. Raises RecordError: there is none, or it is garbled."""
-    if not (folder / SWEEP).is_file():
-        raise RecordError(f"{folder} has no {SWEEP}: it is not the folder of a `shardpair sweep`")
-    return read_own_json(folder / SWEEP, SweepOutcome)
+    return read_result(folder / SWEEP, SweepOutcome, command="sweep")
 
 
 def _sentence(comparisons: Mapping[str, Comparison]) -> str:

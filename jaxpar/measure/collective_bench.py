@@ -29,7 +29,7 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.experiment import Layout
 from compare.contract.host.facts import versions
-from compare.contract.record import write_json
+from compare.contract.json_files import write_json
 from jaxpar.comm import collectives
 from jaxpar.comm.mesh import device_kind, make_mesh
 from jaxpar.measure.usage import PACKAGES, threads

@@ -20,7 +20,8 @@ from compare.contract.experiment import Layout, Optimizer
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import CLIP_EPS
-from compare.contract.record import Recorder, Request
+from compare.contract.record import Recorder
+from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights as names

@@ -8,7 +8,7 @@ import pytest
 
 from compare import api
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.record import RecordError
+from compare.contract.tensors import RecordError
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.py"
 

@@ -10,7 +10,7 @@ from records import make_record
 from compare.cli import main
 from compare.contract.ceiling import Ceiling
 from compare.contract.experiment import ExperimentError, to_toml
-from compare.contract.record import RecordError
+from compare.contract.tensors import RecordError
 from compare.contract.timing import Window
 from compare.execute import load
 from compare.execute.launch import EngineError, EnvironmentMissing

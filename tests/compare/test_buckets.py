@@ -11,8 +11,8 @@ from compare.cli import main
 from compare.commands import buckets as command
 from compare.contract.collective_bench import make_row
 from compare.contract.experiment import Experiment, ExperimentError, edited, load
+from compare.contract.json_files import write_json
 from compare.contract.parameters import parameter_count, storage_dtype
-from compare.contract.record import write_json
 from compare.execute.launch import EngineError
 from compare.judge.bench import BenchResult, FailedLaunch
 from compare.judge.bucket_study import ALONE, BucketStudy, study_of

@@ -11,7 +11,9 @@ from records import CORPUS, make_record, make_steps
 from compare.cli import main
 from compare.contract.experiment import edited
 from compare.contract.host.run_lock import FolderInUse, lock_folder
-from compare.contract.record import LEDGER, MANIFEST, REQUEST, STEPS, Step, write_json
+from compare.contract.json_files import write_json
+from compare.contract.record import LEDGER, MANIFEST, STEPS, Step
+from compare.contract.request import REQUEST
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared
 from compare.execute.progress import Reporter

@@ -14,15 +14,9 @@ from compare.contract.experiment import ExperimentError
 from compare.contract.host import exits
 from compare.contract.host.disk import DiskFull, full_disk_named, no_room, remove_leftovers, write_atomically
 from compare.contract.host.run_lock import FolderInUse, lock_folder
-from compare.contract.record import (
-    REQUEST,
-    STEPS_PART,
-    Recorder,
-    Request,
-    Step,
-    read_failure,
-    write_json,
-)
+from compare.contract.json_files import write_json
+from compare.contract.record import STEPS_PART, Recorder, Step, read_failure
+from compare.contract.request import REQUEST, Request
 from compare.execute.launch import EngineError, launch
 
 STEP = Step(step=0, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0)

@@ -13,7 +13,8 @@ from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import edited, load, named_experiments, revalidate
 from compare.contract.optimizer import reference_step
 from compare.contract.parameters import parameter_table
-from compare.contract.record import Rung, read_tensors
+from compare.contract.record import read_tensors
+from compare.contract.request import Rung
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RUNGS, worst_tensor

@@ -10,7 +10,7 @@ import pytest
 from records import make_record, make_steps, tensors_of
 
 from compare.contract.experiment import edited
-from compare.contract.record import Rung
+from compare.contract.request import Rung
 from compare.judge.ladder import REQUEST, RUNGS, climb
 from compare.judge.tensor_errors import relative_error, worst_tensor
 from compare.judge.tolerances import TOLERANCES

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from compare.contract.communication import Communication
-from compare.contract.record import LEDGER, read_json
+from compare.contract.json_files import read_json
+from compare.contract.record import LEDGER
 from compare.studies.presets import PRESETS
 
 NUMBERS = json.loads(Path(__file__).with_suffix(".json").with_stem("ledger_numbers").read_text())

@@ -19,7 +19,8 @@ from compare.cli import main
 from compare.contract.experiment import Data, Experiment, ExperimentError, Model, Train, load
 from compare.contract.initial_weights import checked_weights, read_weights, starting_parameters
 from compare.contract.parameters import fingerprint, initial_parameters
-from compare.contract.record import Request, Rung, read_record, read_tensors
+from compare.contract.record import read_record, read_tensors
+from compare.contract.request import Request, Rung
 from compare.contract.stream import OwnBatches
 from torchpar.convert import convert
 from torchpar.launcher.entry import start_ranks
@@ -201,7 +202,8 @@ from pathlib import Path
 import msgspec, numpy as np
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import initial_parameters
-from compare.contract.record import Recorder, Request
+from compare.contract.record import Recorder
+from compare.contract.request import Request
 from jaxpar.__main__ import configure_jax
 
 EXPERIMENT = msgspec.json.decode(sys.argv[2], type=Experiment)

@@ -10,7 +10,7 @@ from records import comparison_of, make_record, make_request, make_steps, tensor
 
 from compare.cli import main
 from compare.contract.experiment import edited, parse
-from compare.contract.record import Rung
+from compare.contract.request import Rung
 from compare.judge.comparison import Comparison, judged, read_comparison, read_saved, save
 from compare.judge.costs import cost_of
 from compare.present.report.figures import loss_curves, loss_differences, windowed

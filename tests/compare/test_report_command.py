@@ -9,7 +9,7 @@ from records import comparison_of
 from compare.cli import main
 from compare.commands import arguments
 from compare.contract.experiment import Experiment, edited, load, to_toml
-from compare.contract.record import Request
+from compare.contract.request import Request
 from compare.contract.sections import Data
 from compare.judge.comparison import Comparison
 from compare.present.report.repeat import EXPERIMENT, repeat_command

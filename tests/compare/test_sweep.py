@@ -1,34 +1,17 @@
-"""Sweeps: what runs, what is left out by name, how figures become rows and pictures, and one for real."""
-
-import json
-from pathlib import Path
+"""Sweeps: what runs, what is left out by name, and how figures become rows."""
 
 import msgspec
 import pytest
-from records import make_record
 from sweeps import plan_of, swept
-from test_report import Outline
 
-from compare.cli import main, parse
-from compare.commands import sweep as command
 from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import ExperimentError, edited, load
-from compare.contract.record import read_json
-from compare.execute.launch import EngineError
+from compare.contract.experiment import ExperimentError, edited
 from compare.judge.comparison import judged
-from compare.present.report.sweep_page import repeat_command, write_page
-from compare.present.sweep_tables import PAGE, columns, headline, print_sweep, worth
-from compare.studies import memory_estimate, paired_run
+from compare.present.report.sweep_page import write_page
+from compare.present.sweep_tables import print_sweep
+from compare.studies import memory_estimate
 from compare.studies.sweep import FIRST, SweepPlan, sweep_batches
-from compare.studies.sweep_outcome import SWEEP, SweepOutcome, outcome_of, read_outcome, save_outcome
-
-FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
-
-
-@pytest.fixture
-def small(tiny):
-    """An experiment that four devices can share in every way."""
-    return edited(tiny, FOUR)
+from compare.studies.sweep_outcome import outcome_of, read_outcome, save_outcome
 
 
 def names(plan: SweepPlan) -> dict[str, list[str]]:
@@ -184,186 +167,7 @@ def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
     assert f"shardpair sweep --continue {tmp_path}" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("given", "drawn"),
-    [
-        ({"engines": ["torch-manual", "jax-manual"]}, ["Loss of jax-manual", "Loss of torch-manual"]),
-        (
-            {"engines": ["jax-manual"], "strategies": ["ddp", "ddp_flat"]},
-            ["Loss of jax-manual"],
-        ),
-        ({"devices": [1, 2, 4], "scaling": "weak"}, []),
-    ],
-)
-def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, drawn):
-    outcome, comparisons, records = swept(plan_of(small, **given), tmp_path)
-    page = write_page(outcome, comparisons, records, tmp_path).read_text()
-    outline = Outline(page)
-    others = ["Efficiency against one device", "Throughput over devices"]
-    if drawn:
-        others = ["Peak memory of each strategy", "Step time of each strategy"]
-    assert sorted(outline.pictures) == [*(f"{name} over steps" for name in drawn), *others]
-    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
-    assert "" not in outline.cells
-    assert not [name for name, times in outline.ids.items() if times > 1]
-    assert not [word for word in ("<script", "src=", "<link", "@import", "url(http") if word in page]
-    assert worth(outcome) in page
-    assert "torch-manual, torch-manual" not in page
-    assert "PASS" in page
-    again = swept(plan_of(small, **given), tmp_path / "again")
-    assert write_page(*again, tmp_path).read_text() == page
-
-
-def test_the_page_says_what_its_times_are_worth(small, tmp_path):
-    plain, *_ = swept(plan_of(small), tmp_path / "plain")
-    assert "an order of magnitude" in worth(plain)
-    assert f"share the {plain.cores} cores of one machine" in worth(plain)
-    scaled, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path / "scaled")
-    assert "what splitting the work costs, and not what more machines would bring" in worth(scaled)
-    on_gpus = msgspec.structs.replace(scaled, plan=msgspec.structs.replace(scaled.plan, platform="gpu"))
-    assert "cores" not in worth(on_gpus)
-    assert headline(plain.plan) == "Strategies on 2 CPU devices"
-
-
-def test_mfu_is_a_column_where_a_chip_has_a_peak(small, tmp_path):
-    outcome, *_ = swept(plan_of(small), tmp_path)
-    assert "MFU" not in columns(outcome)
-    known = [msgspec.structs.replace(row, mfu=0.4) for row in outcome.rows]
-    cell = columns(msgspec.structs.replace(outcome, rows=known))["MFU"]
-    assert cell(known[0]) == "40.0%"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"engines": ["jax-manual", "torch-manual"], "devices": [1, 2, 4], "scaling": "weak", "ladder": True},
-        {"platform": "gpu", "strategies": ["fsdp_tp"], "devices": [4]},
-    ],
-)
-def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch, given):
-    plan = plan_of(small, **given)
-    monkeypatch.chdir(tmp_path)
-    outcome, comparisons, records = swept(plan, tmp_path / "run")
-    write_page(outcome, comparisons, records, tmp_path)
-    words = repeat_command(plan).split()
-    parsed, name = parse(words[1:])
-    assert isinstance(parsed, command.Sweep)
-    again = parsed._planned(load(name))
-    assert msgspec.structs.replace(again, name=plan.name) == plan
-
-
-def test_files_are_found_from_the_folder_of_the_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    parsed, name = parse(["sweep", "demo", "--data.source", "mine.txt", "--init_from", "w.safetensors"])
-    plan = parsed._planned(load(name))
-    assert plan.experiment.data.source == str(tmp_path / "mine.txt")
-    assert f"--init_from {tmp_path}/w.safetensors" in repeat_command(plan)
-
-
 def test_an_outcome_is_read_back_as_it_was(small, tmp_path):
     outcome, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path)
     save_outcome(outcome, tmp_path)
     assert read_outcome(tmp_path) == outcome
-
-
-def launched(monkeypatch, failing=(), interrupted=""):
-    """Engines that leave records without running, and some that do not; the list of what was started."""
-    started = []
-
-    def launch(request, folder, *, pythons, on_step):
-        started.append(folder.name)
-        if folder.name == interrupted:
-            raise KeyboardInterrupt
-        if folder.name in failing:
-            raise EngineError("it died", exit_code=1)
-        experiment = request.experiment
-        record = make_record(folder, experiment, engine=request.engine, ladder=False, tensors={})
-        (folder / "request.json").write_bytes(msgspec.json.encode(request))
-        manifest = msgspec.structs.replace(record.manifest, corpus_sha256=request.corpus_sha256)
-        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        return msgspec.structs.replace(record, request=request, manifest=manifest)
-
-    monkeypatch.setattr(paired_run, "launch", launch)
-    return started
-
-
-FLAGS = "--engines torch-manual --presets ddp fsdp --no-ladder --quiet --run_dir run --train.max_iters 3"
-
-
-def test_a_sweep_writes_its_page_and_its_json(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    started = launched(monkeypatch, failing=("torch-manual.ddp.2",))
-    assert main(["sweep", "check", *FLAGS.split(), "--json"]) == 1
-    outcome = json.loads(capsys.readouterr().out)
-    assert started == [FIRST, "torch-manual.ddp.2", "torch-manual.fsdp.2"]
-    assert [row["strategy"] for row in outcome["rows"]] == ["single", "fsdp"]
-    assert outcome["failures"] == {"torch-manual.ddp.2": "it died"}
-    assert Path("run", PAGE).is_file()
-    assert read_json(Path("run", SWEEP), SweepOutcome).sentence == outcome["sentence"]
-    assert main(["report", "run/batch-8"]) == 1  # each batch is a comparison like any other
-
-
-def test_a_batch_of_which_nothing_finishes_does_not_end_the_others(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    everything = (FIRST, *(f"torch-manual.{strategy}.{n}" for strategy in ("ddp", "fsdp") for n in (2, 4)))
-    started = launched(monkeypatch, failing=everything)
-    assert main(["sweep", "check", *FLAGS.split(), "--scaling", "weak", "--devices", "2", "4"]) == 1
-    assert len(started) == 6
-    said = capsys.readouterr().out
-    assert "batch-16: INCOMPLETE: nothing has finished" in said
-    assert "batch-32: INCOMPLETE: nothing has finished" in said
-    assert Path("run", PAGE).is_file()
-
-
-def test_an_interrupted_sweep_goes_on_as_it_was_asked_for(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    launched(monkeypatch, interrupted="torch-manual.fsdp.2")
-    assert main(["sweep", "check", *FLAGS.split(), "--scaling", "weak"]) == 130
-    said = capsys.readouterr().err
-    assert "`shardpair sweep --continue run` runs the rest" in said
-    started = launched(monkeypatch)
-    assert main(["sweep", "--continue", "run", "--quiet", "--json"]) == 0
-    assert started == ["torch-manual.fsdp.2", FIRST, "torch-manual.ddp.4", "torch-manual.fsdp.4"]
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 5
-    assert main(["sweep", "--continue", "run", "--presets", "ddp"]) == 2
-    assert "leave out --presets" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--presets nosuch", "--presets nosuch: no such preset"),
-        ("--presets ddp ddp", "--presets ddp: give each preset once"),
-        ("--devices 0", "--devices 0 must be at least 1"),
-        ("--devices 2 4", "give one number, or say what stays equal with --scaling strong"),
-        ("--scaling weak --devices 2", "--scaling weak --devices 2: give two numbers or more"),
-        ("--scaling weak --devices 2 1", "give each number once, rising"),
-        ("--layout.dp_replicate 4", "a sweep has the layouts of its --presets"),
-        ("--presets hsdp", "no strategy is left"),
-        ("--scaling strong --presets ddp --devices 2 128 --train.batch_size 128", "needs 128 devices"),
-        ("--data.source nosuch.txt", "nosuch.txt does not exist"),
-        ("--continue .", f"has no {SWEEP}: it is not the folder of a `shardpair sweep`"),
-    ],
-)
-def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, arguments, says):
-    monkeypatch.chdir(tmp_path)
-    assert not launched(monkeypatch)
-    assert main(["sweep", "demo", *arguments.split(), "--quiet"]) == 2
-    output = capsys.readouterr()
-    assert says in output.err
-    assert output.err.count("\n") == 1
-    assert output.out == ""
-    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
-
-
-def test_two_strategies_for_real(shardpair):
-    flags = "--engines torch-manual --presets zero1 tp --train.max_iters 3 --model.n_layer 2 --json"
-    done = shardpair("sweep", "check", *flags.split(), "--run_dir", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcome = msgspec.json.decode(done.stdout, type=SweepOutcome)
-    assert [row.strategy for row in outcome.rows] == ["single", "zero1", "tp"]
-    assert "agree with reference on 11 rungs" in outcome.sentence
-    one, zero1, _ = outcome.rows
-    assert one.comm_bytes == 0 < zero1.comm_bytes
-    assert (shardpair.folder / "run" / PAGE).is_file()

@@ -22,7 +22,8 @@ from compare.contract.collective_bench import (
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.torch import TORCH
 from compare.contract.experiment import ExperimentError
-from compare.contract.record import REQUEST, write_json
+from compare.contract.json_files import write_json
+from compare.contract.request import REQUEST
 
 FACTORS_OF_FOUR = {
     "all_reduce": 1.5,

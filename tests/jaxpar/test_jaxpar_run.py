@@ -15,23 +15,20 @@ from processes import PATIENCE_S, wait_for
 
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Experiment, Layout, Optimizer, Train
+from compare.contract.json_files import decode_json, write_json
 from compare.contract.parameters import initial_parameters, parameter_count, parameter_table
 from compare.contract.record import (
     ERROR,
     MANIFEST,
-    REQUEST,
     STEPS_PART,
     Record,
     Recorder,
-    Request,
-    Rung,
     Step,
-    decode_json,
     read_failure,
     read_record,
     read_tensors,
-    write_json,
 )
+from compare.contract.request import REQUEST, Request, Rung
 
 
 def start(folder: Path, request: Request, *arguments: str, **options) -> subprocess.Popen:

@@ -8,20 +8,12 @@ import numpy as np
 from compare.contract.communication import Communication
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
+from compare.contract.json_files import write_json
 from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import global_norm, moment_names
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count
-from compare.contract.record import (
-    REQUEST,
-    Manifest,
-    Record,
-    Recorder,
-    Request,
-    Rung,
-    Step,
-    read_record,
-    write_json,
-)
+from compare.contract.record import Manifest, Record, Recorder, Step, read_record
+from compare.contract.request import REQUEST, Request, Rung
 from compare.judge.comparison import Comparison
 
 CORPUS = "00"

@@ -22,7 +22,9 @@ from processes import PATIENCE_S, assert_gone, wait_for
 
 from compare.contract import record
 from compare.contract.experiment import Experiment, Layout, Model, Train
-from compare.contract.record import Request, read_failure, read_record, write_json
+from compare.contract.json_files import write_json
+from compare.contract.record import read_failure, read_record
+from compare.contract.request import Request
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.rank import Rank

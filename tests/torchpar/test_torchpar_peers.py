@@ -7,11 +7,14 @@ from msgspec.structs import replace
 from compare.contract.divergence import DivergedError
 from compare.contract.experiment import Data, Experiment, Optimizer, Train
 from compare.contract.host.facts import MissingPackageError
-from compare.contract.record import REQUEST, Request, read_record, write_json
+from compare.contract.json_files import write_json
+from compare.contract.record import read_record
+from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
 from torchpar import peers
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher import entry
+from torchpar.model import GPT
 from torchpar.peers import nanogpt_loop
 
 TIMING = Timing(warmup=3, window=2, windows=2, single=1)
@@ -70,7 +73,7 @@ def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
 
 
 def test_matrices_decay_and_nothing_else(tiny):
-    model = nanogpt_loop.GPT(tiny.model)
+    model = GPT(tiny.model)
     decaying, rest = nanogpt_loop.configure_optimizers(model, tiny.optimizer).param_groups
     assert {p.dim() for p in decaying["params"]} == {2}
     assert {p.dim() for p in rest["params"]} == {1}

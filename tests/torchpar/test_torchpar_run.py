@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Precision, Train
 from compare.contract.parameters import initial_parameters, parameter_count
-from compare.contract.record import Request, Rung, read_failure, read_record, read_tensors
+from compare.contract.record import read_failure, read_record, read_tensors
+from compare.contract.request import Request, Rung
 
 STEPS = 3
 EXPERIMENT = Experiment(

@@ -15,7 +15,9 @@ from processes import PATIENCE_S, assert_gone, wait_for
 
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.host.run_lock import lock_folder
-from compare.contract.record import REQUEST, STEPS_PART, Request, Rung, read_failure, write_json
+from compare.contract.json_files import write_json
+from compare.contract.record import STEPS_PART, read_failure
+from compare.contract.request import REQUEST, Request, Rung
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

@@ -30,13 +30,16 @@ def join_group(
 
 
 def leave_group() -> None:
-    """Wait for all ranks, so that none hangs up on another. The process must end by os._exit after this.
+    """Wait for the other ranks, if there are any, so that none hangs up on another.
+
+    The process must end by os._exit after this.
 
     The group is not destroyed: if DDP's reducer outlives it, gloo's threads are joined under the GIL, and
     one of them may need the GIL to drop a dispatch mode that `measure.ledger` had installed: a deadlock at
     exit (seen with torch 2.13).
     """
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def world_group() -> dist.ProcessGroup:

@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
-from compare.contract import record
+from compare.contract import request as requests
 from compare.contract.data import open_corpus
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.facts import MissingDevicesError, versions
 from compare.contract.initial_weights import checked_weights, starting_sha256
-from compare.contract.record import Request
+from compare.contract.request import Request
 from compare.contract.stream import Batches
 from torchpar import peers
 from torchpar.comm.rank import Rank
@@ -34,7 +34,7 @@ def read_request(folder: Path) -> Request:
         ExperimentError: there is none, it is malformed, or what it asks for cannot work.
         MissingPackageError: a peer that is not installed.
     """
-    request = record.read_request(folder)
+    request = requests.read_request(folder)
     known = (*PARALLELIZE, *peers.MODULES)
     if request.engine not in known:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(known)}")
@@ -68,7 +68,8 @@ def start_ranks(
         from compare.contract.data import open_corpus
         from compare.contract.experiment import load
         from compare.contract.parameters import initial_parameters
-        from compare.contract.record import Request, read_record
+        from compare.contract.record import read_record
+        from compare.contract.request import Request
         from torchpar.launcher.entry import start_ranks
 
         experiment, folder = load("check"), Path("mine")

@@ -25,7 +25,7 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.engines.torch import TORCH
 from compare.contract.host.facts import versions
-from compare.contract.record import write_json
+from compare.contract.json_files import write_json
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.rank import Rank

@@ -18,21 +18,17 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
 from compare.contract.experiment import Experiment
-from compare.contract.initial_weights import starting_parameters
-from compare.contract.parameters import fingerprint
-from compare.contract.record import Request
+from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Rank
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.peers.loop import follow
 from torchpar.peers.nanogpt_loop import configure_optimizers
 from torchpar.state import Run
-from torchpar.train import set_up_device
-from torchpar.weights import load_weights, read_weights
+from torchpar.train import join_mesh, starting_model
 
 FLOAT32_BYTES = 4
 NEVER = 2**31
@@ -151,21 +147,9 @@ def train(
 ) -> None:
     """Train as one of `layout.dp_shard` ranks. Arguments as of `torchpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    experiment, layout = request.experiment, request.experiment.layout
-    device = set_up_device(rank, request)
-    process_groups.join_group(
-        rank=rank.rank,
-        world_size=layout.devices,
-        device=device,
-        rendezvous=rank.rendezvous,
-        timeout_s=rank.collective_timeout_s,
-    )
-    rank.at(0, "setting up")
-    mesh = make_mesh(layout, rank=rank.rank, device=device)
-    model = GPT(experiment.model).to(device=device)
-    load_weights(model, starting_parameters(request, weights))
-    initial_weights_sha256 = fingerprint(read_weights(model))
-    engine = initialize(model, experiment, local_rank=rank.local_rank)
+    mesh = join_mesh(rank, request)
+    model, initial_weights_sha256 = starting_model(request, mesh.device, weights)
+    engine = initialize(model, request.experiment, local_rank=rank.local_rank)
     # DeepSpeed communicates in a group of its own over the same ranks.
     shards = mesh.dp_shard
     group = engine.data_parallel_group

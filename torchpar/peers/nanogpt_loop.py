@@ -13,18 +13,13 @@ import torch
 from torch import nn
 
 from compare.contract.experiment import Experiment, Optimizer
-from compare.contract.initial_weights import starting_parameters
-from compare.contract.parameters import fingerprint
-from compare.contract.record import Request
+from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
-from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Rank
-from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel
 from torchpar.peers.loop import follow
 from torchpar.state import Run
-from torchpar.train import set_up_device
-from torchpar.weights import load_weights, read_weights
+from torchpar.train import join_mesh, starting_model
 
 
 class Loop:
@@ -111,17 +106,13 @@ def train(
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     experiment, threads = request.experiment, torch.get_num_threads()
-    device = set_up_device(rank, request)
+    mesh = join_mesh(rank, request)
     torch.set_num_threads(threads)
-    rank.at(0, "setting up")
-    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
-    model = GPT(experiment.model).to(device=device, dtype=dtype)
-    load_weights(model, starting_parameters(request, weights))
-    initial_weights_sha256 = fingerprint(read_weights(model))
+    model, initial_weights_sha256 = starting_model(request, mesh.device, weights)
     optimizer = configure_optimizers(model, experiment.optimizer)
     run = Run(
         request=request,
-        mesh=make_mesh(experiment.layout, rank=rank.rank, device=device),
+        mesh=mesh,
         rank=rank,
         corpus=open_stream(request, batches),
         parallel=ParallelModel(module=model, optimizer=optimizer, parameters=dict(model.named_parameters())),
@@ -129,5 +120,5 @@ def train(
     )
     if compiled:
         model.compile()
-    loop = Loop(model, optimizer, experiment=experiment, device=device)
+    loop = Loop(model, optimizer, experiment=experiment, device=mesh.device)
     follow(run, loop, folder=folder, started_utc=started_utc)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from compare.contract.experiment import to_toml
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.present.bench_words import (
@@ -17,6 +17,7 @@ from compare.present.bench_words import (
 from compare.present.report.pictures import Picture
 from compare.present.report.tables import Row, Table, Text
 from compare.present.report.template import render_page
+from compare.present.tables import by_reason
 
 PAGE = "bench.html"
 
@@ -38,6 +39,7 @@ def write_bench_page(result: BenchResult, folder: Path) -> Path:
         headline=in_one_line(result),
         sentences=sentences(result),
         warnings=warnings(result),
+        left_out=by_reason(result.left_out),
         pictures=_pictures(result, [row for rows in found.values() for row in rows]),
         blocks=[(block_title(result, block), _table(block, rows)) for block, rows in found.items()],
         cases=_case_table(result),

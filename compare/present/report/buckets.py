@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.judge.bench import BENCH, BenchResult
 from compare.judge.bucket_study import BUCKETED, RESULT, BucketStudy, Point, mb_text
 from compare.judge.closed_forms.buckets import exposed_s, overlapped_s
@@ -65,8 +65,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
         ],
         notes=[],
         command="",
-        git_commit=result.git_commit,
-        git_dirty=result.git_dirty,
+        result=result,
         data=f"{RESULT} and {BENCH}",
     )
     write_atomically(folder / PAGE, page.encode())

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.present.collectives import COLUMNS, FIT_COLUMNS, busy_line, fit_rows, groups, side_by_side, ways
 from compare.present.report.canvas import INK, colour, figure_for_page, inline_svg
 from compare.present.report.pictures import Picture
@@ -55,8 +55,7 @@ def write_page(folder: Path, bench: CollectiveBench) -> Path:
             "median distance of a time from that line.",
         ],
         command=bench.command,
-        git_commit=bench.git_commit,
-        git_dirty=bench.git_dirty,
+        result=bench,
         data=RESULT,
     )
     write_atomically(folder / PAGE, page.encode())

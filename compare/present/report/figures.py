@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from compare.contract.record import Record, write_atomically
+from compare.contract.host.disk import write_atomically
+from compare.contract.record import Record
 from compare.present.report.canvas import INK, STYLE, WIDTH, colour, legend_above, legend_height, marker, svg
 
 WINDOWS = 150  # points of a curve; longer runs are reduced over windows

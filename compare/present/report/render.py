@@ -4,8 +4,9 @@ from pathlib import Path
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import to_toml
+from compare.contract.host.disk import write_atomically
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Record, write_atomically
+from compare.contract.record import Record
 from compare.judge.comparison import Comparison, differences, how_to_go_on, read_comparison, read_saved
 from compare.present.report import tables
 from compare.present.report.memory import at_rest, device_table, memory_table

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.present.report.canvas import INK, STYLE
 
 DARK, DPI = "#222222", 130

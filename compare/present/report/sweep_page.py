@@ -6,15 +6,17 @@ from pathlib import Path
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import to_toml
+from compare.contract.host.disk import write_atomically
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Record, write_atomically
+from compare.contract.record import Record
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import Comparison, how_to_go_on
 from compare.present.report.repeat import EXPERIMENT
 from compare.present.report.sweep_figures import pictures
 from compare.present.report.tables import Row, Table, Text, manifest_table
 from compare.present.report.template import render_page
-from compare.present.sweep_tables import PAGE, by_reason, headline, page_table, worth
+from compare.present.sweep_tables import PAGE, headline, page_table, worth
+from compare.present.tables import by_reason
 from compare.studies.sweep import FIRST, SweepPlan
 from compare.studies.sweep_outcome import SweepOutcome
 from compare.terminal.layout_words import layout_in_words

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from compare.contract.record import write_atomically
+from compare.contract.host.disk import write_atomically
 from compare.contract.schedule_simulator import Slot, bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import Kind, Schedule
 from compare.present.report.canvas import figure_for_page, inline_svg

@@ -9,10 +9,12 @@ import numpy as np
 
 from compare.contract.communication import Communication, ring_wire_bytes
 from compare.contract.initial_weights import starting_parameters
+from compare.contract.json_files import read_json
 from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import global_norm, reference_step
 from compare.contract.parameters import fingerprint, parameter_count, parameter_table
-from compare.contract.record import REQUEST, Manifest, Recorder, Request, Rung, Step, read_json
+from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.stream import open_stream
 from numpypar.model import loss_and_gradients
 

@@ -1,0 +1,101 @@
+"""Request: what the harness asks of an engine, as RUN_DIR/request.json, and which tensors it must leave."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.json_files import read_json
+from compare.contract.optimizer import moment_names
+from compare.contract.timing import MIN_WARMUP, Timing
+
+REQUEST = "request.json"
+Platform = Literal["cpu", "gpu"]
+
+
+class Rung(StrEnum):
+    """Tensors that a run leaves for the ladder, in the order in which they arise."""
+
+    BATCH = "batch"
+    """`inputs` and `targets` (A, B, T) of step 0 as the devices received them, gathered in order."""
+    INITIAL_WEIGHTS = "initial_weights"
+    GRADIENTS = "gradients"
+    """Of step 0: of the mean loss over the global batch, synchronised, before clipping."""
+    FIRST_WEIGHTS = "first_weights"
+    """After the first optimizer step."""
+    FIRST_M = "first_m"
+    """First moments (SGD: momentum buffer) after the first optimizer step."""
+    FIRST_V = "first_v"
+    """Second moments after the first optimizer step."""
+    LATER_WEIGHTS = "later_weights"
+    """After `Request.later_step` optimizer steps."""
+
+
+class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine's order: everything that `python -m SIDE RUN_DIR` needs to know."""
+
+    engine: str
+    experiment: Experiment
+    platform: Platform = "cpu"
+    ladder: bool = False
+    """Leave the tensors of the ladder's rungs (`Rung`)."""
+    later_step: int = 20
+    """After how many optimizer steps `Rung.LATER_WEIGHTS` is taken; at most max_iters."""
+    corpus_sha256: str = ""
+    """Digest of data that the harness has validated already; empty makes the engine validate it."""
+    timeout_s: float = 600.0
+    """Seconds without any progress after which the run counts as hung."""
+    cache_dir: str = ""
+    """Where compiled programs are kept between runs; empty for none."""
+    init_from: str = ""
+    """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
+    init_sha256: str = ""
+    """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
+    timing: Timing | UnsetType = UNSET
+    """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
+    fault: str = ""
+    """Name of a fault to plant, to show that the ladder catches it; empty for none."""
+
+
+def read_request(folder: Path) -> Request:
+    """Read and check `folder/request.json`.
+
+    Raises:
+        ExperimentError: there is none, it is malformed, or its experiment cannot work.
+    """
+    path = folder / REQUEST
+    try:
+        request = read_json(path, Request)
+    except OSError as error:
+        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
+    except msgspec.DecodeError as error:
+        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
+    revalidate(request.experiment)
+    _require_timeable(request)
+    return request
+
+
+def _require_timeable(request: Request) -> None:
+    """Refuse a timed run of other steps than its timing has, or one that leaves tensors in between."""
+    timing, steps = request.timing, request.experiment.train.max_iters
+    if timing and request.ladder:
+        raise ExperimentError("timing: a timed run leaves no tensors: ask for the ladder in another run")
+    if timing and timing.warmup < MIN_WARMUP:
+        raise ExperimentError(
+            f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other"
+        )
+    if timing and timing.steps != steps:
+        raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
+
+
+def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
+    """The rungs whose tensors a run must leave."""
+    if not request.ladder:
+        return ()
+    moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+    later = (Rung.LATER_WEIGHTS,) if request.later_step <= request.experiment.train.max_iters else ()
+    kept = tuple(moments[name] for name in moment_names(request.experiment.optimizer))
+    return (Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS, *kept, *later)

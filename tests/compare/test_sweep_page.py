@@ -1,0 +1,89 @@
+"""The page of a sweep: pictures and tables that stand alone, and the command that asks for it again."""
+
+import msgspec
+import pytest
+from sweeps import plan_of, swept
+from test_report import Outline
+
+from compare.cli import parse
+from compare.commands import sweep as command
+from compare.contract.experiment import load
+from compare.present.report.sweep_page import repeat_command, write_page
+from compare.present.sweep_tables import columns, headline, worth
+
+
+@pytest.mark.parametrize(
+    ("given", "drawn"),
+    [
+        ({"engines": ["torch-manual", "jax-manual"]}, ["Loss of jax-manual", "Loss of torch-manual"]),
+        (
+            {"engines": ["jax-manual"], "strategies": ["ddp", "ddp_flat"]},
+            ["Loss of jax-manual"],
+        ),
+        ({"devices": [1, 2, 4], "scaling": "weak"}, []),
+    ],
+)
+def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, drawn):
+    outcome, comparisons, records = swept(plan_of(small, **given), tmp_path)
+    page = write_page(outcome, comparisons, records, tmp_path).read_text()
+    outline = Outline(page)
+    others = ["Efficiency against one device", "Throughput over devices"]
+    if drawn:
+        others = ["Peak memory of each strategy", "Step time of each strategy"]
+    assert sorted(outline.pictures) == [*(f"{name} over steps" for name in drawn), *others]
+    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
+    assert "" not in outline.cells
+    assert not [name for name, times in outline.ids.items() if times > 1]
+    assert not [word for word in ("<script", "src=", "<link", "@import", "url(http") if word in page]
+    assert worth(outcome) in page
+    assert "torch-manual, torch-manual" not in page
+    assert "PASS" in page
+    again = swept(plan_of(small, **given), tmp_path / "again")
+    assert write_page(*again, tmp_path).read_text() == page
+
+
+def test_the_page_says_what_its_times_are_worth(small, tmp_path):
+    plain, *_ = swept(plan_of(small), tmp_path / "plain")
+    assert "an order of magnitude" in worth(plain)
+    assert f"share the {plain.cores} cores of one machine" in worth(plain)
+    scaled, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path / "scaled")
+    assert "what splitting the work costs, and not what more machines would bring" in worth(scaled)
+    on_gpus = msgspec.structs.replace(scaled, plan=msgspec.structs.replace(scaled.plan, platform="gpu"))
+    assert "cores" not in worth(on_gpus)
+    assert headline(plain.plan) == "Strategies on 2 CPU devices"
+
+
+def test_mfu_is_a_column_where_a_chip_has_a_peak(small, tmp_path):
+    outcome, *_ = swept(plan_of(small), tmp_path)
+    assert "MFU" not in columns(outcome)
+    known = [msgspec.structs.replace(row, mfu=0.4) for row in outcome.rows]
+    cell = columns(msgspec.structs.replace(outcome, rows=known))["MFU"]
+    assert cell(known[0]) == "40.0%"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"engines": ["jax-manual", "torch-manual"], "devices": [1, 2, 4], "scaling": "weak", "ladder": True},
+        {"platform": "gpu", "strategies": ["fsdp_tp"], "devices": [4]},
+    ],
+)
+def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch, given):
+    plan = plan_of(small, **given)
+    monkeypatch.chdir(tmp_path)
+    outcome, comparisons, records = swept(plan, tmp_path / "run")
+    write_page(outcome, comparisons, records, tmp_path)
+    words = repeat_command(plan).split()
+    parsed, name = parse(words[1:])
+    assert isinstance(parsed, command.Sweep)
+    again = parsed._planned(load(name))
+    assert msgspec.structs.replace(again, name=plan.name) == plan
+
+
+def test_files_are_found_from_the_folder_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parsed, name = parse(["sweep", "demo", "--data.source", "mine.txt", "--init_from", "w.safetensors"])
+    plan = parsed._planned(load(name))
+    assert plan.experiment.data.source == str(tmp_path / "mine.txt")
+    assert f"--init_from {tmp_path}/w.safetensors" in repeat_command(plan)
