@@ -5,7 +5,8 @@ On an idle machine: a bench refuses to time on a busy one. All of it takes some 
     python docs/performance.py torch-2 itself
 
 What is kept of each is its command, its rows and the sentences below its table. What is stored for other
-benches stays. After a bench that fails nothing is stored for it, and the exit code says so.
+benches stays. It is written when all have run, or at Ctrl-C: not between two benches, which would record
+that the source had changed. After a bench that fails nothing is stored for it, and the exit code says so.
 """
 
 import shlex
@@ -19,22 +20,30 @@ from msgspec import Struct
 
 from compare.judge.bench import BENCH, BenchResult, read_bench
 from compare.judge.bench_rows import blocks
+from compare.judge.statistics import Estimate
 from compare.present.bench_words import block_title, sentences, table_cells, warnings
 
+CTRL_C = 130
 PERFORMANCE = Path(__file__).parent / "performance.json"
 SIX_LAYERS = "bench baby-gpt --model.block_size 128"
 TORCH = "--engines torch-manual torch-library --baseline torch-library"
 JAX = "--engines jax-compiler jax-manual --baseline jax-compiler.single"
+SHORT = "--window 5"  # where a step takes a second
 
 BENCHES = {
     "torch-2": f"{SIX_LAYERS} --train.batch_size 4 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2",
     "torch-2-tensor": f"{SIX_LAYERS} --train.batch_size 2 {TORCH} --presets tp tp_sp --devices 2",
     "torch-2-pipeline": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --layout.pp 2 --layout.microbatches 8",
-    "torch-4": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --presets ddp zero1 zero2 fsdp --devices 4",
-    "torch-2-long": f"{SIX_LAYERS} --train.batch_size 16 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2",
-    "jax-4": f"{SIX_LAYERS} --train.batch_size 8 {JAX} --presets single ddp zero1 zero2 fsdp --devices 4",
+    "torch-4": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --presets ddp zero1 zero2 fsdp --devices 4 "
+    f"{SHORT}",
+    "torch-2-long": f"{SIX_LAYERS} --train.batch_size 16 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2 "
+    f"{SHORT}",
+    "jax-4": f"{SIX_LAYERS} --train.batch_size 8 {JAX} --presets single ddp zero1 fsdp --devices 4 {SHORT}",
     "jax-4-tensor": f"{SIX_LAYERS} --model.n_layer 8 --model.n_head 8 --train.batch_size 16 {JAX} "
-    "--presets single tp --devices 4",
+    f"--presets single tp --devices 4 {SHORT}",
+    "jax-4-pipeline": f"{SIX_LAYERS} --model.n_layer 8 --model.n_head 8 --train.batch_size 16 "
+    "--engines jax-manual --presets single pp --devices 4 --variants layout.microbatches=16 "
+    f"layout.microbatches=16,layout.remat=dots --baseline jax-manual.single {SHORT}",
     "single": f"{SIX_LAYERS} --train.batch_size 8 --presets single --baseline nanogpt-loop --engines "
     "nanogpt-loop nanogpt-loop-compiled torch-manual plain-jit jax-compiler jax-manual",
     "deepspeed": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual deepspeed --baseline deepspeed "
@@ -42,6 +51,7 @@ BENCHES = {
     "itself": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual torch-manual --presets ddp "
     "--devices 2",
 }
+BENCHES |= {"torch-2-tensor-again": BENCHES["torch-2-tensor"]}
 """Arguments of shardpair, by the name of the generated section of the page."""
 
 
@@ -53,12 +63,22 @@ class Block(Struct, frozen=True):
     rows: list[list[str]]
 
 
+class Ratios(Struct, frozen=True):
+    """One row's ratios to its baseline."""
+
+    wall: Estimate
+    cpu: Estimate
+
+
 class Performance(Struct, frozen=True, kw_only=True):
     """What is kept of one bench."""
 
     command: str
     created_utc: str
+    git_commit: str
     blocks: list[Block]
+    ratios: dict[str, Ratios]
+    """By the row's case."""
     sentences: list[str]
     warnings: list[str]
     left_out: dict[str, str]
@@ -73,12 +93,18 @@ def read_performance() -> dict[str, Performance]:
 
 def kept(arguments: str, result: BenchResult) -> Performance:
     """The part of a bench that the page shows."""
+    found = blocks(result)
     return Performance(
         command=f"shardpair {arguments}",
         created_utc=result.created_utc,
-        blocks=[
-            Block(block_title(result, block), *table_cells(rows)) for block, rows in blocks(result).items()
-        ],
+        git_commit=result.git_commit,
+        blocks=[Block(block_title(result, block), *table_cells(rows)) for block, rows in found.items()],
+        ratios={
+            row.case: Ratios(row.wall_ratio, row.cpu_ratio)
+            for rows in found.values()
+            for row in rows
+            if row.wall_ratio and row.cpu_ratio
+        },
         sentences=sentences(result),
         warnings=warnings(result),
         left_out=result.left_out,
@@ -96,26 +122,29 @@ def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - set(BENCHES)):
         print(f"{unknown[0]}: no such bench (there are {', '.join(BENCHES)})", file=sys.stderr)
         return 2
-    worst = 0
-    for name in names or BENCHES:
-        with tempfile.TemporaryDirectory() as folder:
-            run_dir = Path(folder) / "bench"
+    worst, found = 0, {}
+    try:
+        for name in names or BENCHES:
             print(f"{name}: shardpair {BENCHES[name]}", file=sys.stderr)
-            command = [
-                sys.executable,
-                "-m",
-                "compare",
-                *shlex.split(BENCHES[name]),
-                "--run_dir",
-                str(run_dir),
-            ]
-            code = subprocess.run(command, check=False).returncode
+            code, result = _measured(BENCHES[name])
             worst = max(worst, code)
-            if code == 130:  # Ctrl-C
-                return code
-            if code == 0 and (run_dir / BENCH).is_file():
-                write(read_performance() | {name: kept(BENCHES[name], read_bench(run_dir))})
+            if code == CTRL_C:
+                break
+            if code == 0 and result:
+                found[name] = kept(BENCHES[name], result)
+    finally:
+        if found:
+            write(read_performance() | found)
     return worst
+
+
+def _measured(arguments: str) -> tuple[int, BenchResult | None]:
+    """Exit code of a bench, and what it saved, if it began."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "bench"
+        command = [sys.executable, "-m", "compare", *shlex.split(arguments), "--run_dir", str(run_dir)]
+        code = subprocess.run(command, check=False).returncode
+        return code, read_bench(run_dir) if (run_dir / BENCH).is_file() else None
 
 
 if __name__ == "__main__":

@@ -220,6 +220,25 @@ def performance(name: str) -> str:
     return "\n\n".join([*parts, " ".join(words)])
 
 
+def agreement() -> str:
+    """Whether two benches of the same commit tell the same: how many of their intervals overlap."""
+    once, again = (read_performance().get(name) for name in ("torch-2-tensor", "torch-2-tensor-again"))
+    if once is None or again is None:
+        return "Not measured yet: `make performance` measures it."
+    of_rows = [
+        (f"{case}, {figure}", getattr(once.ratios[case], figure), getattr(again.ratios[case], figure))
+        for case in sorted(once.ratios.keys() & again.ratios.keys())
+        for figure in ("wall", "cpu")
+    ]
+    apart = [name for name, one, other in of_rows if not one.overlaps(other)]
+    source = f"Both of {once.git_commit[:12]}"
+    if once.git_commit != again.git_commit:
+        source = f"Of {once.git_commit[:12]} and {again.git_commit[:12]}"
+    return f"{source}: {len(of_rows) - len(apart)} of {len(of_rows)} intervals overlap" + (
+        f"; apart are {', '.join(apart)}." if apart else "."
+    )
+
+
 @cache
 def _measured() -> Measured:
     return read_measured()
@@ -245,5 +264,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "parity": parity,
     "parity-count": parity_count,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
+    "performance-agreement": agreement,
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

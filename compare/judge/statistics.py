@@ -30,6 +30,12 @@ class Estimate(Struct, frozen=True, kw_only=True):
         """True if there were rounds enough for an interval."""
         return self.low is not None
 
+    def overlaps(self, other: "Estimate") -> bool:
+        """True if both intervals have a value in common. False where one is missing."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return False
+        return self.low <= other.high and other.low <= self.high
+
     def holds(self, value: float) -> bool:
         """True if the value lies in the interval. False where there is none."""
         return self.low is not None and self.high is not None and self.low <= value <= self.high

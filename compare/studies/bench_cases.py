@@ -1,7 +1,7 @@
 """The cases of a bench: engines x layouts x sizes x variants, and what is left out, with the reason."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -44,13 +44,15 @@ def bench_cases(
         platform: cpu or gpu.
 
     Raises:
-        ExperimentError: no such preset or field, a value that cannot work anywhere, or nothing is left.
+        ExperimentError: no such preset or field, a size or variant that cannot work in any layout, or
+            nothing is left.
     """
     check_names("--presets", "preset", choice.presets, PRESETS)
     for flag, given in (("--sizes", choice.sizes), ("--variants", choice.variants)):
         _require_different(flag, given)
     layouts, left_out = _layouts(experiment.layout, choice)
     cases: list[BenchCase] = []
+    could_be: set[str] = set()
     for layout_name, layout in layouts.items():
         spread = msgspec.structs.replace(experiment, layout=layout)
         for size in choice.sizes or ("",):
@@ -60,13 +62,23 @@ def bench_cases(
                 left_out[" ".join(filter(None, (layout_name, size)))] = str(error)
                 continue
             for variant in ("", *choice.variants):
-                for case in _rows(choice.engines, layout_name, size, variant, plain):
+                try:
+                    rows = _rows(choice.engines, layout_name, size, variant, plain)
+                except ExperimentError as error:
+                    left_out[" ".join(filter(None, (layout_name, size, variant)))] = str(error)
+                    continue
+                could_be.add(variant)
+                for case in rows:
                     if why := _refusal(case, plain, is_preset=bool(choice.presets), platform=platform):
                         left_out[case.name] = why
                     else:
                         cases.append(case)
     if not cases:
         raise ExperimentError(f"nothing can be timed: {'; '.join(dict.fromkeys(left_out.values()))}")
+    for variant in choice.variants:
+        if variant not in could_be:
+            whys = dict.fromkeys(why for name, why in left_out.items() if name.endswith(variant))
+            raise ExperimentError(f"--variants {variant}: {'; '.join(whys)}")
     return _block_by_block(cases), left_out
 
 
@@ -136,17 +148,19 @@ def _with_devices(preset: str, layout: Layout) -> str:
     return f"{preset}-{layout.devices}" if layout.devices > 1 else preset
 
 
-def _rows(
-    engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment
-) -> Iterator[BenchCase]:
+def _rows(engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment) -> list[BenchCase]:
     """A case for each engine. Raises ExperimentError for a variant that cannot work there."""
     whole = _resolved(plain, "", variant, steps=plain.train.max_iters)
     seen: Counter[str] = Counter()
+    cases = []
     for engine in engines:
         seen[engine] += 1
-        yield BenchCase(
-            engine=engine, layout=layout, size=size, variant=variant, copy=seen[engine], experiment=whole
+        cases.append(
+            BenchCase(
+                engine=engine, layout=layout, size=size, variant=variant, copy=seen[engine], experiment=whole
+            )
         )
+    return cases
 
 
 def _refusal(case: BenchCase, plain: Experiment, *, is_preset: bool, platform: str) -> str:

@@ -44,6 +44,22 @@ def test_variants_stand_beside_the_engine_as_it_is(tiny):
     assert len({case.block for case in cases}) == 1
 
 
+def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
+    choice = Choice(
+        engines=("torch-manual",), presets=("single", "pp"), devices=(2,), variants=("layout.microbatches=4",)
+    )
+    cases, left_out = bench_cases(tiny, choice, steps=9, platform="cpu")
+    assert names(cases) == [
+        "torch-manual.single",
+        "torch-manual.pp-2",
+        "torch-manual layout.microbatches=4.pp-2",
+    ]
+    assert "there is no pipeline" in left_out["single layout.microbatches=4"]
+    nowhere = msgspec.structs.replace(choice, presets=("single", "ddp"))
+    with pytest.raises(ExperimentError, match=r"--variants layout\.microbatches=4: .* there is no pipeline"):
+        bench_cases(tiny, nowhere, steps=9, platform="cpu")
+
+
 def test_an_engine_named_twice_is_held_against_itself(tiny):
     first, second = cases = cases_of(tiny, engines=("torch-manual", "torch-manual"))
     assert names(cases) == ["torch-manual.single", "torch-manual (2).single"]

@@ -38,6 +38,22 @@ def test_a_stored_bench_is_a_table_with_its_command(stored):
     assert "Left out: pp-8: it has too few layers." in section
 
 
+def test_two_benches_agree_where_all_their_intervals_overlap(stored):
+    once = read_performance()["itself"]
+    name, ratios = next((n, r) for n, r in once.ratios.items() if r.wall.median != 1)
+    write({"torch-2-tensor": once, "torch-2-tensor-again": once})
+    assert (
+        tables.agreement()
+        == f"Both of 0123456789ab: {2 * len(once.ratios)} of {2 * len(once.ratios)} intervals overlap."
+    )
+    far = msgspec.structs.replace(ratios.wall, median=9.0, low=8.9, high=9.1)
+    moved = once.ratios | {name: msgspec.structs.replace(ratios, wall=far)}
+    other = msgspec.structs.replace(once, ratios=moved, git_commit="f" * 16)
+    write({"torch-2-tensor": once, "torch-2-tensor-again": other})
+    assert tables.agreement().startswith("Of 0123456789ab and ffffffffffff: ")
+    assert tables.agreement().endswith(f"; apart are {name}, wall.")
+
+
 def test_another_command_than_the_stored_one_is_told(stored):
     old = msgspec.structs.replace(read_performance()["itself"], command="shardpair bench demo")
     write({"itself": old})

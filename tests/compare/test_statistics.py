@@ -60,3 +60,11 @@ def test_ratios_are_of_the_same_round(ours, baseline):
 
 def test_no_interval_holds_nothing():
     assert not estimate([1.0, 1.0]).holds(1.0)
+
+
+def test_intervals_overlap_where_they_share_a_value():
+    one, near, far = (estimate([start + 0.1 * i for i in range(5)]) for start in (1.0, 1.4, 1.5))
+    assert one.overlaps(near)
+    assert near.overlaps(one)
+    assert not one.overlaps(far)
+    assert not one.overlaps(estimate([1.0, 1.0]))
