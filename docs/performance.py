@@ -43,7 +43,7 @@ BENCHES = {
     f"--presets single tp --devices 4 {SHORT}",
     "jax-4-pipeline": f"{SIX_LAYERS} --model.n_layer 8 --model.n_head 8 --train.batch_size 16 "
     "--engines jax-manual --presets single pp --devices 4 --variants layout.microbatches=16 "
-    f"layout.microbatches=16,layout.remat=dots --baseline jax-manual.single {SHORT}",
+    f"layout.microbatches=16,layout.remat=full --baseline jax-manual.single {SHORT}",
     "single": f"{SIX_LAYERS} --train.batch_size 8 --presets single --baseline nanogpt-loop --engines "
     "nanogpt-loop nanogpt-loop-compiled torch-manual plain-jit jax-compiler jax-manual",
     "deepspeed": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual deepspeed --baseline deepspeed "

@@ -85,7 +85,7 @@ def train(
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
     ENGINES[request.engine].require(layout, platform=request.platform)
-    remat = resolve_remat(layout, engine=request.engine)
+    remat = resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)
     initial = starting_parameters(request, weights)

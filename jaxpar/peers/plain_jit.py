@@ -103,7 +103,7 @@ def train(
     experiment = request.experiment
     ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
     (device,) = find_devices(1, platform=request.platform)
-    remat = resolve_remat(experiment.layout, engine=request.engine)
+    remat = resolve_remat(experiment.layout)
     problem = make_problem(experiment, remat=remat)
     loss = problem.build(lambda model: None)
     decay = names.decay_mask(experiment.model, experiment.optimizer.decay)

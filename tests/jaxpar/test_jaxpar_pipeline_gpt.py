@@ -101,7 +101,6 @@ def test_refused_by_name():
 
 
 def test_what_is_recorded_as_recomputed_is_what_a_pipeline_does():
-    assert resolve_remat(Layout(pp=2), engine="jax-manual") == "full"
-    assert resolve_remat(Layout(), engine="jax-manual") == "dots"
+    assert resolve_remat(Layout(pp=2)) == resolve_remat(Layout()) == "dots"
     for remat in ("full", "dots", "none"):
-        assert resolve_remat(Layout(pp=2, remat=remat), engine="jax-manual") == remat
+        assert resolve_remat(Layout(pp=2, remat=remat)) == remat

@@ -41,7 +41,7 @@ def random_weights(model: Model) -> dict[str, np.ndarray]:
 def placed(engine: str, layout: Layout, model: Model = MODEL) -> tuple[ShardedStep, dict]:
     spec = experiment_of(layout, model=model, batch_size=8)
     mesh = make_mesh(layout, platform="cpu")
-    remat = resolve_remat(layout, engine=engine)
+    remat = resolve_remat(layout)
     sharded, state = prepare(engine, spec, mesh=mesh, remat=remat, initial=random_weights(model))
     return sharded, state.params
 

@@ -53,7 +53,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
     spec = experiment_of(layout, model=model, batch_size=batch_size)
     mesh = make_mesh(layout, platform="cpu")
     with plant(fault, engine=engine, layout=layout) if fault else nullcontext():
-        sharded, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout, engine=engine))
+        sharded, state = prepare(engine, spec, mesh=mesh, remat=resolve_remat(layout))
         step = compile_step(sharded, state, spec, with_gradients=True)
     numbers = {}
     for index in range(2):

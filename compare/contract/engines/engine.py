@@ -55,8 +55,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The ZeRO stage from which parameters are split at rest."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
-    recomputes_stages: bool = False
-    """Whether a stage of a pipeline keeps nothing for backward but its input, unless layout.remat says so."""
     no_gpu: str = ""
     """Why it runs on the CPU only; empty if it does not."""
     counts_own_calls: bool = False

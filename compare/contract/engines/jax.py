@@ -58,7 +58,6 @@ JAX = Side(
             no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
             "these",
             ends_on_every_stage=True,
-            recomputes_stages=True,
             impossible_faults={
                 "kept_gradients": "gradients are values of a function: there is nothing to clear"
             },
