@@ -76,10 +76,9 @@ class Bench(Spec, frozen=True, kw_only=True):
         try:
             result, folder = self._result(default)
         except BenchInterrupted as interrupt:
-            self._show(read_bench(interrupt.folder), interrupt.folder)
+            show(read_bench(interrupt.folder), interrupt.folder, as_json=self.json)
             raise
-        self._show(result, folder)
-        return 1 if result.failures or disagreements(result) else 0
+        return show(result, folder, as_json=self.json)
 
     def _result(self, default: Experiment) -> tuple[BenchResult, Path]:
         """Measure, from the beginning or what --continue still lacks."""
@@ -143,6 +142,9 @@ class Bench(Spec, frozen=True, kw_only=True):
             windows=self.windows != STANDARD.windows,
         )
 
-    def _show(self, result: BenchResult, folder: Path) -> None:
-        page = write_bench_page(result, folder) if result.measurements else folder / PAGE
-        print_bench(result, page, as_json=self.json)
+
+def show(result: BenchResult, folder: Path, *, as_json: bool) -> int:
+    """Write its page and print it. Returns 0 if every case finished and did the same work, else 1."""
+    page = write_bench_page(result, folder) if result.measurements else folder / PAGE
+    print_bench(result, page, as_json=as_json)
+    return 1 if result.failures or disagreements(result) else 0

@@ -6,13 +6,13 @@ import msgspec
 
 from compare.commands.arguments import Spec
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.timing import Timing
 from compare.execute.launch import EngineError
 from compare.execute.paths import PICTURES, check_output
 from compare.execute.progress import Reporter
 from compare.judge.bench import BenchResult, read_bench
 from compare.judge.bucket_study import ALONE, save, study_of
+from compare.judge.collective_fit import Fit
 from compare.present.buckets import print_study
 from compare.studies.bench import BenchInterrupted, continue_bench, run_bench
 from compare.studies.buckets import fitted_all_reduce, plan_study
@@ -58,7 +58,9 @@ class Buckets(Spec, frozen=True, kw_only=True):
             cases = [Case(name=c.name, engine=c.engine, experiment=c.experiment) for c in planned.cases]
             return self.show_plan(planned.experiment, cases)
         result, folder = self._result(default)
-        return self._show(result, folder)
+        settings = msgspec.structs.replace(self.settings(), platform=result.platform)
+        fit = fitted_all_reduce(folder, result, settings=settings, quiet=self.quiet)
+        return show(result, fit, folder, picture=self.picture, as_json=self.json)
 
     def _result(self, default: Experiment) -> tuple[BenchResult, Path]:
         """Time the steps, from the beginning or what --continue still lacks."""
@@ -111,28 +113,27 @@ class Buckets(Spec, frozen=True, kw_only=True):
             windows=self.windows != STANDARD.windows,
         )
 
-    def _show(self, result: BenchResult, folder: Path) -> int:
-        """Fit, put together, print."""
-        cases = [case for case in result.cases if case.variant != ALONE]
-        experiment = cases[0].experiment
-        fit = fitted_all_reduce(
-            folder,
-            devices=experiment.layout.devices,
-            gradient_bytes=parameter_count(experiment.model) * storage_dtype(experiment).itemsize,
-            settings=msgspec.structs.replace(self.settings(), platform=result.platform),
-            quiet=self.quiet,
-        )
-        if len({one.case for one in result.measurements}) < 2:
-            raise EngineError("; ".join(one.why for one in result.failures), exit_code=1)
-        study = study_of(result, fit)
-        save(study, folder)
-        from compare.present.report.buckets import save_picture, write_page
 
-        page = write_page(folder, result, study)
-        if self.picture:
-            save_picture(self.picture, study)
-        print_study(result, study, page, as_json=self.json)
-        return 1 if result.failures else 0
+def show(result: BenchResult, fit: Fit, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+    """Put bench and fit together, write the study and its page, and print it.
+
+    Returns:
+        0 if every case finished, else 1.
+
+    Raises:
+        EngineError: fewer than two cases finished once: there is no overhead to tell.
+    """
+    if len({one.case for one in result.measurements}) < 2:
+        raise EngineError("; ".join(one.why for one in result.failures), exit_code=1)
+    study = study_of(result, fit)
+    save(study, folder)
+    from compare.present.report.buckets import save_picture, write_page
+
+    page = write_page(folder, result, study)
+    if picture:
+        save_picture(picture, study)
+    print_study(result, study, page, as_json=as_json)
+    return 1 if result.failures else 0
 
 
 def _require_study(folder: Path) -> None:

@@ -85,18 +85,10 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
         try:
             bench, folder = self.outcome()
         except Interrupted as interrupt:
-            self._show(read_bench(interrupt.folder), interrupt.folder)
+            bench = read_bench(interrupt.folder)
+            show(bench, interrupt.folder, picture=self.picture, as_json=self.json)
             raise
-        self._show(bench, folder)
-        return 0 if bench.passed else 1
-
-    def _show(self, bench: CollectiveBench, folder: Path) -> None:
-        from compare.present.report.collectives import save_picture, write_page
-
-        page = write_page(folder, bench) if bench.rows else folder
-        if self.picture and bench.rows:
-            save_picture(self.picture, bench)
-        print_bench(bench, page, as_json=self.json)
+        return show(bench, folder, picture=self.picture, as_json=self.json)
 
     def outcome(self) -> tuple[CollectiveBench, Path]:
         """Time them; nothing is printed on stdout.
@@ -182,3 +174,14 @@ def _bytes(flag: str, text: str) -> int:
     if not found:
         raise ExperimentError(f"{flag} {text}: give bytes, such as 1048576, 1024K, 1M or 1G")
     return int(found[1]) * UNITS[found[2]]
+
+
+def show(bench: CollectiveBench, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+    """Write its page and its picture, and print it. Returns 0 if every result is there and right, else 1."""
+    from compare.present.report.collectives import save_picture, write_page
+
+    page = write_page(folder, bench) if bench.rows else folder
+    if picture and bench.rows:
+        save_picture(picture, bench)
+    print_bench(bench, page, as_json=as_json)
+    return 0 if bench.passed else 1

@@ -6,33 +6,84 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
-from compare.contract.experiment import Experiment
+from compare.commands import bench, buckets, collectives
+from compare.commands.sweep import put_together
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.tensors import RecordError
 from compare.execute.paths import PICTURES, check_output
-from compare.judge.comparison import differences, read_comparison, read_saved
+from compare.judge.bench import BENCH, read_bench
+from compare.judge.bucket_study import RESULT as BUCKETS
+from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
 from compare.present.report.render import write_report
+from compare.present.sweep_tables import print_sweep
 from compare.present.tables import print_outcome
+from compare.studies.buckets import kept_fit
+from compare.studies.collectives import RESULT as COLLECTIVES
+from compare.studies.collectives import read_bench as read_collectives
+from compare.studies.sweep import batch_name
+from compare.studies.sweep_outcome import SWEEP, read_outcome
 from compare.terminal.console import errors_console
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """Judge a run again from its records, print its tables, and write its report.html anew.
+    """Judge a run again from its records, print its tables, and write its page anew.
 
-    Says so if the records no longer give the verdict that was saved with them.
+    Of run, check, matrix, faults and golden; and of bench, sweep, collectives and buckets. Says so if the
+    records no longer give the verdict that was saved with them.
 
     Try:
       shardpair report runs/demo-20260101-120000
     """
 
     run_dir: Annotated[Path, tyro.conf.Positional]
-    """The folder that `shardpair run` printed."""
+    """The folder that the command printed."""
     picture: Path | None = None
-    """Also save the loss curves and their difference as a picture of their own (.png, .svg, .pdf)."""
+    """Also save a picture of its own (.png, .svg, .pdf): of a run the loss curves and their difference, of
+    collectives and buckets their times."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
     def __call__(self, default: Experiment) -> int:
         """Show it. Returns 0 if the run is complete, its engines agree, and always did; else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
+        folder = self.run_dir
+        if (folder / BUCKETS).is_file():
+            fit, result = kept_fit(folder), read_bench(folder)
+            return buckets.show(result, fit, folder, picture=self.picture, as_json=self.json)
+        if (folder / COLLECTIVES).is_file():
+            return collectives.show(read_collectives(folder), folder, picture=self.picture, as_json=self.json)
+        for file in (BENCH, SWEEP):
+            if self.picture and (folder / file).is_file():
+                raise ExperimentError(
+                    f"--picture {self.picture} has no effect: the page of {folder} has them all"
+                )
+        if (folder / BENCH).is_file():
+            return bench.show(read_bench(folder), folder, as_json=self.json)
+        if (folder / SWEEP).is_file():
+            return self._sweep()
+        return self._comparison()
+
+    def _sweep(self) -> int:
+        """A sweep, each of its batches judged anew."""
+        plan = read_outcome(self.run_dir).plan
+        names = dict.fromkeys(batch_name(plan.with_batch_for(devices)) for devices in plan.devices)
+        begun = [name for name in names if (self.run_dir / name / COMPARISON).is_file()]
+        if not begun:
+            raise RecordError(
+                f"nothing has begun in {self.run_dir}: `shardpair sweep --continue {self.run_dir}`"
+            )
+        saved = {name: read_saved(self.run_dir / name) for name in begun}
+        anew = {
+            name: read_comparison(self.run_dir / name)[0] if one.cases else one for name, one in saved.items()
+        }
+        outcome = put_together(plan, anew, self.run_dir)
+        print_sweep(outcome, self.run_dir, as_json=self.json)
+        return self._told(
+            outcome.passed, [line for name in begun for line in differences(saved[name], anew[name])]
+        )
+
+    def _comparison(self) -> int:
+        """A run, judged anew."""
         comparison, records = read_comparison(self.run_dir)
         moved = differences(read_saved(self.run_dir), comparison)
         if self.picture:
@@ -40,6 +91,9 @@ class Report(Struct, frozen=True, kw_only=True):
 
             save_overlay(self.picture, comparison.cases, records)
         print_outcome(comparison, write_report(self.run_dir), as_json=self.json)
+        return self._told(comparison.passed, moved)
+
+    def _told(self, passed: bool, moved: list[str]) -> int:
         for line in moved:
             errors_console().print(line, style="bold red")
-        return 0 if comparison.passed and not moved else 1
+        return 0 if passed and not moved else 1

@@ -1,6 +1,7 @@
 """`shardpair sweep`: one experiment under several strategies, or over several numbers of devices."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -103,8 +104,6 @@ class Sweep(Spec, frozen=True, kw_only=True):
 
     def _outcome(self, plan: SweepPlan, batches: list[Batch]) -> tuple[SweepOutcome, Path]:
         """Train what is missing, compare, and write the page; nothing is printed on stdout."""
-        from compare.present.report.sweep_page import write_page  # draws: 2 s to import
-
         settings = msgspec.structs.replace(
             self.settings(), platform=plan.platform, ladder=plan.ladder, init_from=plan.init_from
         )
@@ -115,14 +114,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
         comparisons: dict[str, Comparison] = {}
         for batch in batches:
             comparisons[batch.name] = self._compared(plan, batch, folder, settings)
-        records: dict[str, list[Record]] = {
-            name: [read_record(folder / name / case) for case in comparison.cases]
-            for name, comparison in comparisons.items()
-        }
-        outcome = outcome_of(plan, comparisons, records)
-        save_outcome(outcome, folder)
-        write_page(outcome, comparisons, records, folder)
-        return outcome, folder
+        return put_together(plan, comparisons, folder), folder
 
     def _folder(self, plan: SweepPlan) -> Path:
         if self.continue_:
@@ -156,6 +148,20 @@ class Sweep(Spec, frozen=True, kw_only=True):
             if len(plan.devices) == 1 or plan.scaling == "strong":
                 raise
             return read_saved(folder / batch.name)
+
+
+def put_together(plan: SweepPlan, comparisons: Mapping[str, Comparison], folder: Path) -> SweepOutcome:
+    """The outcome of all batches from their records, saved with its page."""
+    from compare.present.report.sweep_page import write_page  # draws: 2 s to import
+
+    records: dict[str, list[Record]] = {
+        name: [read_record(folder / name / case) for case in comparison.cases]
+        for name, comparison in comparisons.items()
+    }
+    outcome = outcome_of(plan, comparisons, records)
+    save_outcome(outcome, folder)
+    write_page(outcome, comparisons, records, folder)
+    return outcome
 
 
 def _with_absolute_source(experiment: Experiment) -> Experiment:

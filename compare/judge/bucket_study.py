@@ -57,7 +57,7 @@ class BucketStudy(Struct, frozen=True, kw_only=True):
     @property
     def bandwidth(self) -> float:
         """Bytes/s of the fit; infinite where time does not grow with size."""
-        return math.inf if self.fit.bandwidth_gb_s is None else self.fit.bandwidth_gb_s * 1e9
+        return self.fit.bytes_per_s
 
     @property
     def latency_s(self) -> float:
@@ -114,7 +114,7 @@ def study_of(result: BenchResult, fit: Fit) -> BucketStudy:
     experiment = next(case.experiment for case in result.cases if case is not alone)
     size = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
     line = {
-        "bandwidth": math.inf if fit.bandwidth_gb_s is None else fit.bandwidth_gb_s * 1e9,
+        "bandwidth": fit.bytes_per_s,
         "latency_s": fit.latency_us / 1e6,
     }
     best = best_buckets(size, **line)

@@ -1,10 +1,11 @@
 """Latency and bandwidth of a collective, fitted to its times: time = latency + size / bandwidth."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from compare.contract.collective_bench import CollectiveRow
 
@@ -22,10 +23,15 @@ class Fit(Struct, frozen=True, kw_only=True):
     ranks: int
     latency_us: float
     """Time of a call beyond its bytes."""
-    bandwidth_gb_s: float | None
-    """1e9 bytes of `size` a second, as algbw; None where time does not grow with size."""
     misfit: float
     """Median distance of a measured time from the line, as a fraction of it."""
+    bandwidth_gb_s: float | UnsetType = UNSET
+    """1e9 bytes of `size` a second, as algbw; not set where time does not grow with size."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth; infinite where time does not grow with size."""
+        return math.inf if self.bandwidth_gb_s is UNSET else self.bandwidth_gb_s * 1e9
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
@@ -68,6 +74,6 @@ def _fit(implementation: str, kind: str, ranks: int, rows: list[CollectiveRow]) 
         kind=kind,
         ranks=ranks,
         latency_us=latency_s * 1e6,
-        bandwidth_gb_s=1 / per_byte_s / 1e9 if per_byte_s else None,
+        bandwidth_gb_s=1 / per_byte_s / 1e9 if per_byte_s else UNSET,
         misfit=statistics.median(distances),
     )

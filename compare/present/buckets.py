@@ -39,9 +39,7 @@ def title(study: BucketStudy) -> str:
 
 def about(study: BucketStudy) -> list[str]:
     """Sentences that say what the figures are."""
-    bandwidth = (
-        "without limit" if study.fit.bandwidth_gb_s is None else f"{study.fit.bandwidth_gb_s:.2f} GB/s"
-    )
+    bandwidth = f"{study.bandwidth / 1e9:.2f} GB/s" if study.fit.bandwidth_gb_s else "without limit"
     return [
         f"Overhead is a step less {study.alone_ms:.1f} ms, the step of one rank on the same tokens without "
         f"communication; so it holds, too, what ranks that share cores and memory take from each other.",

@@ -105,5 +105,5 @@ def fit_rows(fits: Sequence[Fit]) -> tuple[list[str], list[list[str]]]:
 
 
 def _fit_cells(fit: Fit) -> list[str]:
-    bandwidth = "-" if fit.bandwidth_gb_s is None else f"{fit.bandwidth_gb_s:.3f}"
+    bandwidth = f"{fit.bandwidth_gb_s:.3f}" if fit.bandwidth_gb_s else "-"
     return [f"{fit.latency_us:,.1f}", bandwidth, f"{fit.misfit:.0%}"]

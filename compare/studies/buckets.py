@@ -113,21 +113,21 @@ def plan_study(
     return msgspec.structs.replace(planned, experiment=experiment, cases=cases)
 
 
-def fitted_all_reduce(
-    folder: Path, *, devices: int, gradient_bytes: int, settings: Settings, quiet: bool
-) -> Fit:
+def fitted_all_reduce(folder: Path, result: BenchResult, *, settings: Settings, quiet: bool) -> Fit:
     """Time our all-reduce on this machine, once a study, up to the size of all gradients; its fit.
 
     Args:
         folder: of the study; the times are kept in it.
-        devices: of data parallelism.
-        gradient_bytes: of all of them.
+        result: of the study's bench.
         settings, quiet: how to run.
 
     Raises:
         EngineError: it did not finish, or gave wrong results.
     """
     place = folder / COLLECTIVES
+    experiment = next(case.experiment for case in result.cases if case.variant != ALONE)
+    devices = experiment.layout.devices
+    gradient_bytes = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
     if not (place / RESULT).is_file() or not read_bench(place).passed:
         shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
         order = Order(
@@ -148,7 +148,17 @@ def fitted_all_reduce(
             pythons=settings.pythons,
             quiet=quiet,
         )
-    bench = read_bench(place)
+    return kept_fit(folder)
+
+
+def kept_fit(folder: Path) -> Fit:
+    """The fit of a study's all-reduce.
+
+    Raises:
+        RecordError: it was not timed.
+        EngineError: it did not finish, or gave wrong results.
+    """
+    bench = read_bench(folder / COLLECTIVES)
     if not bench.passed or not bench.fits:
-        raise EngineError(f"all_reduce on {devices} ranks: {bench.sentence()}", exit_code=1)
+        raise EngineError(f"all_reduce: {bench.sentence()}", exit_code=1)
     return bench.fits[0]

@@ -80,7 +80,7 @@ def sweep_batches(plan: SweepPlan) -> list[Batch]:
     batches: dict[str, Batch] = {}
     for devices in plan.devices:
         experiment = plan.with_batch_for(devices)
-        name = f"batch-{experiment.train.batch_size}"
+        name = batch_name(experiment)
         if name not in batches:
             batches[name] = Batch(name=name, experiment=experiment, cases=[], left_out={})
             _add(batches[name], FIRST, REFERENCE, SINGLE, 1, plan.platform)
@@ -96,6 +96,11 @@ def sweep_batches(plan: SweepPlan) -> list[Batch]:
         reasons = [why for batch in batches.values() for why in batch.left_out.values()]
         raise ExperimentError(f"no strategy is left: {'; '.join(dict.fromkeys(reasons))}")
     return kept
+
+
+def batch_name(experiment: Experiment) -> str:
+    """Of the batch that an experiment belongs to, and of its folder."""
+    return f"batch-{experiment.train.batch_size}"
 
 
 def is_a_row(experiment: Experiment, plan: SweepPlan) -> bool:

@@ -96,6 +96,12 @@ def test_every_case_is_a_process_of_its_own_in_every_round(engines, tmp_path, ca
     printed = capsys.readouterr().out
     assert "Fewer than 5 rounds: no interval can be told" in printed
     assert "[" not in next(line for line in printed.splitlines() if "torch-library" in line)
+    (tmp_path / "b" / "bench.html").unlink()
+    assert main(["report", "b"]) == 0
+    assert capsys.readouterr().out == printed
+    assert (tmp_path / "b" / "bench.html").is_file()
+    assert main(["report", "b", "--picture", "a.png"]) == 2
+    assert "the page of b has them all" in capsys.readouterr().err
 
 
 def test_five_rounds_have_intervals(engines, capsys):

@@ -9,12 +9,13 @@ from benches import TIMING, bench_of, measurement_of
 
 from compare.cli import main
 from compare.commands import buckets as command
+from compare.commands import report
 from compare.contract.collective_bench import make_row
 from compare.contract.experiment import Experiment, ExperimentError, edited, load
 from compare.contract.json_files import write_json
 from compare.contract.parameters import parameter_count, storage_dtype
 from compare.execute.launch import EngineError
-from compare.judge.bench import BenchResult, FailedLaunch
+from compare.judge.bench import BenchResult, FailedLaunch, save
 from compare.judge.bucket_study import ALONE, BucketStudy, study_of
 from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit, fits_of
@@ -106,7 +107,7 @@ def test_the_prediction_is_the_closed_form_s(tiny):
     assert found.gradient_bytes == size
     assert found.predicted_bucket_mb == pytest.approx((size * 0.5e9 * 10e-6) ** 0.5 / 1e6)
     assert found.predicted_buckets * found.predicted_bucket_mb * 1e6 == pytest.approx(size)
-    without_latency = msgspec.structs.replace(FIT, latency_us=0.0, bandwidth_gb_s=None)
+    without_latency = msgspec.structs.replace(FIT, latency_us=0.0, bandwidth_gb_s=msgspec.UNSET)
     assert study_of(timed(tiny), without_latency).predicted_bucket_mb == 0.0
 
 
@@ -163,6 +164,10 @@ def test_the_command_prints_and_keeps_the_study(tiny, tmp_path, monkeypatch, cap
     kept = msgspec.json.decode((tmp_path / "buckets.json").read_bytes(), type=BucketStudy)
     assert kept == study_of(timed(tiny), FIT)
     assert (tmp_path / "buckets.html").read_text().count("<svg") == 1
+    save(timed(tiny), tmp_path)
+    monkeypatch.setattr(report, "kept_fit", lambda folder: FIT)
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == printed.replace("a.png", "")
     assert main(["buckets", "demo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["points"][0]["name"] == "flat"
 
@@ -199,7 +204,8 @@ def test_a_plan_starts_nothing(capsys):
     assert "naive" in capsys.readouterr().out
 
 
-def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tmp_path, monkeypatch):
+def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_path, monkeypatch):
+    result = timed(edited(tiny, {"model": {"n_layer": 4, "n_embd": 512}}))  # 100 MB of gradients
     asked = []
 
     def run_requests(requests, left_out, *, run_dir, **_):
@@ -228,10 +234,10 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tmp_path, mon
 
     monkeypatch.setattr(study, "run_requests", run_requests)
     monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
-    options = {"devices": 2, "gradient_bytes": 100_000_000, "settings": Settings(), "quiet": True}
+    options = {"settings": Settings(), "quiet": True}
     with pytest.raises(EngineError, match="wrong results"):
-        fitted_all_reduce(tmp_path, **options)
-    fits = [fitted_all_reduce(tmp_path, **options) for _ in range(2)]
+        fitted_all_reduce(tmp_path, result, **options)
+    fits = [fitted_all_reduce(tmp_path, result, **options) for _ in range(2)]
     assert len(asked) == 2
     assert fits[0] == fits[1]
     assert fits[0].latency_us == pytest.approx(100)
@@ -241,7 +247,7 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tmp_path, mon
 
 
 def test_pictures_are_drawn_without_latency_too(tiny, tmp_path):
-    endless = msgspec.structs.replace(FIT, latency_us=0.0, bandwidth_gb_s=None)
+    endless = msgspec.structs.replace(FIT, latency_us=0.0, bandwidth_gb_s=msgspec.UNSET)
     found = study_of(timed(tiny), endless)
     save_picture(tmp_path / "a.png", found)
     assert write_page(tmp_path, timed(tiny), found).is_file()

@@ -1,8 +1,10 @@
 """`shardpair collectives`: fits, refusals, what memory leaves out, how it is shown; and both sides run."""
 
 import json
+import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from compare.contract.collective_bench import (
     append_row,
     make_row,
 )
+from compare.contract.json_files import write_json
 from compare.contract.tensors import RecordError
 from compare.execute import launch
 from compare.execute.launch import EngineError
@@ -106,7 +109,7 @@ def test_a_fit_for_each_way_collective_and_number_of_ranks():
     assert reduced.misfit == pytest.approx(0, abs=1e-9)
     assert fits_of([row for row in all_rows() if row.size < 5000]) == []  # two sizes: any line fits
     (flat,) = fits_of([row_of("gloo", "permute", size, seconds=1e-3) for size in SIZES])
-    assert flat.bandwidth_gb_s is None
+    assert flat.bandwidth_gb_s is msgspec.UNSET
 
 
 def test_wrong_elements_and_failures_are_the_outcome():
@@ -217,6 +220,19 @@ def test_the_page_stands_alone(tmp_path):
     assert "http://" not in page.replace("http://www.w3.org", "")
     save_picture(tmp_path / "a.png", bench)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_benchmark_is_shown_again_as_it_was(tmp_path, capsys):
+    rows = [row_of("ours", "all_reduce", size) for size in SIZES]
+    flat = fits_of([msgspec.structs.replace(row, time_us=50.0) for row in rows])
+    bench = msgspec.structs.replace(bench_of(rows), fits=flat)
+    write_json(tmp_path / RESULT, bench)
+    assert read_bench(tmp_path) == bench  # of a time that does not grow, too
+    assert math.isinf(read_bench(tmp_path).fits[0].bytes_per_s)
+    assert main(["report", str(tmp_path), "--picture", str(tmp_path / "a.png")]) == 0
+    assert "all_reduce on 4 ranks" in capsys.readouterr().out
+    assert (tmp_path / "collectives.html").is_file()
+    assert (tmp_path / "a.png").is_file()
 
 
 def test_a_folder_without_a_benchmark_is_named(tmp_path):

@@ -74,7 +74,12 @@ def test_an_interrupted_sweep_goes_on_as_it_was_asked_for(monkeypatch, tmp_path,
     started = launched(monkeypatch)
     assert main(["sweep", "--continue", "run", "--quiet", "--json"]) == 0
     assert started == ["torch-manual.fsdp.2", FIRST, "torch-manual.ddp.4", "torch-manual.fsdp.4"]
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 5
+    outcome = json.loads(capsys.readouterr().out)
+    assert len(outcome["rows"]) == 5
+    Path("run", PAGE).unlink()
+    assert main(["report", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == outcome
+    assert Path("run", PAGE).is_file()
     assert main(["sweep", "--continue", "run", "--presets", "ddp"]) == 2
     assert "leave out --presets" in capsys.readouterr().err
 
