@@ -13,11 +13,9 @@ from compare.judge.collective_fit import Fit
 from compare.studies.collectives import CollectiveBench
 from compare.terminal.console import coloured, print_json, results_console
 
-COLUMNS = ("time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
-FIT_COLUMNS = ("latency (us)", "bandwidth (GB/s)", "misfit")
+COLUMNS = ("size (B)", "count", "type", "way", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
+FIT_COLUMNS = ("collective", "ranks", "way", "latency (us)", "bandwidth (GB/s)", "misfit")
 ORDER = list(IMPLEMENTATIONS)
-Cells = list[tuple[str, bool]]
-"""Texts, and whether each is bad news."""
 
 
 def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
@@ -28,19 +26,17 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
     console = results_console()
     for kind, ranks in groups(bench.rows):
         table = Table(title=f"{kind} on {ranks} ranks", box=SIMPLE_HEAD, padding=0)
-        for column in ("size (B)", "count", "type", "way", *COLUMNS):
+        for column in COLUMNS:
             table.add_column(column.replace(" (", "\n("), justify="right")
-        mine = [row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)]
-        for row in sorted(mine, key=lambda row: (row.size, ORDER.index(row.implementation))):
-            cells = (coloured(text, "red") if bad else Text(text) for text, bad in _cells(row))
-            table.add_row(f"{row.size:,}", f"{row.count:,}", row.type, row.implementation, *cells)
+        for row in rows_of(bench, kind, ranks):
+            table.add_row(*(coloured(text, "red") if bad else Text(text) for text, bad in row_cells(row)))
         console.print(table)
     if bench.fits:
         table = Table(title="time = latency + size / bandwidth, fitted", box=SIMPLE_HEAD, padding=0)
-        for column in ("collective", "ranks", "way", *FIT_COLUMNS):
+        for column in FIT_COLUMNS:
             table.add_column(column, justify="left" if column == "collective" else "right")
-        for fit in sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation))):
-            table.add_row(fit.kind, str(fit.ranks), fit.implementation, *_fit_cells(fit))
+        for fit in fits_in_order(bench):
+            table.add_row(*fit_cells(fit))
         console.print(table)
     for note in dict.fromkeys(note for side in bench.sides.values() for note in side.notes):
         console.print(note, soft_wrap=True)
@@ -70,40 +66,26 @@ def ways(rows: Sequence[CollectiveRow]) -> list[str]:
     return [name for name in IMPLEMENTATIONS if any(row.implementation == name for row in rows)]
 
 
-def side_by_side(rows: Sequence[CollectiveRow], kind: str, ranks: int) -> tuple[list[str], list[Cells]]:
-    """The rows of one collective, a line for each size: the names of the ways, and the cells."""
-    mine = [row for row in rows if (row.kind, row.ranks) == (kind, ranks)]
-    names = ways(mine)
-    lines = []
-    for size in sorted({row.size for row in mine}):
-        by_way = {row.implementation: row for row in mine if row.size == size}
-        any_row = next(iter(by_way.values()))
-        cells = [(f"{size:,}", False), (f"{any_row.count:,}", False), (any_row.type, False)]
-        for name in names:
-            cells += _cells(by_way[name]) if name in by_way else [("-", False)] * len(COLUMNS)
-        lines.append(cells)
-    return names, lines
+def rows_of(bench: CollectiveBench, kind: str, ranks: int) -> list[CollectiveRow]:
+    """The rows of one collective, by size, ways next to each other."""
+    mine = [row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)]
+    return sorted(mine, key=lambda row: (row.size, ORDER.index(row.implementation)))
 
 
-def _cells(row: CollectiveRow) -> Cells:
+def row_cells(row: CollectiveRow) -> list[tuple[str, bool]]:
+    """Texts under `COLUMNS`, and whether each is bad news."""
+    what = (f"{row.size:,}", f"{row.count:,}", row.type, row.implementation)
     figures = (f"{row.time_us:,.1f}", f"{row.algbw_gb_s:.3f}", f"{row.busbw_gb_s:.3f}")
-    return [*((text, False) for text in figures), (f"{row.wrong:,}", row.wrong > 0)]
+    return [*((text, False) for text in (*what, *figures)), (f"{row.wrong:,}", row.wrong > 0)]
 
 
-def fit_rows(fits: Sequence[Fit]) -> tuple[list[str], list[list[str]]]:
-    """The fits, a line for each collective and number of ranks: the names of the ways, and the cells."""
-    names = [name for name in IMPLEMENTATIONS if any(fit.implementation == name for fit in fits)]
-    kinds = list(dict.fromkeys(fit.kind for fit in fits))
-    lines = []
-    for kind, ranks in sorted({(f.kind, f.ranks) for f in fits}, key=lambda k: (kinds.index(k[0]), k[1])):
-        by_way = {fit.implementation: fit for fit in fits if (fit.kind, fit.ranks) == (kind, ranks)}
-        cells = [kind, str(ranks)]
-        for name in names:
-            cells += _fit_cells(by_way[name]) if name in by_way else ["-"] * len(FIT_COLUMNS)
-        lines.append(cells)
-    return names, lines
+def fits_in_order(bench: CollectiveBench) -> list[Fit]:
+    """The fits, collective by collective, ways next to each other."""
+    return sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
 
 
-def _fit_cells(fit: Fit) -> list[str]:
+def fit_cells(fit: Fit) -> list[str]:
+    """Texts under `FIT_COLUMNS`."""
     bandwidth = f"{fit.bandwidth_gb_s:.3f}" if fit.bandwidth_gb_s else "-"
-    return [f"{fit.latency_us:,.1f}", bandwidth, f"{fit.misfit:.0%}"]
+    what = [fit.kind, str(fit.ranks), fit.implementation]
+    return [*what, f"{fit.latency_us:,.1f}", bandwidth, f"{fit.misfit:.0%}"]

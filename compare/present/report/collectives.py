@@ -9,7 +9,17 @@ from matplotlib.lines import Line2D
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
 from compare.contract.host.disk import write_atomically
-from compare.present.collectives import COLUMNS, FIT_COLUMNS, busy_line, fit_rows, groups, side_by_side, ways
+from compare.present.collectives import (
+    COLUMNS,
+    FIT_COLUMNS,
+    busy_line,
+    fit_cells,
+    fits_in_order,
+    groups,
+    row_cells,
+    rows_of,
+    ways,
+)
 from compare.present.report.canvas import INK, colour, figure_for_page, inline_svg
 from compare.present.report.pictures import Picture
 from compare.present.report.saved import save_figure
@@ -154,23 +164,23 @@ def _marker(name: str) -> str:
 
 
 def _row_table(bench: CollectiveBench, kind: str, ranks: int) -> Table:
-    names, lines = side_by_side(bench.rows, kind, ranks)
+    lines = [
+        [Text(text, news="fail" if bad else "") for text, bad in row_cells(row)]
+        for row in rows_of(bench, kind, ranks)
+    ]
     return Table(
         name=f"{kind} on {ranks} ranks",
-        corner="size (B)",
-        columns=["count", "type", *(f"{name} {column}" for name in names for column in COLUMNS)],
-        rows=[
-            Row(Text(line[0][0]), [Text(text, news="fail" if bad else "") for text, bad in line[1:]])
-            for line in lines
-        ],
+        corner=COLUMNS[0],
+        columns=list(COLUMNS[1:]),
+        rows=[Row(line[0], line[1:]) for line in lines],
     )
 
 
 def _fit_table(bench: CollectiveBench) -> Table:
-    names, lines = fit_rows(bench.fits)
+    lines = [[Text(text) for text in fit_cells(fit)] for fit in fits_in_order(bench)]
     return Table(
         name="Latency and bandwidth",
-        corner="collective",
-        columns=["ranks", *(f"{name} {column}" for name in names for column in FIT_COLUMNS)],
-        rows=[Row(Text(line[0]), [Text(cell) for cell in line[1:]]) for line in lines],
+        corner=FIT_COLUMNS[0],
+        columns=list(FIT_COLUMNS[1:]),
+        rows=[Row(line[0], line[1:]) for line in lines],
     )

@@ -1,26 +1,25 @@
 """The curves of a report: losses, their differences, gradient norms, learning rates."""
 
-import io
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from compare.contract.host.disk import write_atomically
 from compare.contract.record import Record
-from compare.present.report.canvas import INK, STYLE, WIDTH, colour, legend_above, legend_height, marker, svg
+from compare.present.report.canvas import INK, WIDTH, colour, legend_above, legend_height, marker, svg
+from compare.present.report.saved import save_figure
 
 WINDOWS = 150  # points of a curve; longer runs are reduced over windows
 DASH = 2.5  # line widths
 SLOTS = 6  # curves whose dashes alternate; more would leave each too little of the line
 HEIGHT = 2.8  # inches without the legend
+OVERLAY = (11.0, 3.8)  # inches
 
 
 def loss_curves(names: list[str], records: list[Record], *, title: str = "Loss over steps") -> Markup:
@@ -70,17 +69,14 @@ def save_overlay(path: Path, names: list[str], records: list[Record]) -> None:
         names: of the engines.
         records: one for each name.
     """
-    ink = {key: "#222222" if value == INK else value for key, value in STYLE.items()}
-    ink |= {"figure.facecolor": "white", "svg.hashsalt": "shardpair"}
-    with matplotlib.rc_context(rc=ink):
-        figure = Figure(figsize=(11, 3.8), layout="constrained")
+
+    def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         keys = _draw_losses(left, names, records)
         equal = _draw_differences(right, names, records)[len(names) - 1 :]
         figure.legend(handles=[*keys, *equal], loc="outside upper left", ncols=len(keys) + 1)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=path.suffix.lstrip("."), dpi=130)
-    write_atomically(path, buffer.getvalue().replace(INK.encode(), b"#222222"))
+
+    save_figure(path, draw, size=OVERLAY)
 
 
 def relative_differences(reference: Record, record: Record) -> list[float]:
