@@ -1,4 +1,4 @@
-"""Paired experiments from Python: what `shardpair run` and `shardpair check` do, for scripts and notebooks.
+"""Paired experiments from Python: what `shardpair run`, `check` and `bench` do, for scripts and notebooks.
 
     from compare.api import experiment, run
 
@@ -21,15 +21,19 @@ import numpy as np
 from msgspec import Struct
 
 from compare.commands.arguments import Spec
+from compare.commands.bench import Bench
 from compare.commands.check import Check
 from compare.commands.run import Run
 from compare.contract.experiment import Experiment, ExperimentError, load, parse, revalidate
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
+from compare.judge.bench import BenchResult
+from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
+from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE
 
-__all__ = ["Result", "Training", "check", "experiment", "read", "run"]
+__all__ = ["Race", "Result", "Training", "bench", "check", "experiment", "read", "run"]
 
 AnyCommand = TypeVar("AnyCommand", bound=Spec)
 NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json"}
@@ -133,6 +137,27 @@ class Result(Struct, frozen=True, kw_only=True):
         return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"
 
 
+class Race(Struct, frozen=True, kw_only=True):
+    """A bench: every single figure, and the rows of its table."""
+
+    result: BenchResult
+    folder: Path
+    """Where bench.json is; `shardpair report` shows it and writes its page."""
+
+    @property
+    def rows(self) -> dict[str, list[BenchRow]]:
+        """Cases that do the same work, by block: medians over rounds, and ratios with their intervals."""
+        return blocks(self.result)
+
+    def sentence(self) -> str:
+        """The least and the greatest ratio in one line."""
+        return in_one_line(self.result)
+
+    def __repr__(self) -> str:
+        """The sentence, as a notebook shows it."""
+        return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"
+
+
 def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> Experiment:
     """A named experiment or a TOML file, with other values in some fields.
 
@@ -179,6 +204,26 @@ def check(experiment: Experiment | str | Path = "check", **options: Any) -> Resu
     """
     command, default = _command(Check, experiment, options)
     return _result(*command.outcome(default))
+
+
+def bench(experiment: Experiment | str | Path = "demo", **options: Any) -> Race:
+    """Time engines, layouts and settings against each other in fresh processes: `shardpair bench`.
+
+        race = bench("demo", engines=["torch-manual", "torch-library"], presets=["ddp"], devices=[2])
+        race.rows["ddp-2"][1].wall_ratio.median  # torch-library over torch-manual
+
+    Args:
+        experiment: as for `run`.
+        options: engines, presets, devices, sizes, variants, baseline, rounds, window, windows, anyway,
+            platform, run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python.
+
+    Raises:
+        ExperimentError: before anything is started.
+        EnvironmentMissing: the machine is busy, or lacks what is asked for.
+    """
+    command, default = _command(Bench, experiment, options)
+    result, folder = command.outcome(default)
+    return Race(result=result, folder=folder)
 
 
 def read(folder: str | Path) -> Result:

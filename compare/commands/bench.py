@@ -74,14 +74,14 @@ class Bench(Spec, frozen=True, kw_only=True):
             ]
             return self.show_plan(planned.experiment, cases, planned.left_out)
         try:
-            result, folder = self._result(default)
+            result, folder = self.outcome(default)
         except BenchInterrupted as interrupt:
             show(read_bench(interrupt.folder), interrupt.folder, as_json=self.json)
             raise
         return show(result, folder, as_json=self.json)
 
-    def _result(self, default: Experiment) -> tuple[BenchResult, Path]:
-        """Measure, from the beginning or what --continue still lacks."""
+    def outcome(self, default: Experiment) -> tuple[BenchResult, Path]:
+        """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout."""
         settings, reporter = self.settings(), Reporter(quiet=self.quiet)
         if self.continue_:
             self._require_only_continue(default)

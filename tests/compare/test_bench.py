@@ -7,6 +7,7 @@ import pytest
 from benches import TIMING
 from records import make_record
 
+from compare import api
 from compare.cli import main
 from compare.contract.ceiling import Ceiling
 from compare.contract.experiment import ExperimentError, to_toml
@@ -272,3 +273,18 @@ def test_saved_after_every_process(engines, tmp_path, tiny, monkeypatch):
     )
     run_bench(planned, run_dir="c", settings=Settings(), reporter=study.Reporter(quiet=True))
     assert kept == [0, 1, 2, 3]
+
+
+def test_a_bench_from_python(engines, tmp_path, capsys):
+    race = api.bench(
+        "tiny.toml", engines=["torch-manual", "torch-library"], rounds=5, run_dir="b", quiet=True
+    )
+    ((manual, library),) = race.rows.values()
+    assert manual.wall_ratio is None  # the baseline
+    assert library.wall_ratio is not None
+    assert library.wall_ratio.holds(1.0)
+    assert "Wall time over that of torch-manual, 5 rounds" in repr(race)
+    assert race.result == read_bench(race.folder)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ExperimentError, match="rounds"):
+        api.bench("tiny.toml", rounds=0)
