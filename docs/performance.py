@@ -4,12 +4,14 @@ On an idle machine: a bench refuses to time on a busy one. All of it takes some 
 
     python docs/performance.py torch-2 itself
 
-What is kept of each is its command, its rows and the sentences below its table. What is stored for other
-benches stays. It is written when all have run, or at Ctrl-C: not between two benches, which would record
-that the source had changed. After a bench that fails nothing is stored for it, and the exit code says so.
+What is kept of each is its command, its rows and the sentences below its table. It is set aside in runs/ as
+soon as it is there, and put into docs/performance.json when all have run, or by the next call: a file that
+changed between two benches would be a change of the source, which they record. What is stored for other
+benches stays. After a bench that fails nothing is stored for it, and the exit code says so.
 """
 
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from compare.contract.json_files import write_json
 from compare.judge.bench import BENCH, BenchResult, read_bench
 from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate
@@ -25,6 +28,8 @@ from compare.present.bench_words import block_title, sentences, table_cells, war
 
 CTRL_C = 130
 PERFORMANCE = Path(__file__).parent / "performance.json"
+ASIDE = Path(__file__).parents[1] / "runs" / "performance"
+"""Of git ignored."""
 SIX_LAYERS = "bench baby-gpt --model.block_size 128"
 TORCH = "--engines torch-manual torch-library --baseline torch-library"
 JAX = "--engines jax-compiler jax-manual --baseline jax-compiler.single"
@@ -122,20 +127,29 @@ def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - set(BENCHES)):
         print(f"{unknown[0]}: no such bench (there are {', '.join(BENCHES)})", file=sys.stderr)
         return 2
-    worst, found = 0, {}
-    try:
-        for name in names or BENCHES:
-            print(f"{name}: shardpair {BENCHES[name]}", file=sys.stderr)
-            code, result = _measured(BENCHES[name])
-            worst = max(worst, code)
-            if code == CTRL_C:
-                break
-            if code == 0 and result:
-                found[name] = kept(BENCHES[name], result)
-    finally:
-        if found:
-            write(read_performance() | found)
+    collect()
+    worst = 0
+    for name in names or BENCHES:
+        print(f"{name}: shardpair {BENCHES[name]}", file=sys.stderr)
+        code, result = _measured(BENCHES[name])
+        worst = max(worst, code)
+        if code == CTRL_C:
+            break
+        if code == 0 and result:
+            ASIDE.mkdir(parents=True, exist_ok=True)
+            write_json(ASIDE / f"{name}.json", kept(BENCHES[name], result))
+    collect()
     return worst
+
+
+def collect() -> None:
+    """Put what was set aside into docs/performance.json."""
+    found = {
+        path.stem: msgspec.json.decode(path.read_bytes(), type=Performance) for path in ASIDE.glob("*.json")
+    }
+    if found:
+        write(read_performance() | found)
+        shutil.rmtree(ASIDE)
 
 
 def _measured(arguments: str) -> tuple[int, BenchResult | None]:

@@ -16,13 +16,16 @@ from compare.judge.bucket_study import RESULT as BUCKETS
 from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
 from compare.present.report.render import write_report
 from compare.present.sweep_tables import print_sweep
-from compare.present.tables import print_outcome
+from compare.present.tables import print_check, print_faults, print_outcome
 from compare.studies.buckets import kept_fit
 from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.collectives import read_bench as read_collectives
 from compare.studies.sweep import batch_name
 from compare.studies.sweep_outcome import SWEEP, read_outcome
 from compare.terminal.console import errors_console
+
+_SHOWN = {"check": print_check, "matrix": print_check, "faults": print_faults}
+"""What prints a comparison of many cases, a row each, by the command that made it."""
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -90,7 +93,8 @@ class Report(Struct, frozen=True, kw_only=True):
             from compare.present.report.figures import save_overlay
 
             save_overlay(self.picture, comparison.cases, records)
-        print_outcome(comparison, write_report(self.run_dir), as_json=self.json)
+        shown = _SHOWN.get(comparison.command, print_outcome)
+        shown(comparison, write_report(self.run_dir), as_json=self.json)
         return self._told(comparison.passed, moved)
 
     def _told(self, passed: bool, moved: list[str]) -> int:

@@ -1,5 +1,8 @@
 """Load of this machine: whether other processes would share the processor with what is to be timed."""
 
+import resource
+import time
+
 import psutil
 
 from compare.execute.launch import EnvironmentMissing
@@ -15,6 +18,35 @@ def busy_cores() -> float:
     Time that a hypervisor gave to somebody else counts, too.
     """
     return psutil.cpu_percent(interval=LOOK_S) / 100 * (psutil.cpu_count() or 1)
+
+
+class LoadBeside:
+    """Cores that others use while processes of ours run, from when this is made.
+
+    Our processes are those that this one has waited for. Time that a hypervisor gave to somebody else counts
+    as theirs: a bench that asked before each round alone has been slowed fourfold in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self._begun, self._all_s, self._own_s = time.monotonic(), _all_s(), _own_s()
+
+    def cores(self) -> float:
+        """The mean so far."""
+        others_s = (_all_s() - self._all_s) - (_own_s() - self._own_s)
+        return max(0.0, others_s / (time.monotonic() - self._begun))
+
+
+def _all_s() -> float:
+    """CPU seconds of this machine that were not idle, a hypervisor's other guests included."""
+    times = psutil.cpu_times()._asdict()
+    counted_twice = ("guest", "guest_nice")  # they are in user and nice, too
+    return sum(spent for name, spent in times.items() if name not in ("idle", "iowait", *counted_twice))
+
+
+def _own_s() -> float:
+    """CPU seconds of this process, and of all that it has waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def is_busy(cores: float) -> bool:

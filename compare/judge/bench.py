@@ -81,6 +81,8 @@ class Measurement(Struct, frozen=True, kw_only=True):
     """Of the fullest device."""
     loss: float
     """Of the last step."""
+    others_cores: float = 0.0
+    """In use by others while it ran, a hypervisor's other guests included."""
 
     @property
     def wall_ms(self) -> float:
@@ -171,7 +173,7 @@ class BenchResult(Struct, frozen=True, kw_only=True):
 
 
 def measured(
-    record: Record, *, case: BenchCase, number: int, start_up_s: float, timing: Timing
+    record: Record, *, case: BenchCase, number: int, start_up_s: float, timing: Timing, others_cores: float
 ) -> Measurement:
     """The figures that a record is reduced to.
 
@@ -181,6 +183,7 @@ def measured(
         number: of the round, from 1.
         start_up_s: from the start of the process to the record of its first step.
         timing: of its steps.
+        others_cores: in use by others while it ran.
     """
     manifest = record.manifest
     singles = timing.warmup + timing.window * timing.windows
@@ -194,6 +197,7 @@ def measured(
         start_up_s=max(start_up_s - manifest.compile_s - manifest.first_step_s, 0.0),
         peak_mem_bytes=max(manifest.peak_memory_bytes),
         loss=record.steps[-1].loss,
+        others_cores=others_cores,
     )
 
 

@@ -96,6 +96,13 @@ def warnings(result: BenchResult) -> list[str]:
     lines = []
     if busy:
         lines.append(f"Others used the processor before {', '.join(busy)}: figures may not hold.{wanted}")
+    beside = [
+        f"{one.case} in round {one.round} ({one.others_cores:.1f} cores)"
+        for one in result.measurements
+        if is_busy(one.others_cores)
+    ]
+    if beside:
+        lines.append(f"Others used the processor beside {', '.join(beside)}: these figures may not hold.")
     times: Counter[str] = Counter()
     for failure in result.failures:
         times[failure.case] += 1

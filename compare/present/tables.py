@@ -25,11 +25,11 @@ def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
         console.print(ladder_table(comparison))
     console.print(cost_table(comparison))
     _print_verdict(console, comparison.sentence(), comparison.passed)
-    console.print(f"report: {page}", soft_wrap=True)
+    _print_page(console, page)
 
 
-def print_check(comparison: Comparison, *, as_json: bool) -> None:
-    """Print what `check` says: worst errors of every case against the one reference."""
+def print_check(comparison: Comparison, page: Path | None, *, as_json: bool) -> None:
+    """Print what `check` says: worst errors of every case against the one reference; and where a page is."""
     if as_json:
         print_json(comparison)
         return
@@ -50,14 +50,15 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
         )
     console.print(table)
     _print_verdict(console, comparison.sentence(), comparison.passed)
-    for rung in ("gradients", "later_weights"):
+    for rung in ("gradients", "later_weights") if comparison.verdicts else ():
         errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in comparison.verdicts}
         worst = max(errors, key=errors.__getitem__)
         console.print(f"worst of {rung}: {error_text(errors[worst])} ({worst})")
+    _print_page(console, page)
 
 
-def print_faults(comparison: Comparison, *, as_json: bool) -> None:
-    """Print what `faults` says: each planted mistake, and the rung that caught it."""
+def print_faults(comparison: Comparison, page: Path | None, *, as_json: bool) -> None:
+    """Print what `faults` says: each planted mistake, and the rung that caught it; and where a page is."""
     if as_json:
         print_json(comparison)
         return
@@ -85,6 +86,7 @@ def print_faults(comparison: Comparison, *, as_json: bool) -> None:
     _print_verdict(console, f"{caught} of {total} faults caught at the right rung", caught == total)
     if not comparison.is_complete:
         _print_verdict(console, comparison.sentence(), False)
+    _print_page(console, page)
 
 
 def ladder_table(comparison: Comparison) -> Table:
@@ -133,6 +135,11 @@ def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
 
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:
     console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True, markup=False)
+
+
+def _print_page(console: Console, page: Path | None) -> None:
+    if page:
+        console.print(f"report: {page}", soft_wrap=True)
 
 
 def _mark(verdict: Verdict) -> Text:

@@ -14,6 +14,7 @@ from compare.contract.request import Request
 from compare.contract.tensors import RecordError
 from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
+from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
 from compare.judge.acceptance import objections
 from compare.judge.bench import BenchCase, BenchResult, FailedLaunch, circumstances_of, measured
@@ -49,6 +50,7 @@ def measure(
 ) -> BenchResult:
     """The result with one more measurement, or one more failure, whose folder is kept."""
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+    beside = LoadBeside()
     try:
         record, start_up_s = _timed(request, place, settings.pythons, reporter)
     except KeyboardInterrupt:
@@ -60,7 +62,14 @@ def measure(
         reporter.failed(failure)
         failures = [*result.failures, FailedLaunch(round=number, case=case.name, why=str(failure))]
         return msgspec.structs.replace(result, failures=failures)
-    measurement = measured(record, case=case, number=number, start_up_s=start_up_s, timing=result.timing)
+    measurement = measured(
+        record,
+        case=case,
+        number=number,
+        start_up_s=start_up_s,
+        timing=result.timing,
+        others_cores=beside.cores(),
+    )
     shutil.rmtree(place)
     return msgspec.structs.replace(
         result,

@@ -1,6 +1,9 @@
 """A bench with engines that are made up: rounds, failures, Ctrl-C, a busy machine, going on."""
 
 import json
+import subprocess
+import sys
+import time
 
 import msgspec
 import pytest
@@ -71,6 +74,7 @@ def engines(tmp_path, monkeypatch, tiny) -> Engines:
     made_up = Engines()
     monkeypatch.setattr(bench_process, "launch", made_up)
     monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
     monkeypatch.setattr(bench_process, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
@@ -273,6 +277,24 @@ def test_saved_after_every_process(engines, tmp_path, tiny, monkeypatch):
     )
     run_bench(planned, run_dir="c", settings=Settings(), reporter=study.Reporter(quiet=True))
     assert kept == [0, 1, 2, 3]
+
+
+def test_what_others_use_beside_a_process_is_told(engines, monkeypatch, tmp_path, capsys):
+    loads = iter([0.0, 1.3])
+    monkeypatch.setattr(load.LoadBeside, "cores", lambda self: next(loads))
+    assert bench("--rounds", "1") == 0
+    said = "Others used the processor beside torch-library.single in round 1 (1.3 cores): these figures may"
+    assert said in capsys.readouterr().out
+    assert [one.others_cores for one in read_bench(tmp_path / "b").measurements] == [0.0, 1.3]
+
+
+def test_own_processes_are_no_others(monkeypatch):
+    """Beside a child that computes, a machine in which others use two cores all the time."""
+    monkeypatch.setattr(load, "_all_s", lambda: load._own_s() + 2 * time.monotonic())
+    beside, before = load.LoadBeside(), load._own_s()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert load._own_s() - before >= 0.5
+    assert beside.cores() == pytest.approx(2.0, rel=1e-2)
 
 
 def test_a_bench_from_python(engines, tmp_path, capsys):

@@ -64,6 +64,16 @@ def test_what_was_not_measured_is_said(stored):
     assert "Not measured yet: `make performance` measures it." in tables.performance("single")
 
 
+def test_what_was_measured_before_a_bench_that_was_interrupted_is_kept(stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(performance, "ASIDE", tmp_path / "aside")
+    outcomes = iter([(0, stored), (1, stored), (130, None)])
+    monkeypatch.setattr(performance, "_measured", lambda arguments: next(outcomes))
+    before = read_performance()
+    assert performance.main(["torch-2", "torch-4", "single"]) == 130
+    assert read_performance() == before | {"torch-2": kept(BENCHES["torch-2"], stored)}
+    assert not (tmp_path / "aside").exists()
+
+
 def test_an_unknown_bench_is_refused(capsys):
     assert performance.main(["nosuch"]) == 2
     assert "nosuch: no such bench" in capsys.readouterr().err

@@ -219,3 +219,13 @@ def test_picture_for_a_page_of_ones_own(tmp_path, tiny):
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.png")]) == 0
     assert (tmp_path / "overlay.png").read_bytes().startswith(b"\x89PNG")
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.exe")]) == 2
+
+
+def test_a_check_is_shown_with_a_row_for_each_case(tmp_path, tiny, capsys):
+    saved = msgspec.structs.replace(make_comparison(tmp_path, tiny), command="check")
+    save(saved, tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Relative errors against one unsharded device" in printed
+    assert "Costs" not in printed
+    assert str(tmp_path / "report.html") in printed.replace("\n", "")
