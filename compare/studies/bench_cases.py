@@ -44,7 +44,7 @@ def bench_cases(
         platform: cpu or gpu.
 
     Raises:
-        ExperimentError: no such preset or field, a size or variant that cannot work in any layout, or
+        ExperimentError: no such preset or field, a variant that cannot work in any layout, or
             nothing is left.
     """
     check_names("--presets", "preset", choice.presets, PRESETS)
