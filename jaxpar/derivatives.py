@@ -2,9 +2,10 @@
 
 They compute what the plain ones compute. What JAX would make of the plain ones, and what it costs:
 
-    the gradient of a weight    the product g^T x, then transposed: XLA's matrix product on a CPU wants its
-                                left factor as it lies in memory, so g is computed transposed, an element at
-                                a time with long strides. x^T g copies x instead, which is there already.
+    the gradient of a weight    the product g^T x, then transposed. XLA's matrix product on a CPU writes its
+                                left factor anew, transposed, an element at a time with long strides, and
+                                computes it on the way if it can: the derivative of GELU for the MLP's first
+                                weight. Here the smaller of x and g is the one that stands on the left.
     GELU                        two branches of erfc, and their derivatives; written out it is one erf.
 
 Legend: I the contracted dims, O the dims that replace them.
@@ -41,8 +42,10 @@ def _product_backward(
     outputs_of_g = list(range(len(of_batch), g.ndim))
     outputs_of_weight = list(range(contracted, weight.ndim))
     of_x = jnp.tensordot(g, weight, (outputs_of_g, outputs_of_weight))
-    of_weight = jnp.tensordot(x, g, (of_batch, of_batch))
-    return of_x, of_weight
+    if math.prod(x.shape) <= math.prod(g.shape):
+        return of_x, jnp.tensordot(x, g, (of_batch, of_batch))
+    of_weight_OI = jnp.tensordot(g, x, (of_batch, of_batch))
+    return of_x, jnp.moveaxis(of_weight_OI, range(-contracted, 0), range(contracted))
 
 
 product.defvjp(_product_forward, _product_backward)

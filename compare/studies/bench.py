@@ -128,11 +128,10 @@ def run_bench(
     """
     busy = busy_cores()
     require_idle(busy, anyway=planned.anyway)
-    result = with_ceilings(planned, settings)
     folder = create_run_dir(planned.name, run_dir)
     with lock_folder(folder):
         prepared = prepare(planned.experiment, folder)
-        result = msgspec.structs.replace(result, corpus_sha256=prepared.corpus_sha256)
+        result = msgspec.structs.replace(planned, corpus_sha256=prepared.corpus_sha256)
         save(result, folder)
         return _run(result, prepared, folder, settings=settings, reporter=reporter, busy=busy), folder
 
@@ -192,7 +191,7 @@ def _run(
                 continue
             if number > 1:
                 busy = busy_cores()
-            result = _with_load(result, number, busy)
+            result = with_ceilings(_with_load(result, number, busy), settings)
             for case in rotated(result.missing(number), number):
                 place = _place(number, case)
                 result = measure(

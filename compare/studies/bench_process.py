@@ -21,21 +21,33 @@ from compare.judge.bench import BenchCase, BenchResult, FailedLaunch, circumstan
 from compare.studies.paired_run import Settings
 
 
-def with_ceilings(planned: BenchResult, settings: Settings) -> BenchResult:
-    """The bench with the fastest products of its sides, or the reason why there are none."""
-    ceilings, left_out = {}, dict(planned.left_out)
-    for case in {case.products: case for case in planned.cases}.values():
-        side = side_of(case.engine).name
+def with_ceilings(result: BenchResult, settings: Settings) -> BenchResult:
+    """The bench with the fastest products of its sides, measured once more, or the reason why there are none.
+
+    A machine that was lent to somebody else for a second says nothing of its ceiling: the fastest of all
+    rounds counts.
+    """
+    ceilings, left_out = dict(result.ceilings), dict(result.left_out)
+    for case in {case.products: case for case in result.cases}.values():
+        products, side = case.products, side_of(case.engine).name
+        if _ceiling_of(products) in left_out:
+            continue
         try:
-            ceilings[case.products] = measure_ceiling(
+            found = measure_ceiling(
                 side,
-                planned.platform,
+                result.platform,
                 case.experiment.precision.product_dtype,
                 settings.pythons.get(side, sys.executable),
             )
         except EnvironmentMissing as error:
-            left_out[f"ceiling of {case.products}"] = str(error)
-    return msgspec.structs.replace(planned, ceilings=ceilings, left_out=left_out)
+            left_out[_ceiling_of(products)] = str(error)
+            continue
+        ceilings[products] = max(ceilings.get(products, found), found, key=lambda one: one.flops_per_s)
+    return msgspec.structs.replace(result, ceilings=ceilings, left_out=left_out)
+
+
+def _ceiling_of(products: str) -> str:
+    return f"ceiling of {products}"
 
 
 def measure(

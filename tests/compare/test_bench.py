@@ -39,11 +39,14 @@ class Engines:
         self.interrupted_at = 0
         self.loss = {}
         self.windows = None
+        self.ceilings = [1e8, 1e9, 1e7]
+        """FLOP/s, round by round: the machine was somebody else's in the first and in the third."""
 
     def ceiling(self, side, platform, dtype, python):
         if side == "jaxpar":
             raise EnvironmentMissing("no matmul ceiling: it is shy")
-        return Ceiling(dtype=dtype, flops_per_s=1e9, threads=2, size=512)
+        fast = self.ceilings.pop(0) if self.ceilings else 1e8
+        return Ceiling(dtype=dtype, flops_per_s=fast, threads=2, size=512)
 
     def __call__(self, request, folder, *, pythons, on_step):
         self.launched.append(folder.name)
@@ -200,7 +203,7 @@ def test_a_machine_that_gets_busy_later_is_on_the_record(engines, monkeypatch, c
 
 
 def test_figures_are_held_against_what_the_machine_can_do(engines, tmp_path, capsys):
-    assert main(["bench", "tiny.toml", "--engines", "torch-manual", "jax-manual", "--rounds", "1"]) == 0
+    assert main(["bench", "tiny.toml", "--engines", "torch-manual", "jax-manual", "--rounds", "3"]) == 0
     printed = capsys.readouterr().out
     assert "fastest matrix product on all cores: torchpar float64 1 GFLOP/s." in printed
     assert "left out: ceiling of jaxpar float64: no matmul ceiling: it is shy" in printed
