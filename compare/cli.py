@@ -26,6 +26,7 @@ from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.report import Report
+from compare.commands.resume import Resume
 from compare.commands.run import Run
 from compare.commands.schedule import Draw
 from compare.commands.sweep import Sweep
@@ -40,6 +41,7 @@ from compare.terminal.console import errors_console, printable
 
 COMMANDS: dict[str, type] = {
     "run": Run,
+    "resume": Resume,
     "check": Check,
     "faults": Faults,
     "matrix": Matrix,
@@ -56,6 +58,7 @@ COMMANDS: dict[str, type] = {
 }
 DEFAULT_EXPERIMENT = {
     "run": "demo",
+    "resume": "",
     "check": "check",
     "bench": "demo",
     "faults": "check",
@@ -147,7 +150,8 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:2] == ["bench", "collectives"]:  # a benchmark, but not of an experiment
         arguments = arguments[1:]
     command, name = parse(arguments)
-    return command(load(name))
+    default = command.default_experiment(name) if isinstance(command, Spec) else load(name)
+    return command(default)
 
 
 def parse(arguments: list[str]) -> tuple[Any, str]:
@@ -158,7 +162,9 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
         SystemExit: an unknown command or flag, or --help.
     """
     name = _experiment_name(arguments)
-    commands: Any = Union[tuple(_subcommand(word, name) for word in COMMANDS)]  # noqa: UP007
+    names = {word: FIXED_EXPERIMENT.get(word, DEFAULT_EXPERIMENT.get(word, "demo")) for word in COMMANDS}
+    names |= {arguments[0]: name} if arguments[:1] and arguments[0] in COMMANDS else {}
+    commands: Any = Union[tuple(_subcommand(word, names[word]) for word in COMMANDS)]  # noqa: UP007
     command = tyro.cli(
         commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True
     )

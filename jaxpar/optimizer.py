@@ -36,10 +36,15 @@ def moments(state: Any) -> dict[str, Any]:
     return state[-1]
 
 
+def with_moments(state: Any, trees: dict[str, Any]) -> Any:
+    """The state of `make_optimizer` with other moments."""
+    return (*state[:-1], trees)
+
+
 def state_like(optimizer: optax.GradientTransformationExtraArgs, params: Any, tree: Any) -> Any:
     """The state of `make_optimizer` with `tree` in place of every moment: for shardings and specs."""
     state = jax.eval_shape(optimizer.init, params)
-    return (*state[:-1], dict.fromkeys(moments(state), tree))
+    return with_moments(state, dict.fromkeys(moments(state), tree))
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -73,7 +73,7 @@ class Recording:
         Args:
             batch: of the last step, as it was placed.
             metrics: loss and grad_norm of each step, scalars.
-            gradients: of step 0 with a ladder, before clipping; else None.
+            gradients: of the first step with a ladder, before clipping; else None.
             window: the steps, and what they cost.
 
         Raises:
@@ -85,13 +85,13 @@ class Recording:
         for ahead, metric in enumerate(metrics):
             self._note(self._state.step + ahead, self._state.updates + ahead, metric, window)
         step, request = self._state.step, self._request
-        if request.ladder and step == 0:
+        if request.ladder and step == request.first_step:
             self._recorder.tensors(Rung.BATCH, jax.device_get(batch))
             self._leave(Rung.GRADIENTS, gradients)
             self._leave(Rung.FIRST_WEIGHTS, self._state.params)
             for name, tree in self._moments(self._state.opt_state).items():
                 self._leave(_MOMENT_RUNGS[name], tree)
-        if request.ladder and step + 1 == request.later_step:
+        if request.leaves_later_weights(step):
             self._leave(Rung.LATER_WEIGHTS, self._state.params)
 
     def finish(self, step: jax.stages.Compiled, devices: list[jax.Device], *, compile_s: float) -> None:
@@ -130,7 +130,7 @@ class Recording:
 
     def _note(self, step: int, updates: int, metrics: Any, window: Window) -> None:
         seconds = window.wall_s / window.steps
-        if step == 0:
+        if step == self._request.first_step:
             self._first_step_s = seconds
         done = Step(
             step=step,

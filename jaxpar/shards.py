@@ -37,7 +37,7 @@ def shards(placements: Any, shardings: Any, model: Model) -> list[Shard]:
     return [
         shard
         for path, parameters in parameters_by_path(model).items()
-        for shard, _, _ in _parts(parameters, how[path], where[path], is_stacked=path[0] == STACKED)
+        for shard, _, _ in leaf_parts(parameters, how[path], where[path], is_stacked=path[0] == STACKED)
     ]
 
 
@@ -53,12 +53,14 @@ def held(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.n
     for path, parameters in parameters_by_path(model).items():
         leaf = leaves[path]
         on = {part.device: part.data for part in leaf.addressable_shards}
-        for shard, device, at in _parts(parameters, how[path], leaf.sharding, is_stacked=path[0] == STACKED):
+        for shard, device, at in leaf_parts(
+            parameters, how[path], leaf.sharding, is_stacked=path[0] == STACKED
+        ):
             if device in on:
                 yield shard, np.asarray(on[device][at])
 
 
-def _parts(
+def leaf_parts(
     parameters: list[Parameter], p: Placement, sharding: NamedSharding, *, is_stacked: bool
 ) -> Iterator[tuple[Shard, jax.Device, Index]]:
     """The shards of one leaf's parameters, and where in a device's array each lies."""

@@ -3,19 +3,25 @@
 Legend: A gradient accumulation, B batch, T position.
 """
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
+from compare.contract.checkpoint.description import WEIGHTS
+from compare.contract.checkpoint.reader import CheckpointReader
+from compare.contract.checkpoint.saving import Saving
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.experiment import Experiment, ExperimentError, Model
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import StepScalars, step_scalars
@@ -25,9 +31,10 @@ from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights
+from jaxpar.checkpoint import read_tree, state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import make_loss, make_pieces
-from jaxpar.optimizer import make_optimizer, state_like
+from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
 from jaxpar.recording import Recording
 from jaxpar.remat import Remat, resolve_remat
@@ -88,10 +95,23 @@ def train(
     remat = resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)
-    initial = starting_parameters(request, weights)
+    checkpoint, initial = None, None
+    if request.resume:
+        checkpoint = CheckpointReader(Path(request.resume.checkpoint))
+    else:
+        initial = starting_parameters(request, weights)
     progress()
 
-    sharded, state = prepare(request.engine, experiment, mesh=mesh, remat=remat, initial=initial)
+    sharded, state = prepare(
+        request.engine, experiment, mesh=mesh, remat=remat, initial=initial, checkpoint=checkpoint
+    )
+    saving = Saving(
+        request,
+        recorder.folder,
+        devices=range(layout.devices),
+        corpus_sha256=corpus.sha256,
+        parts=lambda: state_parts(sharded, state, experiment.model),
+    )
     recording = Recording(
         request, recorder, sharded=sharded, state=state, corpus=corpus, remat=remat, started_utc=started_utc
     )
@@ -106,11 +126,13 @@ def train(
 
     progress(in_step=True)
     while state.step < experiment.train.max_iters:
-        run = first if state.step == 0 else step
+        run = first if state.step == request.first_step else step
         together = request.timing.together(state.step) if request.timing else 1
         drawn = [corpus.batch(experiment, state.step + ahead) for ahead in range(together)]
         train_steps(run, sharded, state, recording, experiment, drawn)
+        saving.step_is_done(step=state.step, updates=state.updates)
         progress(in_step=state.step < experiment.train.max_iters)
+    saving.finish()
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
 
 
@@ -155,22 +177,45 @@ def prepare(
     mesh: Mesh,
     remat: Remat,
     initial: Mapping[str, np.ndarray] | None = None,
+    checkpoint: CheckpointReader | None = None,
 ) -> tuple[ShardedStep, TrainState]:
-    """The engine's step for an experiment, and the state at step 0, placed on the devices.
+    """The engine's step for an experiment, and the state to begin with, placed on the devices.
 
     Args:
         initial: weights by canonical name; by default the seed's.
+        checkpoint: a full state, to go on from.
     """
     model = experiment.model
     decay = weights.decay_mask(model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     problem = make_problem(experiment, remat=remat)
     sharded = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
+    if checkpoint:
+        return sharded, _restored(checkpoint, sharded, optimizer, model)
     named = initial_parameters(experiment) if initial is None else initial
     params = jax.device_put(sharded.pad(weights.from_canonical(named, model)), sharded.params)
     moments = state_like(optimizer, params, sharded.moments)
     opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
+
+
+def _restored(
+    checkpoint: CheckpointReader,
+    sharded: ShardedStep,
+    optimizer: optax.GradientTransformationExtraArgs,
+    model: Model,
+) -> TrainState:
+    """The state of a checkpoint under this layout."""
+    read = functools.partial(read_tree, checkpoint, placements=sharded.placements, model=model)
+    params = read(WEIGHTS, shardings=sharded.params)
+    empty = jax.eval_shape(optimizer.init, params)
+    found = {group: read(group, shardings=sharded.moments) for group in moments(empty)}
+    return TrainState(
+        params=params,
+        opt_state=with_moments(empty, found),
+        step=checkpoint.description.step,
+        updates=checkpoint.description.updates,
+    )
 
 
 def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:

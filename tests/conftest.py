@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 quick_xla.use()
 
-CACHING = {"run", "check", "bench", "faults", "matrix", "golden", "sweep"}  # commands that take --cache_dir
+CACHING = {
+    "run",
+    "resume",
+    "check",
+    "bench",
+    "faults",
+    "matrix",
+    "golden",
+    "sweep",
+}  # commands that take --cache_dir
 SLOW_FIXTURES = {"shardpair", "ranks"}
 SLOW = {
     "test_api",

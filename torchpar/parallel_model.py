@@ -104,7 +104,20 @@ class ParallelModel:
 
     def moments(self, key: str) -> TensorsByName:
         """This rank's pieces of one tensor of the optimizer's state, such as exp_avg."""
-        return {name: self.optimizer.state[p][key] for name, p in self.parameters.items()}
+        return self.own_moments(key)
+
+    def own_moments(self, key: str) -> TensorsByName:
+        """The same, of the parameters whose moments this rank keeps."""
+        state = self.optimizer.state
+        return {name: state[p][key] for name, p in self.parameters.items() if self.keeps_moments(name)}
+
+    def keeps_moments(self, name: str) -> bool:
+        """Whether this rank keeps the moments of its piece of a parameter."""
+        return True
+
+    def moments_spread_over(self, name: str) -> tuple[Axis, ...]:
+        """The axes whose ranks keep different moments of a parameter: those over which its pieces are."""
+        return self.sharded_over(name)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Recording:
     def gradients_are_ready(self) -> None:
         """In the middle of a step: the mean gradients are there, before clipping."""
         run = self._run
-        if run.state.step == 0 and run.request.ladder:
+        if run.state.step == run.request.first_step and run.request.ladder:
             self._leave(Rung.GRADIENTS, run.parallel.gradients())
         if run.state.step == self._instrumented:
             self._gradient_bytes = resident_bytes(run.parallel.held_gradients())
@@ -96,14 +96,14 @@ class Recording:
         """
         run, step = self._run, self._run.state.step
         run.rank.at(step, "record")
-        if step == 0:
+        if step == run.request.first_step:
             self._first_step_s = seconds
         self._note(step, run.state.updates, loss, norm, seconds=seconds)
-        if run.request.ladder and step == 0:
+        if run.request.ladder and step == run.request.first_step:
             self._leave(Rung.FIRST_WEIGHTS, run.parallel.weights())
             for name, key in moment_keys(run.experiment.optimizer).items():
                 self._leave(_MOMENT_RUNGS[name], run.parallel.moments(key))
-        if run.request.ladder and step + 1 == run.request.later_step:
+        if run.request.leaves_later_weights(step):
             self._leave(Rung.LATER_WEIGHTS, run.parallel.weights())
 
     def window_is_done(self, done: list[tuple[torch.Tensor, torch.Tensor]], window: Window) -> None:
@@ -173,7 +173,8 @@ class Recording:
     @property
     def _instrumented(self) -> int:
         """The step that is watched."""
-        return min(INSTRUMENTED_STEP, self._run.experiment.train.max_iters - 1)
+        request = self._run.request
+        return request.first_step + min(INSTRUMENTED_STEP, request.steps - 1)
 
     def _leave(self, rung: Rung, pieces: TensorsByName) -> None:
         """Put every rank's pieces of weights, gradients or moments together, and record them on rank 0."""

@@ -5,11 +5,11 @@ vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT
 
 What a rank updates is described: its pieces. Gradients and moments are cut as they are. Under ZeRO 1 and 2 by
 hand the module keeps whole weights besides. PyTorch's ZeroRedundancyOptimizer leaves weights and gradients
-whole and deals moments out, each whole to one rank: of those `parallel.moments` gives whole ones.
+whole and deals moments out, each whole to one rank: see `moment_shards`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -38,16 +38,23 @@ def shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Shard]:
     ]
 
 
-def held(
-    tensors: TensorsByName, parallel: ParallelModel, model: Model, mesh: Mesh
-) -> Iterator[tuple[Shard, np.ndarray]]:
+def moment_shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Shard]:
+    """This rank's shards of each moment: of all that it updates. Arguments as of `shards`."""
+    return [
+        _shard(row, parallel, mesh, of_moments=True)
+        for row in parameter_table(model)
+        if (name := nanogpt_name(row.name)) in parallel.parameters and parallel.keeps_moments(name)
+    ]
+
+
+def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shard, np.ndarray]]:
     """What this rank holds of every canonical tensor, without padding: one shard at a time, each a copy.
 
     Args:
-        tensors: `parallel.weights()`, `gradients()` or `moments(key)`.
-        parallel, model, mesh: as of `shards`.
+        tensors: `parallel.weights()` or `gradients()`, or `own_moments(key)`.
+        shards: this rank's: `shards`, or `moment_shards`.
     """
-    for shard in shards(parallel, model, mesh):
+    for shard in shards:
         flat = local(tensors[nanogpt_name(shard.name)]).detach().reshape(-1)
         array = flat[: math.prod(shard.held_shape)].to("cpu", copy=True).numpy()  # padding lies at the end
         if shard.elements is None:
@@ -56,9 +63,10 @@ def held(
         yield shard, array
 
 
-def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh) -> Shard:
+def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh, *, of_moments: bool = False) -> Shard:
     name = nanogpt_name(row.name)
     over = {axis.name for axis in parallel.sharded_over(name)}
+    differs_over = parallel.moments_spread_over(name) if of_moments else parallel.sharded_over(name)
     box = [slice(0, size) for size in row.shape]
     if TP in over:
         (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
@@ -72,7 +80,7 @@ def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh) -> Shard:
         shape=shape,
         elements=None if own is None else (min(own.start, size), min(own.stop, size)),  # padding is behind
         dim_order=nanogpt_dims(row),
-        replica=_replica(mesh, over, is_copy=name in parallel.copies),
+        replica=_replica(mesh, {axis.name for axis in differs_over}, is_copy=name in parallel.copies),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compare.contract.checkpoint.saving import Saving
 from compare.contract.communication import LOSS
 from compare.contract.engines.torch import TORCH
 from compare.contract.host.facts import cpu_seconds
@@ -20,6 +21,7 @@ from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
+from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
@@ -55,14 +57,25 @@ def train(
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     mesh = join_mesh(rank, request)
     run = set_up(request, mesh, rank, weights=weights, batches=batches)
+    if request.resume:
+        restore_moments(run, Path(request.resume.checkpoint))
     recording = Recording(run, Recorder(folder) if rank.rank == 0 else None, started_utc=started_utc)
+    saving = Saving(
+        request,
+        folder,
+        devices=[rank.rank],
+        corpus_sha256=run.corpus.sha256,
+        parts=functools.partial(state_parts, run),
+    )
     if request.ladder:
-        recording.begin(to_device(run, *run.corpus.batch(run.experiment, 0)))
+        recording.begin(to_device(run, *run.corpus.batch(run.experiment, run.state.step)))
     while run.state.step < run.experiment.train.max_iters:
         if request.timing and request.timing.is_in_window(run.state.step):
             train_window(run, recording, steps=request.timing.window)
         else:
             train_step(run, recording)
+        saving.step_is_done(step=run.state.step, updates=run.state.updates)
+    saving.finish()
     recording.finish()
     process_groups.leave_group()
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 from compare.contract.engines.engine import Side
 from compare.contract.engines.registry import ENGINES, SIDES, STUDIED
 from compare.contract.experiment import (
+    Checkpoints,
     Data,
     Experiment,
     ExperimentError,
@@ -66,6 +67,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     train: Train = Train()
     precision: Precision = Precision()
     layout: Layout = Layout()
+    checkpoint: Checkpoints = Checkpoints()
     platform: Platform = "cpu"
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
     run_dir: str = ""
@@ -89,6 +91,16 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
+    @property
+    def command(self) -> str:
+        """Word of the command line that makes such a comparison, and goes on with it."""
+        return type(self).__name__.lower()
+
+    @classmethod
+    def default_experiment(cls, name: str) -> Experiment:
+        """The experiment that the flags override. Raises ExperimentError: there is none of this name."""
+        return load(name)
+
     def resolved(self) -> Experiment:
         """The experiment with the overrides in it, checked. Raises ExperimentError."""
         return revalidate(
@@ -99,6 +111,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
                 train=self.train,
                 precision=self.precision,
                 layout=self.layout,
+                checkpoint=self.checkpoint,
             )
         )
 
@@ -177,7 +190,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             name,
             experiment,
             cases,
-            command=type(self).__name__.lower(),
+            command=self.command,
             run_dir=run_dir or self.run_dir,
             settings=settings,
             reporter=reporter,
@@ -186,7 +199,12 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         )
 
     def show_plan(
-        self, experiment: Experiment, cases: list[Case], left_out: dict[str, str] | None = None
+        self,
+        experiment: Experiment,
+        cases: list[Case],
+        left_out: dict[str, str] | None = None,
+        *,
+        resume: str = "",
     ) -> int:
         """Print the plan of --dry_run. Returns the exit code: 0, or 2 if the command would be refused.
 
@@ -205,6 +223,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             platform=self.platform,
             left_out=left_out or {},
             init_from=self.init_from,
+            resume=resume,
         )
         return show(planned, as_json=self.json)
 
@@ -234,7 +253,8 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
     """A command's arguments filled from a named experiment or file: the defaults of its command line."""
-    return msgspec.convert({"experiment": name, **msgspec.to_builtins(load(name))}, command)
+    default = command.default_experiment(name)
+    return msgspec.convert({"experiment": name, **msgspec.to_builtins(default)}, command)
 
 
 def pythons_of(arguments: SidePythons) -> dict[str, str]:

@@ -46,6 +46,10 @@ class Spread(Spec, frozen=True, kw_only=True):
         layout = apply_preset(experiment.layout, preset=self.preset, devices=devices, default=default.layout)
         return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
+    def chosen(self) -> tuple[EngineName, ...]:
+        """The engines asked for; () for all that can express the layout."""
+        return self.engines
+
     def fitting(self, experiment: Experiment) -> tuple[list[str], dict[str, str]]:
         """The engines to run, and why others were left out: of those asked for only what is not installed.
 
@@ -53,8 +57,9 @@ class Spread(Spec, frozen=True, kw_only=True):
             ExperimentError: an engine is named twice, or none can express the layout.
             EnvironmentMissing: none of them is installed.
         """
-        engines = chosen_engines(self.engines)
-        if self.engines:
+        chosen = self.chosen()
+        engines = chosen_engines(chosen)
+        if chosen:
             able, left_out = installed(engines, pythons_of(self))
         else:
             able, left_out = fitting(engines, experiment.layout, platform=self.platform)

@@ -7,7 +7,16 @@ import tyro
 from rich.table import Table
 
 from compare.commands.chosen_layout import Spread
-from compare.contract.experiment import Data, Experiment, Model, Optimizer, Precision, Train, revalidate
+from compare.contract.experiment import (
+    Checkpoints,
+    Data,
+    Experiment,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
+    revalidate,
+)
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RUNGS
 from compare.present.tables import rung_cell
@@ -37,6 +46,7 @@ class Golden(Spread, frozen=True, kw_only=True):
     optimizer: Hidden[Optimizer] = Optimizer()
     train: Hidden[Train] = Train()
     precision: Hidden[Precision] = Precision()
+    checkpoint: Hidden[Checkpoints] = Checkpoints()
     continue_: Hidden[str] = ""
     init_from: Hidden[str] = ""
 

@@ -10,6 +10,8 @@ from compare.judge.comparison import Comparison
 from compare.present.report.render import PAGE, write_report
 from compare.present.tables import print_outcome
 from compare.studies.paired_run import Case, engine_cases
+from compare.studies.resuming import changed_settings
+from compare.terminal.console import errors_console
 
 
 class Run(Spread, frozen=True, kw_only=True):
@@ -20,17 +22,26 @@ class Run(Spread, frozen=True, kw_only=True):
       shardpair run demo --engines jax-manual torch-manual
       shardpair run cpu --data.source input.txt --model.n_layer 6
       shardpair run demo --preset ddp --devices 4
+      shardpair run demo --checkpoint.every 50     (then: shardpair resume RUN_DIR)
       shardpair run --continue runs/demo-20260101-120000
     """
 
     ladder: bool = True
     """Compare gradients, weights and moments, at any size; --no-ladder compares losses and norms alone."""
+    resume: str = ""
+    """Begin with a checkpoint's weights, moments and place in the data, on this layout: the folder of a run,
+    of one engine's run, or of a checkpoint. See `shardpair resume`."""
+
+    @property
+    def source(self) -> str:
+        """What is resumed; '' to begin at step 0."""
+        return self.resume
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if all engines agree, else 1."""
         if self.dry_run:
             experiment, cases, left_out = self._planned(default)
-            return self.show_plan(experiment, cases, left_out)
+            return self.show_plan(experiment, cases, left_out, resume=self.source)
         comparison, folder = self.outcome(default)
         print_outcome(comparison, folder / PAGE, as_json=self.json)
         return 0 if comparison.passed else 1
@@ -49,7 +60,7 @@ class Run(Spread, frozen=True, kw_only=True):
             self.experiment,
             experiment,
             cases,
-            settings=msgspec.structs.replace(self.settings(), ladder=self.ladder),
+            settings=msgspec.structs.replace(self.settings(), ladder=self.ladder, resume=self.source),
             needs_first=False,
             left_out=left_out,
         )
@@ -59,6 +70,9 @@ class Run(Spread, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
         """The experiment under its layout, its cases, and the engines that are none."""
         experiment = self.laid_out(self.resolved(), default)
-        self.require_nothing_else(default, engines=self.engines, preset=self.preset)
+        self.require_nothing_else(default, engines=self.engines, preset=self.preset, resume=self.resume)
         engines, left_out = self.fitting(experiment)
+        if not self.quiet and not self.continue_:
+            for line in changed_settings(self.source, engines, experiment):
+                errors_console().print(f"resumed with {line} as it was", style="yellow")
         return experiment, engine_cases(experiment, engines), left_out

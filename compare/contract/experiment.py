@@ -14,10 +14,20 @@ import msgspec
 
 from compare.contract.axes import BATCH
 from compare.contract.host.files import why_not_readable
-from compare.contract.sections import Data, Experiment, Layout, Model, Optimizer, Precision, Train
+from compare.contract.sections import (
+    Checkpoints,
+    Data,
+    Experiment,
+    Layout,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
+)
 
 __all__ = [
     "MAX_CPU_DEVICES",
+    "Checkpoints",
     "Data",
     "Experiment",
     "ExperimentError",

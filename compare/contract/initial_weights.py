@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
+from compare.contract.checkpoint.description import WEIGHTS
+from compare.contract.checkpoint.reader import CheckpointReader
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.disk import write_atomically
 from compare.contract.host.files import why_not_readable
@@ -32,7 +34,8 @@ def starting_parameters(
     """The weights that a run begins with, by canonical name, in the dtype in which they are kept.
 
     Args:
-        request: its `init_from` names a file of weights; without one its seed gives them.
+        request: its `resume` names a checkpoint, or its `init_from` a file of weights; without them its seed
+            gives them.
         own: weights given from Python, which come before both.
 
     Raises:
@@ -40,6 +43,8 @@ def starting_parameters(
     """
     if own is not None:
         return checked_weights(own, request.experiment)
+    if request.resume:
+        return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)
     if not request.init_from:
         return initial_parameters(request.experiment)
     weights = read_weights(Path(request.init_from), request.experiment)

@@ -6,6 +6,7 @@
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
     manifest.json             how it was run and what it cost; written last, so that its presence means
                               that the record is complete
+    checkpoints/              the full state after some of the steps (`compare.contract.checkpoint`)
     error.json                instead of a manifest: which rank failed first, and its traceback
 
 Every file is written to a temporary name and renamed, except that steps are appended to
@@ -25,6 +26,8 @@ import numpy as np
 from msgspec import Struct, field
 from safetensors.numpy import save
 
+from compare.contract.checkpoint.description import CHECKPOINTS
+from compare.contract.checkpoint.saver import remove_unfinished
 from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
@@ -165,6 +168,7 @@ def clear_record(folder: Path) -> None:
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
+    remove_unfinished(folder / CHECKPOINTS)
 
 
 def write_failure(folder: Path, failure: Failure) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from compare.contract.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.json_files import read_json
 from compare.contract.optimizer import moment_names
@@ -20,10 +21,10 @@ class Rung(StrEnum):
     """Tensors that a run leaves for the ladder, in the order in which they arise."""
 
     BATCH = "batch"
-    """`inputs` and `targets` (A, B, T) of step 0 as the devices received them, gathered in order."""
+    """`inputs` and `targets` (A, B, T) of the first step as the devices received them, gathered in order."""
     INITIAL_WEIGHTS = "initial_weights"
     GRADIENTS = "gradients"
-    """Of step 0: of the mean loss over the global batch, synchronised, before clipping."""
+    """Of the first step: of the mean loss over the global batch, synchronised, before clipping."""
     FIRST_WEIGHTS = "first_weights"
     """After the first optimizer step."""
     FIRST_M = "first_m"
@@ -32,6 +33,17 @@ class Rung(StrEnum):
     """Second moments after the first optimizer step."""
     LATER_WEIGHTS = "later_weights"
     """After `Request.later_step` optimizer steps."""
+
+
+class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A checkpoint to go on from, as it was when the run was asked for."""
+
+    checkpoint: str
+    """Its folder, an absolute path."""
+    step: int
+    """Batches drawn before it: the run's first is `batch(step)`."""
+    updates: int
+    """Of the weights before it."""
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +55,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ladder: bool = False
     """Leave the tensors of the ladder's rungs (`Rung`)."""
     later_step: int = 20
-    """After how many optimizer steps `Rung.LATER_WEIGHTS` is taken; at most max_iters."""
+    """After how many of the run's optimizer steps `Rung.LATER_WEIGHTS` is taken; at most all of them."""
     corpus_sha256: str = ""
     """Digest of data that the harness has validated already; empty makes the engine validate it."""
     timeout_s: float = 600.0
@@ -54,10 +66,31 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
     init_sha256: str = ""
     """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
+    resume: Resume | UnsetType = UNSET
+    """Begin where a checkpoint was; unset to begin at step 0."""
     timing: Timing | UnsetType = UNSET
     """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
     fault: str = ""
     """Name of a fault to plant, to show that the ladder catches it; empty for none."""
+
+    @property
+    def first_step(self) -> int:
+        """Number of the run's first step: 0, or where the checkpoint was."""
+        return self.resume.step if self.resume else 0
+
+    @property
+    def first_update(self) -> int:
+        """Updates of the weights before the run."""
+        return self.resume.updates if self.resume else 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has."""
+        return self.experiment.train.max_iters - self.first_step
+
+    def leaves_later_weights(self, step: int) -> bool:
+        """True if `Rung.LATER_WEIGHTS` is to be taken after this step."""
+        return self.ladder and step + 1 == self.first_step + self.later_step
 
 
 def read_request(folder: Path) -> Request:
@@ -75,6 +108,11 @@ def read_request(folder: Path) -> Request:
         raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
     revalidate(request.experiment)
     _require_timeable(request)
+    if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
+        raise ExperimentError(
+            f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "
+            f"folder"
+        )
     return request
 
 
@@ -87,6 +125,8 @@ def _require_timeable(request: Request) -> None:
         raise ExperimentError(
             f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other"
         )
+    if timing and (request.resume or request.experiment.checkpoint.every):
+        raise ExperimentError("timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0")
     if timing and timing.steps != steps:
         raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
 
@@ -96,6 +136,6 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     if not request.ladder:
         return ()
     moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-    later = (Rung.LATER_WEIGHTS,) if request.later_step <= request.experiment.train.max_iters else ()
+    later = (Rung.LATER_WEIGHTS,) if request.later_step <= request.steps else ()
     kept = tuple(moments[name] for name in moment_names(request.experiment.optimizer))
     return (Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS, *kept, *later)

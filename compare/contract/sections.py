@@ -165,6 +165,16 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return math.prod(self.axes[name] for name in BATCH)
 
 
+class Checkpoints(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the full state of the training is saved."""
+
+    every: Count = 0
+    """Save weights, moments and the place in the data after every so many steps, and after the last one; 0
+    saves nothing. `shardpair resume` goes on from there, on any engine and layout."""
+    keep: Positive = 2
+    """How many checkpoints to keep, the newest."""
+
+
 class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One training run, described completely: two engines given this must compute the same thing."""
 
@@ -174,3 +184,4 @@ class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     train: Train = Train()
     precision: Precision = Precision()
     layout: Layout = Layout()
+    checkpoint: Checkpoints = Checkpoints()

@@ -35,7 +35,7 @@ def objections(record: Record) -> list[str]:
         return []
     return [
         *_of_manifest(record, request),
-        *_of_steps(record.steps, request.experiment),
+        *_of_steps(record.steps, request),
         *_of_ledger(record, request.experiment),
         *_of_tensors(record, request),
     ]
@@ -70,18 +70,19 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
             yield f"it says what {len(held)} devices hold ({kind}), and {devices} were asked for"
 
 
-def _of_steps(steps: list[Step], experiment: Experiment) -> Iterator[str]:
-    asked, numbers = experiment.train.max_iters, [step.step for step in steps]
-    if numbers != list(range(asked)):
-        odd = next((place for place, number in enumerate(numbers) if number != place), len(numbers))
-        found = f"number {numbers[odd]} comes where {odd} belongs" if odd < len(numbers) else "it ends there"
-        yield f"it has {len(numbers)} of {asked} steps: {found}"
+def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
+    first, asked, numbers = request.first_step, request.steps, [step.step for step in steps]
+    if numbers != list(range(first, first + asked)):
+        odd = next((at for at, number in enumerate(numbers) if number != first + at), len(numbers))
+        belongs = f"number {numbers[odd]} comes where {first + odd} belongs" if odd < len(numbers) else ""
+        yield f"it has {len(numbers)} of {asked} steps: {belongs or 'it ends there'}"
     for step in steps:
         for what, value in (("loss", step.loss), ("gradient norm", step.grad_norm)):
             if not math.isfinite(value):
                 yield f"it diverged: the {what} of step {step.step} is {value}"
                 return
-        if step.lr != (right := learning_rate(experiment.optimizer, step.step)):
+        updates = step.step - first + request.first_update
+        if step.lr != (right := learning_rate(request.experiment.optimizer, updates)):
             yield f"the learning rate of step {step.step} is {step.lr:g} instead of {right:g}"
             return
 
@@ -107,8 +108,8 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
     if Rung.GRADIENTS in asked:
         gradients = read_tensors(record.folder, Rung.GRADIENTS)
         if gradients and not any(tensor.any() for tensor in gradients.values()):
-            yield "every gradient of step 0 is zero"
-        elif learning_rate(request.experiment.optimizer, 0) and _is_untrained(record):
+            yield f"every gradient of step {request.first_step} is zero"
+        elif learning_rate(request.experiment.optimizer, request.first_update) and _is_untrained(record):
             yield "the first optimizer step moved no weight"
 
 

@@ -113,7 +113,8 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
     """
     reference_name = reference_name or reference.manifest.engine
     name = name or candidate.manifest.engine
-    tolerances = tolerances_for(candidate.manifest.experiment.precision.dtype)
+    apart = _begin_apart(reference, candidate)
+    tolerances = tolerances_for(candidate.manifest.experiment.precision.dtype, apart=apart)
     results = [_compare_requests([(reference_name, reference), (name, candidate)], tolerances[REQUEST])]
     skipped = {}
     for rung in RUNGS[1:]:
@@ -161,6 +162,11 @@ def _compare_batch(reference: Record, candidate: Record) -> Found | None:
 def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
     """Against the reference's, and both against what they were to begin with: the seed's weights, which are
     bitwise the same everywhere, or those that were given."""
+    if _begin_apart(reference, candidate):
+        for run in (candidate, reference):
+            if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
+                return math.inf, f"{run.manifest.engine} begins with other weights than its checkpoint has"
+        return _compare_weights(reference, candidate, Rung.INITIAL_WEIGHTS)
     tensors = _compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
     if tensors and tensors[0]:
         return tensors
@@ -173,9 +179,16 @@ def _compare_initial_weights(reference: Record, candidate: Record) -> Found | No
     else:
         asked = starting_sha256(request)
     if fingerprints[0] != asked:
-        source = "were given" if request and request.init_from else "the seed gives"
+        given = bool(request and (request.init_from or request.resume))
+        source = "were given" if given else "the seed gives"
         return math.inf, f"both runs begin with other weights than {source}"
     return 0.0, ""
+
+
+def _begin_apart(reference: Record, candidate: Record) -> bool:
+    """Whether each goes on from a checkpoint of its own."""
+    runs = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
+    return len(runs) == 2 and runs[0].checkpoint != runs[1].checkpoint
 
 
 def _compare_moments(reference: Record, candidate: Record) -> Found | None:
@@ -218,7 +231,7 @@ def _compare_norm(reference: Record, candidate: Record) -> Found:
         if gradients and math.isfinite(worst[0]):
             own, said = global_norm(gradients), run.steps[0].grad_norm
             error = abs(said - own) / own if own else abs(said)
-            worst = max(worst, (error, f"step 0, against the norm of {whose}own gradients"))
+            worst = max(worst, (error, f"step {run.steps[0].step}, against the norm of {whose}own gradients"))
     return worst
 
 

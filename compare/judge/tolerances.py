@@ -78,6 +78,29 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
 }
 
 
-def tolerances_for(dtype: str) -> dict[str, Tolerance]:
-    """The tolerances of one compute dtype, by rung."""
-    return TOLERANCES[dtype]
+_APART = {
+    "initial_weights": "later_weights",
+    "loss": "loss_curve",
+    "gradients": "norm_curve",
+    "grad_norm": "norm_curve",
+    "first_weights": "later_weights",
+    "first_moments": "norm_curve",
+}
+"""Rungs of runs that begin with states of their own, and the rung in which rounding had as long to grow."""
+
+
+def tolerances_for(dtype: str, *, apart: bool = False) -> dict[str, Tolerance]:
+    """The tolerances of one compute dtype, by rung.
+
+    Args:
+        dtype: `precision.dtype`.
+        apart: each run goes on from a checkpoint of its own, in which its rounding so far is kept.
+    """
+    tolerances = TOLERANCES[dtype]
+    if not apart:
+        return tolerances
+    later = {rung: tolerances[like] for rung, like in _APART.items()}
+    return tolerances | {
+        rung: Tolerance(like.limit, f"each goes on from a checkpoint of its own: {like.reason}")
+        for rung, like in later.items()
+    }

@@ -11,6 +11,7 @@ from compare.judge.closed_forms.memory import KINDS
 from compare.studies.memory_estimate import estimate_memory, require_memory
 from compare.studies.own_weights import objection_to
 from compare.studies.paired_run import Case
+from compare.studies.resuming import objection_to_resume
 from compare.terminal.console import print_json, results_console
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes
@@ -46,6 +47,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """0 if the data is refused."""
     init_from: str
     """Initial weights that are not the seed's."""
+    resume: str
+    """Where checkpoints are that would be gone on from."""
     input_refusals: list[str]
     """What is wrong with data and initial weights, as far as it shows without reading all of the data."""
     cases: list[PlannedCase]
@@ -61,7 +64,13 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def plan(
-    experiment: Experiment, cases: list[Case], *, platform: str, left_out: dict[str, str], init_from: str = ""
+    experiment: Experiment,
+    cases: list[Case],
+    *,
+    platform: str,
+    left_out: dict[str, str],
+    init_from: str = "",
+    resume: str = "",
 ) -> Plan:
     """Look at every case: what it is, what its devices would hold, what is refused.
 
@@ -71,15 +80,18 @@ def plan(
         platform: cpu or gpu.
         left_out: what is not among the cases, and why.
         init_from: a user's own initial weights.
+        resume: where checkpoints are to go on from.
     """
     tokens, data_refusal = _look_at_data(experiment)
     weights_refusal = objection_to(init_from, experiment) if init_from else ""
+    resume_refusal = objection_to_resume(resume, [case.name for case in cases], experiment) if resume else ""
     return Plan(
         experiment=experiment,
         platform=platform,
         training_tokens=tokens,
         init_from=init_from,
-        input_refusals=[reason for reason in (data_refusal, weights_refusal) if reason],
+        resume=resume,
+        input_refusals=[reason for reason in (data_refusal, weights_refusal, resume_refusal) if reason],
         cases=[_planned(case, platform) for case in cases],
         left_out=left_out,
     )
@@ -106,6 +118,8 @@ def show(planned: Plan, *, as_json: bool) -> int:
         console.print(f"data: {source}: {tokens:,} tokens to train on, which are read when it runs")
     if planned.init_from:
         console.print(f"initial weights: {planned.init_from}", soft_wrap=True)
+    if planned.resume:
+        console.print(f"resumed: {planned.resume}", soft_wrap=True)
     for reason in planned.input_refusals:
         console.print(f"refused: {reason}", style="red", soft_wrap=True)
     verdict = f"this would be refused: {planned.refusal}" if planned.refusal else "all of it can run"

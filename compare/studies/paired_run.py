@@ -18,7 +18,7 @@ from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.record import MANIFEST, Record, read_record
-from compare.contract.request import Platform, Request, rungs_asked_for
+from compare.contract.request import Platform, Request, Resume, rungs_asked_for
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
@@ -29,6 +29,7 @@ from compare.judge.comparison import Comparison, how_to_go_on, judged, read_save
 from compare.studies.memory_estimate import require_memory
 from compare.studies.own_weights import Init, freeze_weights
 from compare.studies.presets import spread
+from compare.studies.resuming import require_resumable, resumes
 from compare.terminal.units import human_bytes
 
 LATER_STEP = 20
@@ -55,6 +56,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     pythons: Mapping[str, str] = {}
     init_from: str = ""
     """A file of weights to begin with; see `freeze_weights`."""
+    resume: str = ""
+    """Where checkpoints are to go on from; see `resuming.checkpoints_for`."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -129,6 +132,7 @@ def compare_cases(
         require_devices(case.experiment, settings.platform)
         ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
+        require_resumable(case.engine, settings.resume, settings.init_from)
     folder = create_run_dir(name, run_dir)
     with lock_folder(folder):
         planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
@@ -143,7 +147,12 @@ def _planned(
     """The requests of all cases, before any of them runs."""
     prepared = prepare(experiment, folder)
     init = freeze_weights(settings.init_from, experiment, folder, pythons=settings.pythons)
-    requests = {case.name: _request(case, prepared, settings, init) for case in cases}
+    try:
+        resumed = resumes(settings.resume, [case.name for case in cases], experiment, prepared.corpus_sha256)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    requests = {case.name: _request(case, prepared, settings, init, resumed) for case in cases}
     _require_room(requests, folder)
     commit, dirty = git_state()
     return Comparison(
@@ -266,18 +275,23 @@ def _keep_aside(folder: Path) -> None:
             folder.rename(next(path for path in names if not path.exists()))
 
 
-def _request(case: Case, prepared: Prepared, settings: Settings, init: Init) -> Request:
+def _request(
+    case: Case, prepared: Prepared, settings: Settings, init: Init, resumed: Mapping[str, Resume]
+) -> Request:
+    resume = resumed.get(case.name, msgspec.UNSET)
+    steps = case.experiment.train.max_iters - (resume.step if resume else 0)
     return Request(
         engine=case.engine,
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
         platform=settings.platform,
         ladder=settings.ladder,
-        later_step=min(LATER_STEP, case.experiment.train.max_iters),
+        later_step=min(LATER_STEP, steps),
         corpus_sha256=prepared.corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,
         init_from=init.path,
         init_sha256=init.sha256,
+        resume=resume,
         fault=case.fault,
     )
 

@@ -106,7 +106,7 @@ def test_refused_in_one_line(files, no_process, capsys, arguments, says):
         ("run --model.n_layer 2.5", "Error parsing --model.n_layer"),
         ("run --model.n_layr 2", "--model.n_layer INT"),  # did you mean
         ("run --engines jax", "--engines"),
-        ("nosuch", "run, check, faults, matrix"),
+        ("nosuch", "run, resume, check, faults, matrix"),
     ],
 )
 def test_unknown_or_malformed_flags_exit_with_2(files, no_process, capsys, arguments, says):

@@ -15,7 +15,7 @@ from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
-from torchpar.shards import held, shards
+from torchpar.shards import held, moment_shards, shards
 from torchpar.train import PARALLELIZE
 from torchpar.weights import load_weights, to_arrays
 
@@ -63,7 +63,7 @@ def make_parallel(engine: str, layout: Layout, rank: int) -> tuple[ParallelModel
 @on_ranks
 def test_every_rank_holds_what_is_said(rank: int, engine: str, layout: Layout) -> None:
     parallel, mesh = make_parallel(engine, layout, rank)
-    whole, mine = random_weights(), list(held(parallel.weights(), parallel, MODEL, mesh))
+    whole, mine = random_weights(), list(held(parallel.weights(), shards(parallel, MODEL, mesh)))
     assert [shard for shard, _ in mine] == shards(parallel, MODEL, mesh)
     assert sum(array.size for _, array in mine) <= sum(p.numel() for p in parallel.parameters.values())
     for shard, array in mine:
@@ -89,9 +89,14 @@ def test_gradients_and_moments_are_cut_as_weights_are(rank: int, engine: str, na
     parallel.finish_gradient_synchronization()
     gradients = {n: gradient.clone() for n, gradient in parallel.gradients().items()}  # a step clips them
     optimizer_step(parallel, Optimizer(), 0)
-    for tensors in (gradients, parallel.moments("exp_avg"), parallel.moments("exp_avg_sq")):
+    own = shards(parallel, MODEL, mesh)
+    whole_and_own = [(gradients, held(gradients, own))]
+    for key in ("exp_avg", "exp_avg_sq"):
+        mine = held(parallel.own_moments(key), moment_shards(parallel, MODEL, mesh))
+        whole_and_own.append((parallel.moments(key), mine))
+    for tensors, held_here in whole_and_own:
         gathered = to_arrays(parallel.full(tensors), MODEL)
-        mine = list(held(tensors, parallel, MODEL, mesh))
+        mine = list(held_here)
         everywhere = [part for parts in mesh.world.all_gather_objects(mine) for part in parts]
         once = [(shard, array) for shard, array in everywhere if not shard.replica]
         for row in parameter_table(MODEL) if rank == 0 else ():

@@ -51,7 +51,7 @@ def validate_data(request: Request) -> Request:
         ExperimentError: data or weights that do not fit.
     """
     sha256 = open_corpus(request.experiment, validated_sha256=request.corpus_sha256).sha256
-    init_sha256 = starting_sha256(request) if request.init_from else ""
+    init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
     return msgspec.structs.replace(request, corpus_sha256=sha256, init_sha256=init_sha256)
 
 

@@ -136,6 +136,18 @@ class PartitionedStateModel(ParallelModel):
 
     state_axis: Axis
 
+    def keeps_moments(self, name: str) -> bool:
+        """Whether this rank's part of the optimizer updates the parameter."""
+        optimizer = self.optimizer
+        assert isinstance(optimizer, ShardedOptimizer)
+        return any(
+            self.parameters[name] is p for group in optimizer.optim.param_groups for p in group["params"]
+        )
+
+    def moments_spread_over(self, name: str) -> tuple[Axis, ...]:
+        """One rank of the axis has them."""
+        return (self.state_axis,)
+
     def moments(self, key: str) -> TensorsByName:
         """Whole ones, on every rank."""
         state = self.optimizer.state

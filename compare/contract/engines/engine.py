@@ -57,6 +57,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     no_gpu: str = ""
     """Why it runs on the CPU only; empty if it does not."""
+    checkpoints: bool = False
+    """Whether it saves its full state, and begins with one that another engine saved."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     impossible_faults: Mapping[str, str] = {}
@@ -94,6 +96,11 @@ class Engine(Struct, frozen=True, kw_only=True):
         if (dtype := experiment.precision.dtype) not in self.dtypes:
             have, why = ", ".join(self.dtypes), self.no_other_dtype and f" ({self.no_other_dtype})"
             raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {have}{why}")
+        if (every := experiment.checkpoint.every) and not self.checkpoints:
+            raise ExperimentError(
+                f"checkpoint.every = {every}: {self.name} saves no checkpoints: set it to 0, or leave "
+                f"{self.name} out of --engines"
+            )
 
     @property
     def pip_line(self) -> str:

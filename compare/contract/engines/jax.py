@@ -18,6 +18,7 @@ JAX = Side(
     engines=(
         Engine(
             name="jax-compiler",
+            checkpoints=True,
             side="jaxpar",
             folder="compiler",
             gradient_sync=("xla",),
@@ -48,6 +49,7 @@ JAX = Side(
         ),
         Engine(
             name="jax-manual",
+            checkpoints=True,
             side="jaxpar",
             folder="manual",
             gradient_sync=("naive", "flat", "bucketed"),

@@ -33,6 +33,7 @@ TORCH = Side(
     engines=(
         Engine(
             name="torch-manual",
+            checkpoints=True,
             side="torchpar",
             folder="manual",
             is_reference=True,  # on one device: the plain module, no container, no collective
@@ -45,6 +46,7 @@ TORCH = Side(
         ),
         Engine(
             name="torch-library",
+            checkpoints=True,
             side="torchpar",
             folder="library",
             gradient_sync=("ddp",),

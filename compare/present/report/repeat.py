@@ -38,6 +38,10 @@ def repeat_command(comparison: Comparison) -> str:
         options.append("--no-ladder")
     if any(request.init_from for request in comparison.requests.values()):
         options += ["--init_from", INIT]
+    if resumed := {request.resume.checkpoint for request in comparison.requests.values() if request.resume}:
+        if len(resumed) > 1:  # each engine from its own: the folder of their run
+            resumed = {str(Path(folder).parents[2]) for folder in resumed}
+        options += ["--resume", *sorted(resumed)]
     return shlex.join(["shardpair", comparison.command, EXPERIMENT, *_data(comparison), *options])
 
 

@@ -1,0 +1,126 @@
+"""Runs that stop and go on: on the same layout bit for bit, on others and in other engines to 1e-10."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import write_random
+
+from compare.contract.checkpoint.description import CHECKPOINTS, folder_name
+from compare.contract.experiment import Experiment, edited, to_toml
+from compare.contract.record import read_record
+from compare.judge.checkpoint_difference import difference
+
+ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+HALF, ALL = 3, 6
+
+
+@pytest.fixture
+def spec(tiny, shardpair) -> Experiment:
+    made = edited(tiny, {"train": {"max_iters": ALL}, "checkpoint": {"every": HALF}})
+    (shardpair.folder / "tiny.toml").write_text(to_toml(made))
+    return made
+
+
+def of(run: Path, engine: str, step: int) -> Path:
+    return run / engine / CHECKPOINTS / folder_name(step)
+
+
+def test_a_run_goes_on_where_it_was(spec, shardpair):
+    """Uninterrupted; on the same layout; from another engine, on another layout and fewer devices."""
+    fsdp = ("--layout.dp_shard", "2", "--layout.zero", "3")
+    done = shardpair("run", "tiny.toml", *fsdp, "--run_dir", "whole", "--engines", *ENGINES)
+    assert done.returncode == 0, done.stderr
+    whole, cut = shardpair.folder / "whole", shardpair.folder / "cut"
+    shutil.copytree(whole, cut)
+    for engine in ENGINES:  # as if it had been killed after half of it
+        shutil.rmtree(of(cut, engine, ALL))
+
+    # A ladder's first step also returns the gradients: in JAX that is another program, with other rounding.
+    done = shardpair("resume", "cut", "--run_dir", "same", "--no-ladder")
+    assert done.returncode == 0, done.stderr
+    assert "PASS" in done.stdout
+    same = shardpair.folder / "same"
+    for engine in ENGINES:
+        assert difference(of(same, engine, ALL), of(whole, engine, ALL)) == {"weights": 0, "m": 0, "v": 0}
+        numbers = [
+            [(s.step, s.loss, s.grad_norm, s.lr) for s in read_record(f / engine).steps]
+            for f in (same, whole)
+        ]
+        assert numbers[0] == numbers[1][HALF:]
+
+    done = shardpair(
+        "resume",
+        "cut/torch-library",
+        "--run_dir",
+        "moved",
+        "--engines",
+        *ENGINES,
+        "--layout.dp_shard",
+        "1",
+        "--layout.zero",
+        "0",
+        "--layout.tp",
+        "2",
+    )
+    assert done.returncode == 0, done.stderr
+    for engine in ENGINES:
+        found = difference(of(shardpair.folder / "moved", engine, ALL), of(whole, engine, ALL))
+        assert max(found.values()) < 1e-10, (engine, found)
+
+    done = shardpair(
+        "run",
+        "tiny.toml",
+        "--resume",
+        "moved/jax-manual",
+        "--run_dir",
+        "back",
+        "--engines",
+        "torch-manual",
+        "--train.max_iters",
+        "8",
+        "--train.batch_size",
+        "2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed with train.batch_size = 2 instead of 4" in done.stderr
+    assert [step.step for step in read_record(shardpair.folder / "back/torch-manual").steps] == [6, 7]
+
+
+def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tmp_path):
+    given = write_random(tmp_path / "given", edited(spec, {"layout": {}}))
+
+    def refused(*arguments: str) -> str:
+        done = shardpair(*arguments)
+        assert done.returncode == 2, (arguments, done.stderr, done.stdout)
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert not (tmp_path / "no").exists()
+        return done.stderr
+
+    run = ("run", "tiny.toml", "--run_dir", "no", "--resume", str(given), "--engines", "torch-manual")
+    assert "no checkpoint is there" in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
+    assert "give the folder of a run" in refused("resume")
+    assert "no checkpoint is there" in refused("resume", "nowhere")
+    assert "it is of another model: model.n_layer = 2 instead of 4" in refused(*run, "--model.n_layer", "4")
+    assert "nothing is left to train" in refused(*run)
+    longer = (*run, "--train.max_iters", "20")
+    assert "it has the state of adamw (m, v), and sgd is asked for" in refused(
+        *longer, "--optimizer.name", "sgd"
+    )
+    assert "its numbers are float64" in refused(*longer, "--precision.dtype", "float32")
+    assert "train.seed = 1337, not of 1" in refused(*longer, "--train.seed", "1")
+    assert "a checkpoint has its own weights" in refused(
+        *longer, "--init_from", str(next(given.glob("*.safetensors")))
+    )
+    peer = [word.replace("torch-manual", "nanogpt-loop") for word in longer]
+    assert "nanogpt-loop cannot begin with a checkpoint" in refused(*peer, "--checkpoint.every", "0")
+    assert "nanogpt-loop saves no checkpoints" in refused(*peer)
+    file = next(given.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert f"{file}: its contents have changed" in refused(*longer)
+    fields = json.loads((given / "checkpoint.json").read_text())
+    (given / "checkpoint.json").write_text(json.dumps(fields | {"format": 99}))
+    assert "format = 99, and this version reads 1" in refused(*longer)

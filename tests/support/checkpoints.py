@@ -1,0 +1,51 @@
+"""Checkpoints of made-up numbers: no two elements are equal, so that nothing may be in another's place."""
+
+from pathlib import Path
+
+import numpy as np
+
+from compare.contract.checkpoint.description import CHECKPOINTS, Checkpoint, folder_name, groups
+from compare.contract.checkpoint.reader import CheckpointReader
+from compare.contract.checkpoint.saver import Saver
+from compare.contract.experiment import Experiment
+from compare.contract.parameters import parameter_table, storage_dtype
+from compare.contract.shards import Shard
+
+STEP, UPDATES = 7, 5
+
+
+def random_state(experiment: Experiment) -> dict[tuple[str, str], np.ndarray]:
+    """Weights and moments by group and canonical name."""
+    generator, dtype = np.random.default_rng(2), storage_dtype(experiment)
+    return {
+        (group, row.name): generator.standard_normal(row.shape).astype(dtype)
+        for group in groups(experiment)
+        for row in parameter_table(experiment.model)
+    }
+
+
+def describe(experiment: Experiment) -> Checkpoint:
+    """Of that state."""
+    return Checkpoint(
+        engine="torch-manual", experiment=experiment, step=STEP, updates=UPDATES, corpus_sha256=""
+    )
+
+
+def write_random(folder: Path, experiment: Experiment) -> Path:
+    """That state as one device would save it. Returns the checkpoint's folder."""
+    saver = Saver(folder / CHECKPOINTS, [0], of=1, keep=1)
+    parts = [
+        (group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array)
+        for (group, name), array in random_state(experiment).items()
+    ]
+    saver.save(describe(experiment), parts)
+    saver.finish()
+    return folder / CHECKPOINTS / folder_name(STEP)
+
+
+def assert_is_random(folder: Path, experiment: Experiment) -> None:
+    """A checkpoint holds exactly that state."""
+    reader = CheckpointReader(folder)
+    reader.verify()
+    for (group, name), array in random_state(experiment).items():
+        np.testing.assert_array_equal(reader.read(group, name), array, err_msg=f"{group}/{name}")

@@ -1,0 +1,116 @@
+"""torchpar's state in checkpoints: under every layout each rank takes its part, and gives it back."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
+from layouts import GPIPE, TORCH_LIBRARY, TORCH_ZERO
+from ranks import CPU, on_ranks
+
+from compare.contract.checkpoint.description import folder_name
+from compare.contract.checkpoint.reader import CheckpointReader
+from compare.contract.checkpoint.saver import Saver
+from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision
+from compare.contract.request import Request
+from compare.contract.shards import cut
+from torchpar.checkpoint import restore_moments, state_parts
+from torchpar.comm.mesh import make_mesh
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer
+from torchpar.shards import held, moment_shards
+from torchpar.state import Run
+from torchpar.train import PARALLELIZE
+from torchpar.weights import load_weights, moment_keys
+
+# No degree divides the vocabulary, and four ranks divide few of the flat buffers.
+MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=6, vocab_size=51, bias=True)
+SHARED = {
+    "ddp": Layout(dp_replicate=4),
+    "tp": Layout(tp=4),
+    "fsdp_tp": Layout(dp_shard=2, zero=3, tp=2),
+    "pp": Layout(pp=4, **GPIPE),
+    "interleaved": Layout(pp=2, dp_replicate=2, schedule="interleaved", chunks=2, microbatches=2),
+    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
+    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
+}
+ZERO = ("zero1", "zero2", "zero3", "hsdp")
+CASES = {
+    **{f"manual {name}": ("torch-manual", layout) for name, layout in SHARED.items()},
+    **{f"manual {name}": ("torch-manual", TORCH_ZERO[name]) for name in (*ZERO, "zero1_replicated")},
+    "manual zero1_tp": ("torch-manual", Layout(dp_shard=2, zero=1, tp=2)),
+    **{f"library {name}": ("torch-library", layout) for name, layout in SHARED.items()},
+    **{f"library {name}": ("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")},
+}
+OPTIMIZERS = {
+    "adamw": Optimizer(),
+    "momentum": Optimizer(name="sgd", momentum=0.9),
+    "sgd": Optimizer(name="sgd"),
+}
+
+
+def spec(layout: Layout, optimizer: str = "adamw") -> Experiment:
+    return Experiment(
+        model=MODEL, layout=layout, optimizer=OPTIMIZERS[optimizer], precision=Precision(dtype="float64")
+    )
+
+
+def restored(engine: str, experiment: Experiment, rank: int, checkpoint: Path) -> Run:
+    """A run that goes on from it, as `train.set_up` and `train` make one."""
+    model, mesh = GPT(MODEL).double(), make_mesh(experiment.layout, rank=rank, device=CPU)
+    load_weights(model, CheckpointReader(checkpoint).group("weights"))
+    maker = partial(make_optimizer, experiment=experiment)
+    run = Run(
+        request=Request(engine=engine, experiment=experiment),
+        mesh=mesh,
+        rank=None,
+        corpus=None,
+        parallel=PARALLELIZE[engine](model, mesh=mesh, layout=experiment.layout, make_optimizer=maker),
+        initial_weights_sha256="",
+    )
+    restore_moments(run, checkpoint)
+    return run
+
+
+def there_and_back(rank: int, engine: str, experiment: Experiment, folder: str) -> None:
+    checkpoint = Path(folder) / "given" / "checkpoints" / folder_name(STEP)
+    run = restored(engine, experiment, rank, checkpoint)
+    assert (run.state.step, run.state.updates) == (STEP, UPDATES)
+    whole = random_state(experiment)
+    for group, key in moment_keys(experiment.optimizer).items():
+        shards = moment_shards(run.parallel, MODEL, run.mesh)
+        for shard, array in held(run.parallel.own_moments(key), shards):
+            np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
+    saver = Saver(Path(folder) / "taken", [rank], of=experiment.layout.devices, keep=1)
+    saver.save(describe(experiment), state_parts(run))
+    saver.finish()
+    run.mesh.world.all_gather_objects(None)  # the first completes it
+    assert_is_random(Path(folder) / "taken" / folder_name(STEP), experiment)
+
+
+@pytest.mark.parametrize(("engine", "layout"), CASES.values(), ids=CASES)
+@on_ranks
+def test_every_layout_takes_a_state_and_gives_it_back(rank: int, engine: str, layout: Layout) -> None:
+    experiment = spec(layout)
+    _shared(rank, engine, experiment)
+
+
+@pytest.mark.parametrize("engine", PARALLELIZE)
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
+@pytest.mark.parametrize("layout", [TORCH_ZERO["zero1"], TORCH_ZERO["zero3"]], ids=["zero1", "zero3"])
+@on_ranks
+def test_other_optimizers_too(rank: int, engine: str, optimizer: str, layout: Layout) -> None:
+    _shared(rank, engine, spec(layout, optimizer))
+
+
+def _shared(rank: int, engine: str, experiment: Experiment) -> None:
+    """All ranks in one temporary folder, which the first one makes and removes."""
+    mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
+    made = tempfile.mkdtemp() if rank == 0 else None
+    place = mesh.world.all_gather_objects(made)[0]
+    if rank == 0:
+        write_random(Path(place) / "given", experiment)
+    mesh.world.all_gather_objects(None)
+    there_and_back(rank, engine, experiment, place)
