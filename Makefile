@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix mirror measure performance gpu-bench docs clean
+.PHONY: help demo test test-fast lint format check faults matrix mirror measure moves performance gpu-bench docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -50,6 +50,10 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/measured.json
 	$(BIN)/python docs/measured.py
+
+moves: $(READY)  ## trainings that stop and go on elsewhere, against uninterrupted ones; docs/moves.json
+	$(BIN)/python docs/moves.py
+	$(BIN)/python docs/make_docs.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
 	$(BIN)/python docs/performance.py

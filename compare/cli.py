@@ -19,6 +19,7 @@ from compare.commands.bench import Bench
 from compare.commands.buckets import Buckets
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
+from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
@@ -28,6 +29,7 @@ from compare.commands.mirror import Mirror
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
+from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
 from compare.commands.sweep import Sweep
 from compare.contract.engines.registry import OBJECTIONS
@@ -54,6 +56,8 @@ COMMANDS: dict[str, type] = {
     "schedule": Draw,
     "mirror": Mirror,
     "collectives": Collectives,
+    "convert": Convert,
+    "sample": Sample,
     "buckets": Buckets,
 }
 DEFAULT_EXPERIMENT = {

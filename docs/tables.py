@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 from measured import Errors, Measured, read_measured
+from moves import read_moves
 from performance import BENCHES, read_performance
 
 from compare.cli import COMMANDS
@@ -204,6 +205,19 @@ def parity() -> str:
     return markdown(["worst error over all its layouts", *(f"`{name}`" for name in engines)], rows)
 
 
+def moves() -> str:
+    """The differences of trainings that went on elsewhere."""
+    stored = read_moves()
+    if not stored:
+        return "Not measured yet: `make moves` measures it."
+    rows = []
+    for name, journeys in stored.items():
+        for journey in journeys:
+            off = [error_text(journey.difference[group]) for group in ("weights", "m", "v")]
+            rows.append((name, " > ".join(f"`{engine}`" for engine in journey.engines), *off))
+    return markdown(["journey", "engines", "weights", "m", "v"], rows, numbers_from=2)
+
+
 def performance(name: str) -> str:
     """A bench's tables, the command that makes them, and what is to be known; or that it was not run yet."""
     stored = read_performance().get(name)
@@ -263,6 +277,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "harness-faults-missed": missed_without_request,
     "parity": parity,
     "parity-count": parity_count,
+    "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-agreement": agreement,
 }

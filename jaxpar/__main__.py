@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.ceiling import read_ceiling_request
+from compare.contract.checkpoint.description import DESCRIPTION
+from compare.contract.checkpoint.reader import read_description
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
 from compare.contract.engines.jax import JAX
@@ -29,8 +31,10 @@ from compare.contract.host.exits import describe_exit
 from compare.contract.host.facts import MissingDevicesError, cores, versions
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.host.signals import is_ignored, on_signals
+from compare.contract.parameters import storage_dtype
 from compare.contract.record import Failure, Recorder, clear_record, write_failure
 from compare.contract.request import Request, read_request
+from compare.contract.sampling import read_sample_request
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
@@ -49,6 +53,10 @@ def main() -> int:
         return DONE
     if arguments.ceiling:
         return ceiling(arguments.ceiling)
+    if arguments.sample:
+        return draw_sample(arguments.sample)
+    if arguments.convert:
+        return convert(*arguments.convert)
     return run(arguments.run_dir, time_collectives if arguments.collectives else train)
 
 
@@ -163,6 +171,35 @@ def ceiling(text: str) -> int:
     return DONE
 
 
+def convert(source: Path, target: Path) -> int:
+    """Convert between orbax's checkpoints and ours. Returns the exit code."""
+    configure_products("cpu", "float64")
+    from jaxpar.orbax_checkpoint import export_checkpoint, import_checkpoint
+
+    try:
+        is_ours = (source / DESCRIPTION).is_file()
+        (export_checkpoint if is_ours else import_checkpoint)(source, target)
+    except ExperimentError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return BAD_REQUEST
+    return DONE
+
+
+def draw_sample(text: str) -> int:
+    """Print token ids drawn from a checkpoint. Returns the exit code."""
+    try:
+        request = read_sample_request(text)
+        kept = read_description(Path(request.checkpoint)).experiment
+        configure_products("cpu", str(storage_dtype(kept)))
+        from jaxpar.sample import sample
+
+        print(json.dumps(sample(request)))
+    except ExperimentError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return BAD_REQUEST
+    return DONE
+
+
 def doctor() -> dict[str, object]:
     """Versions and devices that this side finds here."""
     import jax
@@ -183,9 +220,18 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices as JSON")
+    parser.add_argument(
+        "--convert",
+        nargs=2,
+        type=Path,
+        metavar=("FROM", "TO"),
+        help="a checkpoint to one of orbax, or one of orbax to a checkpoint",
+    )
+    parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
     arguments = parser.parse_args()
-    if not (arguments.doctor or arguments.ceiling) and arguments.run_dir is None:
+    asked = arguments.doctor or arguments.ceiling or arguments.convert or arguments.sample
+    if not asked and arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return arguments
 

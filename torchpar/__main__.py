@@ -41,8 +41,16 @@ def main() -> int:
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
-    parser.add_argument("--convert", nargs=2, type=Path, metavar=("CKPT", "OUT"), help="nanoGPT's weights")
-    parser.add_argument("--model", default="", metavar="JSON", help="the model's sizes, for --convert")
+    parser.add_argument(
+        "--convert",
+        nargs=2,
+        type=Path,
+        metavar=("FROM", "TO"),
+        help="nanoGPT's ckpt.pt to weights (TO ends in .safetensors) or to a checkpoint; or one to a ckpt.pt",
+    )
+    parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
+    parser.add_argument("--model", default="", metavar="JSON", help="the model's sizes, for weights")
+    parser.add_argument("--experiment", default="", metavar="JSON", help="what ckpt.pt does not say")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # while PyTorch is imported there are no ranks to end
         if not is_ignored(number):
@@ -56,8 +64,10 @@ def main() -> int:
         return 0
     if arguments.ceiling:
         return _ceiling(arguments.ceiling)
+    if arguments.sample:
+        return _sample(arguments.sample)
     if arguments.convert:
-        return _convert(*arguments.convert, sizes=arguments.model)
+        return _convert(*arguments.convert, sizes=arguments.model, experiment=arguments.experiment)
     if arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return run(arguments.run_dir, time_collectives if arguments.collectives else train)
@@ -77,14 +87,32 @@ def _ceiling(text: str) -> int:
     return DONE
 
 
-def _convert(source: Path, target: Path, *, sizes: str) -> int:
+def _sample(text: str) -> int:
+    from compare.contract.sampling import read_sample_request
+    from torchpar.sample import sample
+
+    try:
+        print(json.dumps(sample(read_sample_request(text))))
+    except ExperimentError as error:
+        print(error, file=sys.stderr)
+        return BAD_REQUEST
+    return DONE
+
+
+def _convert(source: Path, target: Path, *, sizes: str, experiment: str) -> int:
     import msgspec
 
     from compare.contract.experiment import Model
     from torchpar.convert import convert
+    from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
 
     try:
-        convert(source, target, msgspec.json.decode(sizes, type=Model) if sizes else None)
+        if source.is_dir():
+            export_checkpoint(source, target)
+        elif target.suffix == ".safetensors":
+            convert(source, target, msgspec.json.decode(sizes, type=Model) if sizes else None)
+        else:
+            import_checkpoint(source, target, decode_base(experiment))
     except (ExperimentError, msgspec.MsgspecError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return BAD_REQUEST

@@ -37,27 +37,35 @@ def convert(source: Path, target: Path, model: Model | None = None) -> None:
         raise ExperimentError(f"init_from: {source} {why}")
     state, sizes = _read(source)
     model = _model(source, sizes, model)
+    write_weights(target, to_arrays(plain_state(state, model, origin=f"init_from: {source}"), model))
+
+
+def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str) -> dict[str, torch.Tensor]:
+    """nanoGPT's state dict by the names of the plain model's parameters, the tied head once.
+
+    Raises:
+        ExperimentError: it does not fit the model.
+    """
     tensors = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
     for layer in range(model.n_layer):  # the causal mask, before flash attention
         tensors.pop(f"transformer.h.{layer}.attn.bias", None)
     head = tensors.pop(HEAD, None)
     if head is not None and not torch.equal(head, tensors.setdefault(EMBEDDING, head)):
-        raise ExperimentError(f"init_from: {source}: {HEAD} is not tied to {EMBEDDING}, and the model's is")
+        raise ExperimentError(f"{origin}: {HEAD} is not tied to {EMBEDDING}, and the model's is")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    require_fit(shapes, nanogpt_shapes(model), f"init_from: {source}")
-    floats = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
-    write_weights(target, to_arrays(floats, model))
+    require_fit(shapes, nanogpt_shapes(model), origin)
+    return {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
 
 
-def _read(source: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
-    """The state dict, and nanoGPT's model_args, {} where there are none."""
+def read_pickle(source: Path) -> Any:
+    """What torch.save wrote, if it is tensors and plain values. Raises ExperimentError for anything else."""
+    if why := why_not_readable(source):
+        raise ExperimentError(f"{source} {why}")
     try:
-        if source.suffix == ".safetensors":
-            return load_file(source), {}
-        loaded = torch.load(source, weights_only=True, map_location="cpu")
+        return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         raise ExperimentError(
-            f"init_from: {source} cannot be unpickled safely: it is no checkpoint, or holds more than "
+            f"{source} cannot be unpickled safely: it is no checkpoint, or holds more than "
             f"tensors and plain values; save its state dict alone"
         ) from None
     except (
@@ -66,10 +74,20 @@ def _read(source: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
         EOFError,
         ValueError,
         KeyError,
-        SafetensorError,
     ) as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        raise ExperimentError(f"init_from: {source} cannot be read: {why}") from None
+        raise ExperimentError(f"{source} cannot be read: {why}") from None
+
+
+def _read(source: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
+    """The state dict, and nanoGPT's model_args, {} where there are none."""
+    if source.suffix == ".safetensors":
+        try:
+            return load_file(source), {}
+        except (OSError, SafetensorError) as error:
+            why = " ".join(str(error).split())
+            raise ExperimentError(f"init_from: {source} cannot be read: {why}") from None
+    loaded = read_pickle(source)
     state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
     if not isinstance(state, Mapping) or not all(torch.is_tensor(tensor) for tensor in state.values()):
         raise ExperimentError(f"init_from: {source} holds no state dict: give nanoGPT's ckpt.pt")

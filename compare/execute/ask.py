@@ -19,7 +19,13 @@ LINE_LENGTH = 300
 
 
 def ask(
-    side: str, python: str, question: list[str], *, answer: type[T], environment: Mapping[str, str]
+    side: str,
+    python: str,
+    question: list[str],
+    *,
+    answer: type[T],
+    environment: Mapping[str, str],
+    timeout_s: float = TIMEOUT_S,
 ) -> T | str:
     """Ask one side something; one line of why not if it cannot answer.
 
@@ -29,11 +35,12 @@ def ask(
         question: arguments of `python -m SIDE`.
         answer: what it prints.
         environment: of the process.
+        timeout_s: seconds until it must have answered.
     """
     if not shutil.which(python):
         return f"{side}: {python}: no such program"
     try:
-        returncode, output = _run([python, "-m", side, *question], environment)
+        returncode, output = _run([python, "-m", side, *question], environment, timeout_s)
     except OSError as error:
         return f"{side}: {python}: {error.strerror}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -46,7 +53,7 @@ def ask(
     return f"{side}: {python} is no Python that has {side}: {said}"
 
 
-def _run(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
+def _run(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
     """Exit code and output, errors among it, of a command that may be any program: its time and its words
     are limited."""
     process = subprocess.Popen(
@@ -58,7 +65,7 @@ def _run(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
         env=environment,
     )
     assert process.stdout
-    timer = threading.Timer(TIMEOUT_S, _kill, [process])
+    timer = threading.Timer(timeout_s, _kill, [process])
     timer.start()
     try:
         output = process.stdout.read(OUTPUT_BYTES)
@@ -70,7 +77,7 @@ def _run(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
         _kill(process)
         process.wait()
     if timed_out:
-        raise OSError(errno.ETIMEDOUT, f"no answer for {TIMEOUT_S} s")
+        raise OSError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s")
     return process.returncode, output.decode(errors="replace")
 
 

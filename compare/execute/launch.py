@@ -22,6 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract import record as files
+from compare.contract.checkpoint.description import CHECKPOINTS
+from compare.contract.checkpoint.saver import remove_unfinished
 from compare.contract.data import open_corpus, standard_library_text
 from compare.contract.engines.engine import Side
 from compare.contract.engines.registry import side_of
@@ -215,6 +217,7 @@ def run_side(
         finally:
             _end(process)
             remove_leftovers(folder)
+            remove_unfinished(folder / CHECKPOINTS)
     if hung:
         hung += f": see {folder / LOG}, or raise --timeout_s"
         raise _failed(name, hung, folder, exit_code=1)

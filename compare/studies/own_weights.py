@@ -1,8 +1,6 @@
 """`--init_from`: a user's weights, put into a run's folder as what every engine of it begins with."""
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,17 +8,15 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.files import why_not_readable
 from compare.contract.initial_weights import INIT, read_weights, write_weights
 from compare.contract.parameters import fingerprint
 from compare.contract.tensors import RecordError, Tensors
-from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.execute.convert import convert_by_side
 
 PICKLES = (".pt", ".pth", ".ckpt")
 NANOGPT = ("transformer.", "lm_head.", "_orig_mod.")
-BAD_REQUEST = 2
 
 
 class Init(Struct, frozen=True, kw_only=True):
@@ -54,7 +50,8 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
         else:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 converted = Path(scratch) / INIT
-                _convert(path.absolute(), converted, experiment, pythons=pythons)
+                model = msgspec.json.encode(experiment.model).decode()
+                convert_by_side(path, converted, "nanogpt", pythons=pythons, options=["--model", model])
                 weights = read_weights(converted, experiment)
         write_weights(folder / INIT, weights)
         return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
@@ -87,20 +84,3 @@ def _is_canonical(path: Path) -> bool:
             f"--init_from: {error}: give a safetensors file, or nanoGPT's ckpt.pt by a name that ends in .pt"
         ) from None
     return not any(name.startswith(NANOGPT) for name in names)
-
-
-def _convert(source: Path, target: Path, experiment: Experiment, *, pythons: Mapping[str, str]) -> None:
-    side = next(side for side in SIDES.values() if side.converts_checkpoints)
-    python = pythons.get(side.name, sys.executable)
-    model = msgspec.json.encode(experiment.model).decode()
-    command = [python, "-m", side.name, "--convert", str(source), str(target), "--model", model]
-    environment = child_environment(side, "cpu")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    except OSError as error:
-        raise EnvironmentMissing(f"--{side.python_flag} {python}: {error.strerror}") from None
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode} and no message"]
-    if done.returncode == BAD_REQUEST:
-        raise ExperimentError(said[-1])
-    if done.returncode:
-        raise EnvironmentMissing(f"{source} could not be converted by {python} -m {side.name}: {said[-1]}")

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import make_docs
 import pytest
+from checkpoints import write_random
 from measured import read_measured
 from tables import SECTIONS
 
 from compare.cli import COMMANDS, parse
 from compare.contract.engines.registry import STUDIED
+from compare.contract.experiment import Experiment
 from compare.studies.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,8 @@ def test_every_command_in_the_docs_is_one(line, tmp_path, monkeypatch):
     if others in ([], ["--help"]):
         assert word in (*COMMANDS, "--version")
     else:
+        if word == "resume":  # which reads what it goes on from
+            write_random(tmp_path / others[0], Experiment())
         command, _ = parse([word, *others])
         assert isinstance(command, COMMANDS[word])
 

@@ -29,6 +29,7 @@ from compare.contract.checkpoint.description import (
     key,
 )
 from compare.contract.checkpoint.reader import sum_of
+from compare.contract.experiment import ExperimentError
 from compare.contract.host.disk import full_disk_named
 from compare.contract.json_files import read_json, write_json
 from compare.contract.shards import Shard
@@ -87,35 +88,67 @@ class Saver:
 
     def _write(self, checkpoint: Checkpoint, files: Files) -> None:
         try:
-            final = self._folder / folder_name(checkpoint.step)
-            unfinished = final.with_name(final.name + UNFINISHED)
             with full_disk_named(self._folder):
-                unfinished.mkdir(parents=True, exist_ok=True)
-                for device in self._devices:
-                    write_json(unfinished / _sums(device), _write_device(unfinished, device, files))
+                _write(
+                    self._folder / folder_name(checkpoint.step), checkpoint, files, self._devices, of=self._of
+                )
                 if 0 in self._devices:
-                    self._complete(checkpoint, unfinished, final)
+                    self._remove_old()
         except BaseException as error:
             self._error = error
 
-    def _complete(self, checkpoint: Checkpoint, unfinished: Path, final: Path) -> None:
-        sums: dict[str, FileSum] = {}
-        for device in range(self._of):
-            path = unfinished / _sums(device)
-            while not path.is_file():  # a process that died ends this one too
-                time.sleep(POLL_S)
-            sums |= read_json(path, dict[str, FileSum])
-            path.unlink()
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(
-            unfinished / DESCRIPTION, msgspec.structs.replace(checkpoint, files=sums, created_utc=created)
-        )
-        _to_disk(unfinished)
-        unfinished.rename(final)
-        _to_disk(self._folder)
+    def _remove_old(self) -> None:
         for old in list(checkpoints_in(self._folder).values())[: -self._keep]:
             discarded = old.rename(old.with_name(old.name + UNFINISHED))  # no longer taken for a whole one
             shutil.rmtree(discarded)
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
+    """Write a checkpoint of one device, at once: what a conversion makes.
+
+    Args:
+        folder: of the checkpoint.
+        checkpoint: without files.
+        parts: whole tensors, or boxes of them, of device 0.
+
+    Raises:
+        ExperimentError: the folder is there already.
+        DiskFull: there is no room.
+    """
+    if folder.exists():
+        raise ExperimentError(f"{folder} exists already: give another name, or remove it")
+    with full_disk_named(folder.parent):
+        try:
+            _write(folder, checkpoint, _in_files(parts), [0], of=1)
+        except BaseException:
+            shutil.rmtree(_unfinished(folder), ignore_errors=True)
+            raise
+
+
+def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int) -> None:
+    """Write the files of some devices; the process with device 0 waits for all, and completes the whole."""
+    unfinished = _unfinished(final)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for device in devices:
+        write_json(unfinished / _sums(device), _write_device(unfinished, device, files))
+    if 0 not in devices:
+        return
+    sums: dict[str, FileSum] = {}
+    for device in range(of):
+        path = unfinished / _sums(device)
+        while not path.is_file():  # a process that died ends this one too
+            time.sleep(POLL_S)
+        sums |= read_json(path, dict[str, FileSum])
+        path.unlink()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(unfinished / DESCRIPTION, msgspec.structs.replace(checkpoint, files=sums, created_utc=created))
+    _to_disk(unfinished)
+    unfinished.rename(final)
+    _to_disk(final.parent)
+
+
+def _unfinished(final: Path) -> Path:
+    return final.with_name(final.name + UNFINISHED)
 
 
 def remove_unfinished(folder: Path) -> None:

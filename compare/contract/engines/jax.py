@@ -9,6 +9,7 @@ INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person coul
 JAX = Side(
     name="jaxpar",
     python_flag="jax_python",
+    converts=("orbax",),
     # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
     # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
     environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},

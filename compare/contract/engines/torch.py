@@ -27,7 +27,7 @@ def _not_in_pytorch(layout: Layout) -> str:
 TORCH = Side(
     name="torchpar",
     python_flag="torch_python",
-    converts_checkpoints=True,
+    converts=("nanogpt",),
     environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
     peers=TORCH_PEERS,
     engines=(

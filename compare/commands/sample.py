@@ -1,0 +1,118 @@
+"""`shardpair sample`: text from a checkpoint."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import tyro
+
+from compare.commands.arguments import SidePythons, pythons_of
+from compare.contract.checkpoint.description import DESCRIPTION
+from compare.contract.checkpoint.reader import CheckpointReader
+from compare.contract.engines.registry import REFERENCE, SIDES, side_of
+from compare.contract.experiment import Experiment, ExperimentError, load
+from compare.contract.sampling import SampleRequest
+from compare.studies.conversion import convert
+from compare.studies.sampling import Sampled, draw
+from compare.studies.tokens import Alphabet, alphabet_of
+from compare.terminal.console import print_json, results_console
+
+if TYPE_CHECKING:
+    SideName = str
+else:
+    SideName = Literal[tuple(SIDES)]
+
+
+class Sample(SidePythons, frozen=True, kw_only=True):
+    """Draw text from a checkpoint, in PyTorch, in JAX, or in both: with the same seed it is the same text.
+
+    Try:
+      shardpair sample runs/demo-20260101-120000/torch-manual --prompt "def "
+      shardpair sample out/ckpt.pt --temperature 0 --samples 3
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or the folder of an engine's run, whose newest is taken; or what `shardpair convert`
+    reads: nanoGPT's ckpt.pt, Hugging Face's GPT-2, an orbax checkpoint."""
+    prompt: str = "\n"
+    """Text to begin with. It is written as the data was: bytes, nanoGPT's characters, or GPT-2's tokens (with
+    tiktoken)."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Token ids to begin with, instead of text."""
+    tokens: int = 200
+    """How many tokens to draw."""
+    samples: int = 1
+    """How many texts."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token every time."""
+    top_k: int = 200
+    """Only so many of the likeliest tokens are drawn from; 0 for all."""
+    seed: int = 1337
+    """Of the uniform numbers that decide."""
+    meta: Path | None = None
+    """nanoGPT's meta.pkl, which says what its characters are; by default the one beside the data. Nothing in
+    it is executed."""
+    sides: tuple[SideName, ...] = (side_of(REFERENCE).name,)
+    """Who draws; with several it is compared."""
+    timeout_s: float = 600.0
+    """Seconds until a side must have drawn everything."""
+    json: bool = False
+    """Print what was drawn as one JSON object on stdout."""
+
+    def __call__(self, default: Experiment) -> int:
+        """Draw. Returns the exit code: 0, or 1 if the sides drew different texts."""
+        pythons = pythons_of(self)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.source
+            if not (folder / DESCRIPTION).is_file():
+                folder = Path(scratch) / "checkpoint"
+                convert(self.source, folder, "checkpoint", load("demo"), pythons=pythons)
+            reader = CheckpointReader(folder)
+            reader.verify()
+            experiment = reader.description.experiment
+            alphabet = None if self.prompt_tokens else alphabet_of(experiment, meta=self.meta)
+            request = self._request(folder, experiment, alphabet)
+            sampled = draw(request, list(self.sides), alphabet, pythons=pythons, timeout_s=self.timeout_s)
+        self._print(sampled)
+        return 0 if sampled.is_same else 1
+
+    def _request(self, folder: Path, experiment: Experiment, alphabet: Alphabet | None) -> SampleRequest:
+        prompt = alphabet.encode(self.prompt) if alphabet else list(self.prompt_tokens)
+        if not prompt:
+            raise ExperimentError("--prompt is empty: give at least one token to begin with")
+        vocab = experiment.model.vocab_size
+        if bad := [token for token in prompt if not 0 <= token < vocab]:
+            raise ExperimentError(f"--prompt: token {bad[0]}: the model has 0 to {vocab - 1}")
+        fields = {
+            "checkpoint": str(folder.absolute()),
+            "prompt": prompt,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "seed": self.seed,
+        }
+        try:
+            return msgspec.convert(fields, SampleRequest)
+        except msgspec.ValidationError as error:
+            raise ExperimentError(str(error).replace("`$.", "`--")) from None
+
+    def _print(self, sampled: Sampled) -> None:
+        if self.json:
+            print_json(sampled)
+            return
+        console = results_console()
+        shown = sampled.texts or {
+            side: [" ".join(map(str, drawn)) for drawn in found] for side, found in sampled.tokens.items()
+        }
+        first, *others = shown
+        for text in shown[first]:
+            console.print(text, soft_wrap=True, end="\n---\n")
+        if others and sampled.is_same:
+            console.print(f"{first} and {', '.join(others)} drew the same", soft_wrap=True)
+        for side in others:
+            if sampled.tokens[side] != sampled.tokens[first]:
+                console.print(f"{side} drew something else:", style="red")
+                for text in shown[side]:
+                    console.print(text, soft_wrap=True, end="\n---\n")

@@ -1,0 +1,182 @@
+"""Hugging Face's GPT-2 as safetensors: names and shapes, to the canonical ones and back.
+
+Its Conv1D keeps (in, out), as the canonical table does, and nn.Linear, which nanoGPT has, does not. Weights
+alone: Hugging Face keeps no optimizer's state beside them.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from safetensors.numpy import save
+
+from compare.contract.experiment import ExperimentError, Model
+from compare.contract.host.disk import write_atomically
+from compare.contract.initial_weights import require_fit
+from compare.contract.parameters import Parameter, parameter_table
+from compare.contract.tensors import Tensors
+
+CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
+PREFIX = "transformer."  # of a GPT2LMHeadModel; a GPT2Model has none
+HEAD = "lm_head.weight"
+_TOP = {
+    "embedding.token": "wte.weight",
+    "embedding.position": "wpe.weight",
+    "norm.scale": "ln_f.weight",
+    "norm.bias": "ln_f.bias",
+}
+_IN_BLOCK = {
+    "norm1.scale": "ln_1.weight",
+    "norm1.bias": "ln_1.bias",
+    "attention.qkv.weight": "attn.c_attn.weight",
+    "attention.qkv.bias": "attn.c_attn.bias",
+    "attention.out.weight": "attn.c_proj.weight",
+    "attention.out.bias": "attn.c_proj.bias",
+    "norm2.scale": "ln_2.weight",
+    "norm2.bias": "ln_2.bias",
+    "mlp.up.weight": "mlp.c_fc.weight",
+    "mlp.up.bias": "mlp.c_fc.bias",
+    "mlp.down.weight": "mlp.c_proj.weight",
+    "mlp.down.bias": "mlp.c_proj.bias",
+}
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_SPELLED = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """What of its config.json says which model it is."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_positions: int = 1024
+    vocab_size: int = 50257
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
+
+
+def is_huggingface(source: Path) -> bool:
+    """True for a folder with a config.json of a GPT-2."""
+    return (source / CONFIG).is_file() and (source / WEIGHTS_FILE).is_file()
+
+
+def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
+    """The sizes, and the weights by canonical name.
+
+    Args:
+        folder: with config.json and model.safetensors.
+
+    Raises:
+        ExperimentError: it is no GPT-2, or one that this model cannot be.
+        RecordError: the tensors cannot be read.
+    """
+    model = _model(folder / CONFIG)
+    tensors = Tensors(folder / WEIGHTS_FILE)
+    named = {name.removeprefix(PREFIX): name for name in tensors if not _is_mask(name)}
+    rows = parameter_table(model)
+    if HEAD in named and not np.array_equal(
+        tensors[named.pop(HEAD)], tensors[named[_TOP["embedding.token"]]]
+    ):
+        raise ExperimentError(f"{folder}: {HEAD} is not tied to the embedding, and the model's is")
+    require_fit(
+        {name: tensors.shape(whole) for name, whole in named.items()},
+        {_name(row): _shape(row) for row in rows},
+        str(folder),
+    )
+    return model, {row.name: tensors[named[_name(row)]].reshape(row.shape) for row in rows}
+
+
+def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
+    """Write config.json and model.safetensors, which `GPT2LMHeadModel.from_pretrained` reads.
+
+    Args:
+        folder: made if it is not there.
+        model: the sizes.
+        weights: by canonical name.
+    """
+    if not model.bias:
+        zeros = parameter_table(msgspec.structs.replace(model, bias=True))
+        weights = {
+            row.name: weights[row.name] if row.name in weights else np.zeros(row.shape, np.float32)
+            for row in zeros
+        }
+    rows = parameter_table(msgspec.structs.replace(model, bias=True))
+    tensors = {
+        PREFIX + _name(row): np.ascontiguousarray(weights[row.name].reshape(_shape(row)), np.float32)
+        for row in rows
+    }
+    config: dict[str, Any] = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": model.n_layer,
+        "n_head": model.n_head,
+        "n_embd": model.n_embd,
+        "n_positions": model.block_size,
+        "n_ctx": model.block_size,
+        "vocab_size": model.vocab_size,
+        "activation_function": _SPELLED[model.activation],
+        "layer_norm_epsilon": model.norm_eps,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+        "tie_word_embeddings": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / WEIGHTS_FILE, save(tensors, {"format": "pt"}))
+    write_atomically(folder / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+
+
+def _model(path: Path) -> Model:
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=Config)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if config.activation_function not in _ACTIVATIONS:
+        have = ", ".join(_ACTIVATIONS)
+        raise ExperimentError(f"{path}: activation_function = {config.activation_function}: there is {have}")
+    if config.n_inner not in (None, 4 * config.n_embd):
+        raise ExperimentError(f"{path}: n_inner = {config.n_inner}: the MLP here is 4 n_embd wide")
+    if not config.tie_word_embeddings:
+        raise ExperimentError(f"{path}: tie_word_embeddings = false: the head here is tied to the embedding")
+    try:
+        return msgspec.convert(
+            {
+                "n_layer": config.n_layer,
+                "n_head": config.n_head,
+                "n_embd": config.n_embd,
+                "block_size": config.n_positions,
+                "vocab_size": config.vocab_size,
+                "bias": True,
+                "activation": _ACTIVATIONS[config.activation_function],
+                "norm_eps": config.layer_norm_epsilon,
+            },
+            Model,
+        )
+    except msgspec.ValidationError as error:
+        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _name(row: Parameter) -> str:
+    if row.name in _TOP:
+        return _TOP[row.name]
+    _, layer, rest = row.name.split(".", 2)
+    return f"h.{layer}.{_IN_BLOCK[rest]}"
+
+
+def _shape(row: Parameter) -> tuple[int, ...]:
+    """Inputs and outputs as one dim each."""
+    if row.name.startswith("embedding.") or len(row.shape) == 1:
+        return row.shape
+    if not row.is_matrix:
+        return (int(np.prod(row.shape)),)
+    inputs = 1 if row.axes[0] == "embed" else len(row.shape) - 1
+    return int(np.prod(row.shape[:inputs])), int(np.prod(row.shape[inputs:]))
+
+
+def _is_mask(name: str) -> bool:
+    """The causal mask of each block, which old files have."""
+    return name.endswith((".attn.bias", ".attn.masked_bias"))

@@ -1,0 +1,102 @@
+"""Text to token ids and back: bytes, nanoGPT's characters, or GPT-2's pieces of words."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.host.files import why_not_readable
+
+META = "meta.pkl"
+BYTES = 256
+GPT2_TOKENS = 50257
+MAX_META_BYTES = 64 * 2**20
+
+
+class Alphabet(Struct, frozen=True):
+    """One way of writing text as tokens."""
+
+    name: str
+    encode: Callable[[str], list[int]]
+    """Raises ExperimentError: a character that there is no token for."""
+    decode: Callable[[list[int]], str]
+
+
+def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet:
+    """How an experiment's data writes text.
+
+    Args:
+        experiment: of the training.
+        meta: nanoGPT's meta.pkl; by default the one beside its data, if there is one.
+
+    Raises:
+        ExperimentError: it cannot be told, meta.pkl cannot be read, or tiktoken is missing.
+    """
+    beside = Path(experiment.data.source) / META
+    if meta or beside.is_file():
+        return _characters(meta or beside)
+    if experiment.model.vocab_size >= GPT2_TOKENS:
+        return _gpt2()
+    if experiment.model.vocab_size == BYTES:
+        return Alphabet(
+            "bytes",
+            encode=lambda text: list(text.encode()),
+            decode=lambda tokens: bytes(tokens).decode(errors="replace"),
+        )
+    raise ExperimentError(
+        f"model.vocab_size = {experiment.model.vocab_size}: it does not say how text is written; give "
+        f"nanoGPT's meta.pkl with --meta, or token ids with --prompt_tokens"
+    )
+
+
+def _characters(path: Path) -> Alphabet:
+    """nanoGPT's character-level data: a dict with `stoi` and `itos`."""
+    if why := why_not_readable(path):
+        raise ExperimentError(f"{path} {why}")
+    if path.stat().st_size > MAX_META_BYTES:
+        raise ExperimentError(f"{path} has more than {MAX_META_BYTES} bytes, which no meta.pkl has")
+    try:
+        with path.open("rb") as file:
+            found = _PlainUnpickler(file).load()
+        numbers = {str(character): int(number) for character, number in found["stoi"].items()}
+    except Exception as error:  # a pickle can go wrong in any way
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+    characters = {number: character for character, number in numbers.items()}
+
+    def encode(text: str) -> list[int]:
+        if unknown := sorted(set(text) - numbers.keys()):
+            raise ExperimentError(f"{path} has no token for {unknown[0]!r}: write the prompt without it")
+        return [numbers[character] for character in text]
+
+    return Alphabet(
+        "characters",
+        encode=encode,
+        decode=lambda tokens: "".join(characters.get(t, "\ufffd") for t in tokens),
+    )
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Dicts, lists, text and numbers: no name is ever looked up, so that nothing can be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")
+
+
+def _gpt2() -> Alphabet:
+    try:
+        import tiktoken
+    except ImportError:
+        raise ExperimentError(
+            "GPT-2's tokens need tiktoken: pip install 'shardpair[gpt2]'; or give token ids with "
+            "--prompt_tokens"
+        ) from None
+    encoding = tiktoken.get_encoding("gpt2")
+    return Alphabet(
+        "GPT-2",
+        encode=lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}),
+        decode=lambda tokens: encoding.decode([t for t in tokens if t < GPT2_TOKENS]),
+    )

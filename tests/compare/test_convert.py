@@ -1,0 +1,117 @@
+"""`shardpair convert`: from and to what others use; nothing half-written, nothing executed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import assert_is_random, random_state, write_random
+from safetensors.numpy import load_file, save_file
+
+from compare.cli import main
+from compare.contract.checkpoint.reader import CheckpointReader
+from compare.contract.experiment import Experiment, ExperimentError, Model, Precision, edited
+from compare.studies.conversion import format_of
+from compare.studies.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
+
+EXPERIMENT = Experiment(
+    model=Model(n_layer=2, n_head=2, n_embd=6, block_size=5, vocab_size=7, bias=True, activation="gelu_tanh"),
+    precision=Precision(dtype="float64"),
+)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    return write_random(tmp_path / "given", EXPERIMENT)
+
+
+def weights(experiment: Experiment = EXPERIMENT) -> dict[str, np.ndarray]:
+    return {name: array for (group, name), array in random_state(experiment).items() if group == "weights"}
+
+
+def test_from_a_run_to_weights_and_to_a_checkpoint(given, tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "given"), str(tmp_path / "w.safetensors")]) == 0
+    found = load_file(tmp_path / "w.safetensors")
+    for name, array in weights().items():
+        np.testing.assert_array_equal(found[name], array)
+    assert main(["convert", str(given), str(tmp_path / "copy"), "--json"]) == 0
+    assert_is_random(tmp_path / "copy", EXPERIMENT)
+    printed = capsys.readouterr().out.splitlines()
+    assert "w.safetensors: weights, of torch-manual, after 5 updates: 2 layers of width 6" in printed[0]
+    assert json.loads("".join(printed[1:]))["format"] == "checkpoint"
+
+
+def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
+    assert main(["convert", str(given), str(tmp_path / "gpt2"), "--to", "huggingface"]) == 0
+    tensors = load_file(tmp_path / "gpt2" / WEIGHTS_FILE)
+    # Its Conv1D keeps (in, out), nn.Linear (out, in).
+    qkv = weights()["blocks.1.attention.qkv.weight"].reshape(6, 18)
+    np.testing.assert_array_equal(tensors["transformer.h.1.attn.c_attn.weight"], qkv.astype(np.float32))
+    out = weights()["blocks.0.attention.out.weight"].reshape(6, 6)
+    np.testing.assert_array_equal(tensors["transformer.h.0.attn.c_proj.weight"], out.astype(np.float32))
+    model, found = read_gpt2(tmp_path / "gpt2")
+    assert model == EXPERIMENT.model
+    for name, array in weights().items():
+        np.testing.assert_array_equal(found[name], array.astype(np.float32))
+    assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "back")]) == 0
+    reader = CheckpointReader(tmp_path / "back")
+    assert (reader.description.updates, reader.description.experiment.model) == (0, EXPERIMENT.model)
+    assert not reader.read("v", "embedding.token").any()
+
+
+def test_a_model_without_biases_has_zeros_there(tmp_path):
+    model = edited(EXPERIMENT, {"model": {"bias": False}})
+    write_gpt2(tmp_path / "gpt2", model.model, weights(model))
+    assert not load_file(tmp_path / "gpt2" / WEIGHTS_FILE)["transformer.h.0.mlp.c_fc.bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        ({"activation_function": "relu"}, "activation_function = relu"),
+        ({"n_inner": 7}, "n_inner = 7: the MLP here is 4 n_embd wide"),
+        ({"tie_word_embeddings": False}, "the head here is tied to the embedding"),
+        ({"n_layer": 3}, "tensors and the model"),
+        ({"n_layer": "x"}, "Expected `int`, got `str`"),
+        ({"n_layer": -1}, "Expected `int` >= 1"),
+    ],
+)
+def test_what_this_model_cannot_be_is_refused(tmp_path, spoil, says):
+    write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
+    config = json.loads((tmp_path / "gpt2" / CONFIG).read_text())
+    (tmp_path / "gpt2" / CONFIG).write_text(json.dumps(config | spoil))
+    with pytest.raises(ExperimentError) as refused:
+        read_gpt2(tmp_path / "gpt2")
+    assert says in str(refused.value)
+
+
+def test_masks_of_old_files_are_left_out_and_an_untied_head_is_not(tmp_path):
+    write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
+    path = tmp_path / "gpt2" / WEIGHTS_FILE
+    tensors = load_file(path)
+    save_file({**tensors, "transformer.h.0.attn.bias": np.zeros((1, 1, 5, 5))}, path)
+    read_gpt2(tmp_path / "gpt2")
+    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
+    with pytest.raises(ExperimentError, match="is not tied to the embedding"):
+        read_gpt2(tmp_path / "gpt2")
+
+
+def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
+    for arguments, says in (
+        ((str(given), str(given)), "exists already"),
+        ((str(given), str(tmp_path / "no" / "x")), "there is no folder"),
+        (("nowhere", str(tmp_path / "x")), "no checkpoint is there"),
+        (("nowhere.pt", str(tmp_path / "x")), "does not exist"),
+    ):
+        before = sorted(tmp_path.iterdir())
+        assert main(["convert", *arguments]) == 2
+        assert says in capsys.readouterr().err
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_format_by_the_name():
+    assert [format_of(Path(name)) for name in ("a.pt", "a.safetensors", "a")] == [
+        "nanogpt",
+        "weights",
+        "checkpoint",
+    ]

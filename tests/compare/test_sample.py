@@ -1,0 +1,39 @@
+"""`shardpair sample`: both frameworks draw the same text from a checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import write_random
+
+from compare.cli import main
+from compare.contract.experiment import Experiment, Model
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    model = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, bias=True)
+    return write_random(tmp_path, Experiment(model=model))
+
+
+def test_both_frameworks_draw_the_same(given, capsys):
+    for options in (("--temperature", "0"), ("--samples", "3", "--seed", "5")):
+        arguments = ("sample", str(given), "--prompt", "ab", "--tokens", "12", *options)
+        assert main([*arguments, "--sides", "torchpar", "jaxpar", "--json"]) == 0
+        drawn = json.loads(capsys.readouterr().out)["tokens"]
+        assert drawn["torchpar"] == drawn["jaxpar"]
+        assert all(len(tokens) == 14 and tokens[:2] == [97, 98] for tokens in drawn["jaxpar"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--prompt", ""), "--prompt is empty"),
+        (("--prompt_tokens", "256"), "token 256: the model has 0 to 255"),
+        (("--tokens", "0"), "--tokens"),
+        (("--temperature", "-1"), "--temperature"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(given, capsys, arguments, says):
+    assert main(["sample", str(given), *arguments]) == 2
+    assert says in capsys.readouterr().err

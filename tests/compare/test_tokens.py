@@ -1,0 +1,54 @@
+"""Text as tokens and back: bytes, nanoGPT's characters; nothing in a meta.pkl is executed."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from compare.contract.experiment import Data, Experiment, ExperimentError, Model
+from compare.studies.tokens import META, alphabet_of
+
+
+def spec(source: str, vocab: int) -> Experiment:
+    return Experiment(model=Model(vocab_size=vocab), data=Data(source=source))
+
+
+def test_bytes():
+    alphabet = alphabet_of(spec("stdlib", 256))
+    assert alphabet.decode(alphabet.encode("für")) == "für"
+    assert alphabet.decode([0xFF]) == "\ufffd"
+
+
+def test_nanogpts_characters(tmp_path: Path):
+    stoi = {"a": 0, "b": 1}
+    (tmp_path / META).write_bytes(pickle.dumps({"vocab_size": 2, "stoi": stoi, "itos": {0: "a", 1: "b"}}))
+    alphabet = alphabet_of(spec(str(tmp_path), 2))
+    assert (alphabet.encode("abba"), alphabet.decode([1, 0, 5])) == ([0, 1, 1, 0], "ba\ufffd")
+    with pytest.raises(ExperimentError, match="has no token for 'c'"):
+        alphabet.encode("abc")
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (pickle.dumps({"stoi": Code()}), r"it asks for builtins.print, and only plain values are read"),
+        (b"", "is no meta.pkl of nanoGPT"),
+        (pickle.dumps([1]), "is no meta.pkl of nanoGPT"),
+        (pickle.dumps({"stoi": {"a": "x"}}), "is no meta.pkl of nanoGPT"),
+    ],
+)
+def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys, content, says):
+    (tmp_path / META).write_bytes(content)
+    with pytest.raises(ExperimentError, match=says):
+        alphabet_of(spec("stdlib", 2), meta=tmp_path / META)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_what_nobody_can_read_is_said():
+    with pytest.raises(ExperimentError, match="it does not say how text is written"):
+        alphabet_of(spec("synthetic", 300))

@@ -1,0 +1,159 @@
+"""nanoGPT's ckpt.pt, as its train.py writes it: read with its optimizer's state, and written back."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from checkpoints import write_random
+
+from compare.contract.checkpoint.reader import CheckpointReader
+from compare.contract.experiment import Data, Experiment, ExperimentError, Model, Optimizer, Train, load
+from compare.contract.nanogpt_settings import experiment_of, settings_of
+from torchpar.model import GPT
+from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
+
+MODEL = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
+BASE = Experiment(model=MODEL, data=Data(source="synthetic"))
+UPDATES = 3
+
+
+def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """nanoGPT's loop, without its schedule."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(step))
+        _, loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+def optimizer_of(model: GPT) -> torch.optim.Optimizer:
+    """As nanoGPT's configure_optimizers makes it."""
+    parameters = [p for _, p in model.named_parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+
+
+@pytest.fixture
+def trained() -> tuple[GPT, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(MODEL)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(UPDATES))
+    return model, optimizer
+
+
+@pytest.fixture
+def saved(trained, tmp_path) -> Path:
+    model, optimizer = trained
+    checkpoint = {
+        "model": {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": settings_of(BASE, only_model=True),
+        "iter_num": UPDATES,
+        "best_val_loss": torch.tensor(2.0),
+        "config": {"learning_rate": 1e-3, "batch_size": 4, "dataset": "shakespeare_char", "compile": True},
+    }
+    path = tmp_path / "ckpt.pt"
+    torch.save(checkpoint, path)
+    return path
+
+
+def test_what_nanogpt_saved_is_all_there(saved, trained, tmp_path):
+    import_checkpoint(saved, tmp_path / "ours", BASE)
+    reader = CheckpointReader(tmp_path / "ours")
+    reader.verify()
+    found = reader.description
+    assert (found.engine, found.step, found.updates) == ("nanoGPT", UPDATES, UPDATES)
+    assert (found.experiment.train.batch_size, found.experiment.optimizer.learning_rate) == (4, 1e-3)
+    model, optimizer = trained
+    qkv = model.transformer["h"][1].attn.c_attn.weight
+    state = optimizer.state[qkv]
+    for group, tensor in (("weights", qkv), ("m", state["exp_avg"]), ("v", state["exp_avg_sq"])):
+        expected = tensor.detach().numpy().T.reshape(8, 3, 2, 4)
+        np.testing.assert_array_equal(reader.read(group, "blocks.1.attention.qkv.weight"), expected)
+
+
+def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
+    import_checkpoint(saved, tmp_path / "ours", BASE)
+    export_checkpoint(tmp_path / "ours", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert (back["iter_num"], back["model_args"]) == (UPDATES, settings_of(BASE, only_model=True))
+    model = GPT(MODEL)
+    model.load_state_dict(back["model"])
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(back["optimizer"])
+    own_model, own_optimizer = trained
+    steps = range(UPDATES, UPDATES + 3)
+    assert train(model, optimizer, steps) == train(own_model, own_optimizer, steps)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda saved: saved.pop("optimizer"), "has no optimizer: it is no checkpoint of nanoGPT's train.py"),
+        (lambda saved: saved.update(iter_num=9), r"iter_num = 9, and its optimizer is at step \[3\]"),
+        (lambda saved: saved["model_args"].update(n_layer=3), "has 28 tensors and the model 40"),
+        (lambda saved: saved["model_args"].update(n_head=3), "model.n_head = 3 does not divide"),
+        (
+            lambda saved: saved["optimizer"]["state"][0].pop("exp_avg"),
+            "has no exp_avg of transformer.wte.weight",
+        ),
+        (
+            lambda saved: saved["optimizer"]["param_groups"][0]["params"].pop(),
+            "has 27 parameters, and the model 28",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path, spoil, says):
+    content = torch.load(saved, weights_only=True)
+    spoil(content)
+    torch.save(content, saved)
+    with pytest.raises(ExperimentError, match=says):
+        import_checkpoint(saved, tmp_path / "ours", BASE)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+class Code:
+    """A pickle that would run a command."""
+
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path, capsys):
+    torch.save({"model": {}, "optimizer": Code()}, tmp_path / "ckpt.pt")
+    with pytest.raises(ExperimentError, match="cannot be unpickled safely"):
+        import_checkpoint(tmp_path / "ckpt.pt", tmp_path / "ours", BASE)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_nanogpt_has_adamw_alone(saved, tmp_path):
+    base = msgspec.structs.replace(BASE, optimizer=Optimizer(name="sgd"))
+    import_checkpoint(saved, tmp_path / "ours", base)
+    assert CheckpointReader(tmp_path / "ours").description.experiment.optimizer.name == "adamw"
+    with pytest.raises(ExperimentError, match="nanoGPT has AdamW only, and this is of sgd"):
+        export_checkpoint(write_random(tmp_path, base), tmp_path / "back.pt")
+
+
+def test_settings_go_there_and_back():
+    experiment = load("baby-gpt")
+    found, unknown = experiment_of(
+        {**settings_of(experiment), "wandb_log": True},
+        base=Experiment(data=experiment.data, train=Train(seed=1337)),
+    )
+    assert unknown == ["wandb_log"]
+    assert found.model == experiment.model
+    assert found.optimizer == experiment.optimizer
+    assert decode_base("") == Experiment()
+    with pytest.raises(ExperimentError, match="nanoGPT's settings: Expected `int`"):
+        experiment_of({"n_layer": "x"}, base=Experiment())
