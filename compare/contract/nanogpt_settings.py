@@ -4,6 +4,7 @@ One table for all that has a meaning here. What has none, such as where nanoGPT 
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -64,5 +65,7 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Exp
 def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str, Any]:
     """The settings of nanoGPT that describe an experiment, as far as it has them."""
     sections = msgspec.to_builtins(experiment)
-    names = MODEL_ARGS if only_model else FIELDS
-    return {name: sections[FIELDS[name]][name] for name in names}
+    if only_model:
+        return {name: sections["model"][name] for name in MODEL_ARGS}
+    settings = {name: sections[section][name] for name, section in FIELDS.items()}
+    return {**settings, "dataset": Path(experiment.data.source).name}  # a folder in nanoGPT's data/

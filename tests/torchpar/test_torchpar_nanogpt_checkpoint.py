@@ -151,7 +151,7 @@ def test_settings_go_there_and_back():
         {**settings_of(experiment), "wandb_log": True},
         base=Experiment(data=experiment.data, train=Train(seed=1337)),
     )
-    assert unknown == ["wandb_log"]
+    assert unknown == ["dataset", "wandb_log"]
     assert found.model == experiment.model
     assert found.optimizer == experiment.optimizer
     assert decode_base("") == Experiment()
