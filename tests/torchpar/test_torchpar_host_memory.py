@@ -18,10 +18,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+PAGES = sum(range(1_000_000, 3_000_000, 100_000)) * 4 // 4096
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_every_step_allocates_is_not_faulted_in_again():
-    faults = {}
-    for what in ("keep", "leave"):
-        command = [sys.executable, "-c", FAULTS, what]
-        faults[what] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert faults["keep"] < 0.1 * faults["leave"]  # of 38,000 pages
+    """Without it glibc faults in nearly all of them, every step; but not in every process."""
+    command = [sys.executable, "-c", FAULTS, "keep"]
+    faults = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert faults < 0.1 * PAGES
