@@ -24,7 +24,7 @@ from compare.commands.arguments import Spec
 from compare.commands.bench import Bench
 from compare.commands.check import Check
 from compare.commands.run import Run
-from compare.contract.experiment import Experiment, ExperimentError, load, parse, revalidate
+from compare.contract.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.bench import BenchResult
@@ -32,6 +32,7 @@ from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE
+from compare.studies.nanogpt_config import load_experiment
 
 __all__ = ["Race", "Result", "Training", "bench", "check", "experiment", "read", "run"]
 
@@ -159,7 +160,7 @@ class Race(Struct, frozen=True, kw_only=True):
 
 
 def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> Experiment:
-    """A named experiment or a TOML file, with other values in some fields.
+    """A named experiment, a TOML file or one of nanoGPT's config files, with other values in some fields.
 
     Args:
         name: as on the command line.
@@ -168,7 +169,7 @@ def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> E
     Raises:
         ExperimentError: no such experiment or field, or a value that cannot work.
     """
-    fields = msgspec.to_builtins(load(str(name)))
+    fields = msgspec.to_builtins(load_experiment(str(name)))
     for section, values in sections.items():
         fields[section] = {**fields.get(section, {}), **values}
     return parse(msgspec.toml.encode(fields), origin=str(name))
@@ -248,7 +249,9 @@ def _command(
     """The command as its command line would give it, and its experiment."""
     is_built = isinstance(experiment, Experiment)
     name, default = (
-        ("notebook", revalidate(experiment)) if is_built else (str(experiment), load(str(experiment)))
+        ("notebook", revalidate(experiment))
+        if is_built
+        else (str(experiment), load_experiment(str(experiment)))
     )
     allowed = set(command.__struct_fields__) - set(Experiment.__struct_fields__) - NOT_OPTIONS
     if unknown := sorted(options.keys() - allowed):

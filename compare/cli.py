@@ -38,6 +38,7 @@ from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.studies.golden import EXPERIMENT as GOLDEN
+from compare.studies.nanogpt_config import notes_on
 from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
@@ -154,6 +155,9 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:2] == ["bench", "collectives"]:  # a benchmark, but not of an experiment
         arguments = arguments[1:]
     command, name = parse(arguments)
+    if isinstance(command, Spec):
+        for note in notes_on(name):
+            errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
     default = command.default_experiment(name) if isinstance(command, Spec) else load(name)
     return command(default)
 
@@ -187,7 +191,7 @@ def _subcommand(word: str, name: str) -> object:
 
 def _misplaced(command: str, word: str) -> str:
     """Advice about a word that is not behind a flag, nor first."""
-    if word in named_experiments() or Path(word).suffix == ".toml":
+    if word in named_experiments() or Path(word).suffix in (".toml", ".py"):
         return f"give the experiment first: shardpair {command} {word} ..."
     return f"{word}: no flag takes this (a switch is --model.bias or --model.no_bias, without a value)"
 

@@ -19,8 +19,10 @@ from jax.sharding import Mesh
 from compare.contract.checkpoint.description import WEIGHTS
 from compare.contract.checkpoint.reader import CheckpointReader
 from compare.contract.checkpoint.saving import Saving
+from compare.contract.data import Corpus
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
+from compare.contract.evaluation import Evaluation, evaluate, is_due, require_validation
 from compare.contract.experiment import Experiment, ExperimentError, Model
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
@@ -28,7 +30,7 @@ from compare.contract.optimizer import StepScalars, step_scalars
 from compare.contract.parameters import initial_parameters, storage_dtype
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.stream import Batches, open_stream
+from compare.contract.stream import Batches, OwnBatches, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.checkpoint import read_tree, state_parts
@@ -119,18 +121,22 @@ def train(
     step = compile_step(sharded, state, experiment)
     compile_s = time.perf_counter() - begun
     progress()
+    evaluate_if_due = make_evaluation(sharded, state, experiment, corpus=corpus, recorder=recorder)
+    progress()
     first = step  # with a ladder, one that also returns the gradients
     if request.ladder:
         first = compile_step(sharded, state, experiment, with_gradients=True)
         progress()
 
     progress(in_step=True)
+    evaluate_if_due()
     while state.step < experiment.train.max_iters:
         run = first if state.step == request.first_step else step
         together = request.timing.together(state.step) if request.timing else 1
         drawn = [corpus.batch(experiment, state.step + ahead) for ahead in range(together)]
         train_steps(run, sharded, state, recording, experiment, drawn)
-        saving.step_is_done(step=state.step, updates=state.updates)
+        evaluation = evaluate_if_due()
+        saving.step_is_done(step=state.step, updates=state.updates, evaluation=evaluation)
         progress(in_step=state.step < experiment.train.max_iters)
     saving.finish()
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
@@ -245,9 +251,6 @@ def compile_step(
         params, opt_state, metrics, gradients = sharded.step(params, opt_state, batch, scalars)
         return params, opt_state, metrics, gradients if with_gradients else None
 
-    train = experiment.train
-    shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
-    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
     moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     jitted = jax.jit(
         step,
@@ -255,8 +258,64 @@ def compile_step(
         out_shardings=(sharded.params, moments, sharded.scalars, sharded.moments if with_gradients else None),
         donate_argnums=(0, 1),
     )
-    lowered = jitted.lower(state.params, state.opt_state, batch, device_scalars(experiment, 0))
+    lowered = jitted.lower(
+        state.params, state.opt_state, batch_like(experiment), device_scalars(experiment, 0)
+    )
     return lowered.compile(compiler_options=sharded.compiler_options)
+
+
+def make_evaluation(
+    sharded: ShardedStep,
+    state: TrainState,
+    experiment: Experiment,
+    *,
+    corpus: Corpus | OwnBatches,
+    recorder: Recorder,
+) -> Callable[[], Evaluation | None]:
+    """A function that evaluates the state's weights where that is due, and records it.
+
+    What is compiled is the training step of which only the loss is asked for: XLA leaves out the rest of it.
+
+    Raises:
+        ExperimentError: there is nothing to evaluate on.
+    """
+    require_validation(experiment, corpus)
+    if not experiment.train.eval_interval:
+        return lambda: None
+
+    def loss(params: Any, opt_state: Any, batch: Any, scalars: Any) -> jax.Array:
+        _, _, metrics, _ = sharded.step(params, opt_state, batch, scalars)
+        return metrics["loss"]
+
+    moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    jitted = jax.jit(
+        loss,
+        in_shardings=(sharded.params, moments, sharded.batch, sharded.scalars),
+        out_shardings=sharded.scalars,
+    )
+    scalars = device_scalars(experiment, 0)
+    lowered = jitted.lower(state.params, state.opt_state, batch_like(experiment), scalars)
+    compiled = lowered.compile(compiler_options=sharded.compiler_options)
+
+    def loss_of(inputs: np.ndarray, targets: np.ndarray) -> jax.Array:
+        placed = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
+        return compiled(state.params, state.opt_state, placed, scalars)
+
+    def evaluate_if_due() -> Evaluation | None:
+        if not is_due(experiment, state.step):
+            return None
+        evaluation = evaluate(experiment, corpus, state.step, loss_of)
+        recorder.evaluation(evaluation)
+        return evaluation
+
+    return evaluate_if_due
+
+
+def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
+    """A global batch without data."""
+    train = experiment.train
+    shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
+    return dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
 
 
 def device_scalars(experiment: Experiment, updates: int) -> dict[str, np.ndarray]:

@@ -130,7 +130,13 @@ class OneStage(nn.Module):
         return self.part(x, stage=self.stage)
 
 
-def as_pipeline(parallel: ParallelModel, *, axis: Axis, run: Callable[..., torch.Tensor]) -> ParallelModel:
+def as_pipeline(
+    parallel: ParallelModel,
+    *,
+    axis: Axis,
+    run: Callable[..., torch.Tensor],
+    evaluate: Callable[..., torch.Tensor],
+) -> ParallelModel:
     """A rank's own stages, parallel over the other axes, as a part of the whole pipeline.
 
     Args:
@@ -138,6 +144,7 @@ def as_pipeline(parallel: ParallelModel, *, axis: Axis, run: Callable[..., torch
             pieces of their gradients can be added up.
         axis: the pipeline's ranks.
         run: see `ParallelModel.run_pipeline`.
+        evaluate: see `ParallelModel.evaluate_pipeline`.
     """
     tied = parallel.parameters.get(TIED)
     ends = (0, axis.size - 1)
@@ -150,6 +157,7 @@ def as_pipeline(parallel: ParallelModel, *, axis: Axis, run: Callable[..., torch
     return replace(
         parallel,
         run_pipeline=run,
+        evaluate_pipeline=evaluate,
         finish_gradient_synchronization=finish,
         sharded_over=lambda name: (*parallel.sharded_over(name), axis),
         copies=frozenset({TIED} if axis.rank == axis.size - 1 else ()),

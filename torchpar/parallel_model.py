@@ -54,6 +54,8 @@ class ParallelModel:
             after it.
         run_pipeline: instead of calling `module`: from the inputs and targets of every microbatch, and a
             context for each forward, to their mean loss; leaves gradients on the parameters.
+        evaluate_pipeline: the same without gradients, which are left as they are.
+        end_evaluation: after the last forward without a backward.
         sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
         elements: by name, which elements of a rank's part along tp its piece is, row by row; None for all.
         copies: names of what another rank along those axes has, too, and counts in the norm.
@@ -68,6 +70,8 @@ class ParallelModel:
     no_sync: Callable[[], AbstractContextManager] = nullcontext
     finish_gradient_synchronization: Callable[[], None] = _nothing
     run_pipeline: Callable[..., torch.Tensor] | None = None
+    evaluate_pipeline: Callable[..., torch.Tensor] | None = None
+    end_evaluation: Callable[[], None] = _nothing
     sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
     elements: Callable[[str], slice | None] = _all_elements
     copies: frozenset[str] = frozenset()

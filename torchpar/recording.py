@@ -12,6 +12,7 @@ import torch
 from compare.contract.communication import GRADIENTS, Communication
 from compare.contract.divergence import end_if_diverged
 from compare.contract.engines.registry import ENGINES
+from compare.contract.evaluation import Evaluation
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count
@@ -137,6 +138,11 @@ class Recording:
         if self._recorder:
             self._recorder.step(done)
         end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """After an evaluation, which has the same losses on all ranks."""
+        if self._recorder:
+            self._recorder.evaluation(evaluation)
 
     def finish(self) -> None:
         """After the last step: put the ranks' costs together, and complete the record."""

@@ -14,6 +14,7 @@ import torch
 from compare.contract.checkpoint.saving import Saving
 from compare.contract.communication import LOSS
 from compare.contract.engines.torch import TORCH
+from compare.contract.evaluation import Evaluation, evaluate, is_due, require_validation
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.parameters import fingerprint
@@ -69,12 +70,15 @@ def train(
     )
     if request.ladder:
         recording.begin(to_device(run, *run.corpus.batch(run.experiment, run.state.step)))
+    require_validation(run.experiment, run.corpus)
+    evaluate_if_due(run, recording)
     while run.state.step < run.experiment.train.max_iters:
         if request.timing and request.timing.is_in_window(run.state.step):
             train_window(run, recording, steps=request.timing.window)
         else:
             train_step(run, recording)
-        saving.step_is_done(step=run.state.step, updates=run.state.updates)
+        evaluation = evaluate_if_due(run, recording)
+        saving.step_is_done(step=run.state.step, updates=run.state.updates, evaluation=evaluation)
     saving.finish()
     recording.finish()
     process_groups.leave_group()
@@ -222,6 +226,35 @@ def run_passes(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) ->
             run.rank.at(run.state.step, "backward")
             (mean / passes).backward()
         loss += mean.detach() / passes
+    return loss
+
+
+def evaluate_if_due(run: Run, recording: Recording) -> Evaluation | None:
+    """Evaluate the weights where that is due, and record it; all ranks together."""
+    if not is_due(run.experiment, run.state.step):
+        return None
+    with run.mesh.traffic.paused():
+        loss_of = functools.partial(mean_loss, run)
+        evaluation = evaluate(run.experiment, run.corpus, run.state.step, loss_of)
+    run.parallel.end_evaluation()
+    recording.evaluated(evaluation)
+    return evaluation
+
+
+@torch.no_grad()
+def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
+    """The mean loss of a global batch, a scalar, without gradients."""
+    run.rank.at(run.state.step, "evaluation")
+    data, batch = run.mesh.data, to_device(run, inputs_ABT, targets_ABT)
+    if run.parallel.evaluate_pipeline:
+        loss = run.parallel.evaluate_pipeline(*batch, functools.partial(autocast, run))
+    else:
+        with autocast(run):
+            losses = [run.parallel.module(*one)[1] for one in zip(*batch, strict=True)]
+        loss = torch.stack(losses).mean()
+    if data.size > 1:
+        data.all_reduce(loss, purpose=LOSS)
+        loss /= data.size
     return loss
 
 

@@ -21,7 +21,6 @@ from compare.contract.experiment import (
     Optimizer,
     Precision,
     Train,
-    load,
     revalidate,
 )
 from compare.contract.request import Platform
@@ -29,6 +28,7 @@ from compare.execute.paths import check_cache, check_python, default_cache
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, Comparison
 from compare.studies.dry_run import plan, show
+from compare.studies.nanogpt_config import load_experiment
 from compare.studies.paired_run import Case, Settings, compare_cases, continue_cases
 from compare.studies.presets import SPREAD, check_names
 from compare.terminal.console import messages_console
@@ -59,7 +59,8 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
-    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden) or a TOML file. Give it
+    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden), a TOML file, or one of
+    nanoGPT's config files, such as config/train_shakespeare_char.py: parsed, never executed. Give it
     first."""
     model: Model = Model()
     data: Data = Data()
@@ -99,7 +100,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     @classmethod
     def default_experiment(cls, name: str) -> Experiment:
         """The experiment that the flags override. Raises ExperimentError: there is none of this name."""
-        return load(name)
+        return load_experiment(name)
 
     def resolved(self) -> Experiment:
         """The experiment with the overrides in it, checked. Raises ExperimentError."""

@@ -26,6 +26,8 @@ SYNTHETIC_TOKENS = 1_000_000
 VALIDATION_FRACTION = 0.1
 SAMPLE_TOKENS = 1_000_000  # of a .bin file, which tell how wide its tokens are
 WIDEST = 2**16  # ids that 16 bits tell apart
+SPLITS = ("train", "validation")
+EVALUATION = 3  # of Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
 WHAT_TO_GIVE = "give stdlib, synthetic, a text or .bin file, or a folder with train.bin"
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
@@ -59,14 +61,36 @@ class Corpus:
             gradient_accumulation_steps, B = batch_size, T = block_size. Data-parallel rank r of R
             takes the rows r B/R to (r+1) B/R of every A.
         """
+        return self._draw(experiment, self.train, [0, 0, step, 0])
+
+    def evaluation_batch(
+        self, experiment: Experiment, split: str, step: int, index: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One of the batches that weights are evaluated on: other windows than those that are trained on.
+
+        Args:
+            experiment: as for `batch`.
+            split: one of `SPLITS`.
+            step: optimizer steps already taken.
+            index: which of the evaluation's batches.
+
+        Returns:
+            As `batch`.
+        """
+        tokens = self.train if split == "train" else self.validation
+        return self._draw(experiment, tokens, [0, index, step, EVALUATION + SPLITS.index(split)])
+
+    def _draw(
+        self, experiment: Experiment, tokens: np.ndarray, counter: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
         train, length = experiment.train, experiment.model.block_size
         shape = (train.gradient_accumulation_steps, train.batch_size)
         # Raw Philox words: NumPy promises that their stream stays, and not that of Generator.integers.
-        words = np.random.Philox(key=train.seed, counter=[0, 0, step, 0]).random_raw(shape)
+        words = np.random.Philox(key=train.seed, counter=counter).random_raw(shape)
         self._require_whole_file()
-        starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(self.train) - length)).astype(np.int64)
+        starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(tokens) - length)).astype(np.int64)
         window_ABT = starts_AB[:, :, None] + np.arange(length)
-        return self.train[window_ABT].astype(np.int32), self.train[window_ABT + 1].astype(np.int32)
+        return tokens[window_ABT].astype(np.int32), tokens[window_ABT + 1].astype(np.int32)
 
     def _require_whole_file(self) -> None:
         """Refuse a mapped file that has shrunk: to read beyond its end kills the process without a word."""

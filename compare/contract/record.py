@@ -2,6 +2,7 @@
 
     request.json              what to run (the harness writes it; `python -m SIDE RUN_DIR` reads it)
     steps.jsonl               one `Step` a line
+    evaluations.jsonl         one `Evaluation` a line, if there are any
     ledger.json               what one steady step communicated: a list of `Communication`
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
     manifest.json             how it was run and what it cost; written last, so that its presence means
@@ -19,7 +20,7 @@ The one module of the contract that needs more than NumPy and msgspec: safetenso
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from safetensors.numpy import save
 from compare.contract.checkpoint.description import CHECKPOINTS
 from compare.contract.checkpoint.saver import remove_unfinished
 from compare.contract.communication import Communication
+from compare.contract.evaluation import Evaluation
 from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
@@ -36,9 +38,11 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.tensors import RecordError, Tensors, garbled
 from compare.contract.timing import Window
 
+T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"
 STEPS, LEDGER = "steps.jsonl", "ledger.json"
 STEPS_PART = STEPS + ".part"
+EVALUATIONS = "evaluations.jsonl"
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -112,6 +116,7 @@ class Record(Struct, frozen=True, kw_only=True):
     manifest: Manifest
     steps: list[Step]
     ledger: list[Communication] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
     request: Request | None = None
     """What was asked for; None for numbers that no engine of ours made."""
 
@@ -154,6 +159,11 @@ class Recorder:
             self._steps.write(msgspec.json.encode(step) + b"\n")
             self._steps.flush()
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Append one evaluation; readable at once. Raises DiskFull."""
+        with full_disk_named(self.folder), (self.folder / EVALUATIONS).open("ab") as file:
+            file.write(msgspec.json.encode(evaluation) + b"\n")
+
     def finish(self, manifest: Manifest, ledger: list[Communication]) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
@@ -164,7 +174,7 @@ class Recorder:
 
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
-    names = [MANIFEST, ERROR, STEPS, STEPS_PART, LEDGER]
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER]
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
@@ -184,13 +194,17 @@ def read_failure(folder: Path) -> Failure | None:
 
 def read_steps(path: Path) -> list[Step]:
     """Every step of a steps file. Raises RecordError: it is missing, garbled or empty."""
-    try:
-        steps = [decode_json(line, Step) for line in path.read_bytes().splitlines()]
-    except (OSError, msgspec.DecodeError) as error:
-        raise garbled(path, error) from None
+    steps = _read_lines(path, Step)
     if not steps:
         raise RecordError(f"{path} cannot be read: it holds no step")
     return steps
+
+
+def _read_lines(path: Path, type: type[T]) -> list[T]:
+    try:
+        return [decode_json(line, type) for line in path.read_bytes().splitlines()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise garbled(path, error) from None
 
 
 def read_record(folder: Path, *, requested: bool = True) -> Record:
@@ -210,5 +224,6 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         manifest=read_own_json(folder / MANIFEST, Manifest),
         steps=read_steps(folder / STEPS),
         ledger=read_own_json(folder / LEDGER, list[Communication]),
+        evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

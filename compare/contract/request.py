@@ -127,6 +127,8 @@ def _require_timeable(request: Request) -> None:
         )
     if timing and (request.resume or request.experiment.checkpoint.every):
         raise ExperimentError("timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0")
+    if timing and request.experiment.train.eval_interval:
+        raise ExperimentError("timing: a timed run evaluates nothing: train.eval_interval = 0")
     if timing and timing.steps != steps:
         raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
 

@@ -96,6 +96,11 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sequences in one forward-backward pass, over all data-parallel devices together."""
     gradient_accumulation_steps: Positive = 1
     """Forward-backward passes added up before each optimizer step; gradients are reduced once."""
+    eval_interval: Count = 0
+    """Evaluate before the first step, after every so many, and after the last; 0 never does."""
+    eval_iters: Positive = 200
+    """Forward passes over each split, of batch_size sequences, whose mean an evaluation is; rounded up to a
+    multiple of gradient_accumulation_steps."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 1337
     """Seeds the initial weights and the order of the data."""
 
@@ -172,7 +177,7 @@ class Checkpoints(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Save weights, moments and the place in the data after every so many steps, and after the last one; 0
     saves nothing. `shardpair resume` goes on from there, on any engine and layout."""
     keep: Positive = 2
-    """How many checkpoints to keep, the newest."""
+    """How many checkpoints to keep, the newest; with train.eval_interval the best one stays, too."""
 
 
 class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

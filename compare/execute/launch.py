@@ -27,6 +27,7 @@ from compare.contract.checkpoint.saver import remove_unfinished
 from compare.contract.data import open_corpus, standard_library_text
 from compare.contract.engines.engine import Side
 from compare.contract.engines.registry import side_of
+from compare.contract.evaluation import require_validation
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.contract.host.disk import remove_leftovers
 from compare.contract.host.exits import describe_exit, oom_kills
@@ -80,6 +81,7 @@ def prepare(experiment: Experiment, folder: Path) -> Prepared:
     try:
         frozen = freeze_data(experiment, folder)
         corpus = open_corpus(frozen)
+        require_validation(frozen, corpus)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

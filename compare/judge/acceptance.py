@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from compare.contract.engines.registry import ENGINES
+from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count, parameter_table, storage_dtype
@@ -36,6 +37,7 @@ def objections(record: Record) -> list[str]:
     return [
         *_of_manifest(record, request),
         *_of_steps(record.steps, request),
+        *_of_evaluations(record.evaluations, request),
         *_of_ledger(record, request.experiment),
         *_of_tensors(record, request),
     ]
@@ -84,6 +86,16 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
         updates = step.step - first + request.first_update
         if step.lr != (right := learning_rate(request.experiment.optimizer, updates)):
             yield f"the learning rate of step {step.step} is {step.lr:g} instead of {right:g}"
+            return
+
+
+def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator[str]:
+    asked, found = steps_due(request.experiment, request.first_step), [one.step for one in evaluations]
+    if found != asked:
+        yield f"it evaluated after {len(found)} steps instead of {len(asked)} ({_some(map(str, asked))})"
+    for one in evaluations:
+        if not (math.isfinite(one.train) and math.isfinite(one.validation)):
+            yield f"it diverged: the validation loss after step {one.step} is {one.validation}"
             return
 
 
@@ -143,5 +155,6 @@ def _is_untrained(record: Record) -> bool:
 
 
 def _some(names: Iterable[str]) -> str:
-    first, rest = list(names)[:LISTED], len(list(names)) - LISTED
+    names = list(names)
+    first, rest = names[:LISTED], len(names) - LISTED
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")

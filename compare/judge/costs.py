@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from compare.contract.record import Record
 
@@ -18,6 +18,9 @@ class Cost(Struct, frozen=True, kw_only=True):
     final_loss: float
     mean_loss: float
     """Over all steps, in nats."""
+    validation_loss: float | UnsetType = UNSET
+    """Of the last evaluation; unset where there was none."""
+    best_validation_loss: float | UnsetType = UNSET
     step_time_ms_median: float
     step_time_ms_p95: float
     tokens_per_s: float
@@ -57,6 +60,8 @@ def cost_of(record: Record) -> Cost:
         remat=manifest.remat,
         final_loss=record.steps[-1].loss,
         mean_loss=statistics.fmean(step.loss for step in record.steps),
+        validation_loss=record.evaluations[-1].validation if record.evaluations else UNSET,
+        best_validation_loss=min((one.validation for one in record.evaluations), default=UNSET),
         step_time_ms_median=median_ms,
         step_time_ms_p95=sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
         tokens_per_s=tokens / (median_ms / 1000),

@@ -41,6 +41,8 @@ RUNGS = (
     "loss_curve",
     "norm_curve",
 )
+EVALUATIONS = "evaluations"
+"""One rung more for runs that evaluate; as far from each other as their loss curves may be."""
 
 
 class RungResult(Struct, frozen=True, kw_only=True):
@@ -124,6 +126,8 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
             continue
         error, worst = compared
         results.append(_result(rung, error, worst, tolerances[rung]))
+    if evaluated := _compare_evaluations(reference, candidate):
+        results.append(_result(EVALUATIONS, *evaluated, tolerances["loss_curve"]))
     return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
 
 
@@ -249,6 +253,23 @@ def _compare_curve(field: str):
         return _worst_step(reference.steps, candidate.steps, field)
 
     return compare
+
+
+def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
+    """Losses of both splits, after the same steps; None where neither run has any."""
+    if not reference.evaluations and not candidate.evaluations:
+        return None
+    if [one.step for one in reference.evaluations] != [one.step for one in candidate.evaluations]:
+        return math.inf, f"{len(candidate.evaluations)} evaluations instead of {len(reference.evaluations)}"
+    worst = (-1.0, "")
+    for expected, found in zip(reference.evaluations, candidate.evaluations, strict=True):
+        for split in ("train", "validation"):
+            right, loss = getattr(expected, split), getattr(found, split)
+            off = abs(loss - right) / abs(right) if right else abs(loss)
+            if not math.isfinite(off):
+                return math.inf, f"the {split} loss after step {found.step} is {loss} instead of {right}"
+            worst = max(worst, (off, f"{split} after step {found.step}"), key=lambda one: one[0])
+    return worst
 
 
 def _worst_step(reference: list[Step], candidate: list[Step], field: str) -> Found:

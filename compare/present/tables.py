@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from msgspec import UNSET, UnsetType
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
-from compare.judge.ladder import RUNGS, Verdict
+from compare.judge.ladder import EVALUATIONS, RUNGS, Verdict
 from compare.studies.faults import planted
 from compare.terminal.console import coloured, print_json, results_console
 from compare.terminal.units import error_text, human_bytes
@@ -95,7 +96,8 @@ def ladder_table(comparison: Comparison) -> Table:
     table.add_column("rung")
     for verdict in comparison.verdicts:
         table.add_column(verdict.candidate, justify="right")
-    for rung in RUNGS:
+    evaluated = any(verdict.error(EVALUATIONS) is not None for verdict in comparison.verdicts)
+    for rung in (*RUNGS, *[EVALUATIONS] * evaluated):
         table.add_row(rung, *(rung_cell(verdict, rung) for verdict in comparison.verdicts))
     return table
 
@@ -116,6 +118,8 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "recomputed in backward": lambda cost: cost.remat,
     "final loss (nats)": lambda cost: f"{cost.final_loss:.4f}",
     "mean loss (nats)": lambda cost: f"{cost.mean_loss:.4f}",
+    "validation loss (nats)": lambda cost: _nats(cost.validation_loss),
+    "best validation loss (nats)": lambda cost: _nats(cost.best_validation_loss),
     "step time, median (ms)": lambda cost: f"{cost.step_time_ms_median:.1f}",
     "step time, p95 (ms)": lambda cost: f"{cost.step_time_ms_p95:.1f}",
     "tokens/s": lambda cost: f"{cost.tokens_per_s:,.0f}",
@@ -128,9 +132,15 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
 }
 
 
+def _nats(loss: float | UnsetType) -> str:
+    """A loss; nothing where nobody evaluated."""
+    return "" if loss is UNSET else f"{loss:.4f}"
+
+
 def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """The rows of the cost table, as text: what the terminal and the report both show."""
-    return [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
+    rows = [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
+    return [(label, cells) for label, cells in rows if any(cells)]
 
 
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:

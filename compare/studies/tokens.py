@@ -52,19 +52,14 @@ def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet
     )
 
 
+def alphabet_size(meta: Path) -> int:
+    """How many characters a meta.pkl of nanoGPT has. Raises ExperimentError: it cannot be read."""
+    return len(_numbers(meta))
+
+
 def _characters(path: Path) -> Alphabet:
-    """nanoGPT's character-level data: a dict with `stoi` and `itos`."""
-    if why := why_not_readable(path):
-        raise ExperimentError(f"{path} {why}")
-    if path.stat().st_size > MAX_META_BYTES:
-        raise ExperimentError(f"{path} has more than {MAX_META_BYTES} bytes, which no meta.pkl has")
-    try:
-        with path.open("rb") as file:
-            found = _PlainUnpickler(file).load()
-        numbers = {str(character): int(number) for character, number in found["stoi"].items()}
-    except Exception as error:  # a pickle can go wrong in any way
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+    """nanoGPT's character-level data."""
+    numbers = _numbers(path)
     characters = {number: character for character, number in numbers.items()}
 
     def encode(text: str) -> list[int]:
@@ -72,11 +67,25 @@ def _characters(path: Path) -> Alphabet:
             raise ExperimentError(f"{path} has no token for {unknown[0]!r}: write the prompt without it")
         return [numbers[character] for character in text]
 
-    return Alphabet(
-        "characters",
-        encode=encode,
-        decode=lambda tokens: "".join(characters.get(t, "\ufffd") for t in tokens),
-    )
+    def decode(tokens: list[int]) -> str:
+        return "".join(characters.get(token, "\ufffd") for token in tokens)
+
+    return Alphabet("characters", encode=encode, decode=decode)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The number of every character: `stoi` of a meta.pkl."""
+    if why := why_not_readable(path):
+        raise ExperimentError(f"{path} {why}")
+    if path.stat().st_size > MAX_META_BYTES:
+        raise ExperimentError(f"{path} has more than {MAX_META_BYTES} bytes, which no meta.pkl has")
+    try:
+        with path.open("rb") as file:
+            found = _PlainUnpickler(file).load()
+        return {str(character): int(number) for character, number in found["stoi"].items()}
+    except Exception as error:  # a pickle can go wrong in any way
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -74,6 +74,8 @@ def test_markers_are_closed():
 def test_every_command_in_the_docs_is_one(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text("")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "train_shakespeare_char.py").write_text("n_layer = 6")
     word, *others = shlex.split(line, comments=True)[1:]
     if others in ([], ["--help"]):
         assert word in (*COMMANDS, "--version")

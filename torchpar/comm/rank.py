@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PHASES = ("starting", "setting up", "forward", "backward", "synchronisation", "optimizer", "record")
+PHASES = (
+    "starting",
+    "setting up",
+    "forward",
+    "backward",
+    "synchronisation",
+    "optimizer",
+    "record",
+    "evaluation",
+)
 _BEFORE_STEPS = PHASES[:2]  # until all have met; then model, data, and what wraps them
 _FIELDS = 3  # beats, step, phase
 

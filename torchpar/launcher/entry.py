@@ -15,6 +15,7 @@ import torch
 from compare.contract import request as requests
 from compare.contract.data import open_corpus
 from compare.contract.engines.registry import ENGINES
+from compare.contract.evaluation import require_validation
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.facts import MissingDevicesError, versions
 from compare.contract.initial_weights import checked_weights, starting_sha256
@@ -50,9 +51,10 @@ def validate_data(request: Request) -> Request:
     Raises:
         ExperimentError: data or weights that do not fit.
     """
-    sha256 = open_corpus(request.experiment, validated_sha256=request.corpus_sha256).sha256
+    corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
+    require_validation(request.experiment, corpus)
     init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
-    return msgspec.structs.replace(request, corpus_sha256=sha256, init_sha256=init_sha256)
+    return msgspec.structs.replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)
 
 
 def start_ranks(

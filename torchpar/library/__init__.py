@@ -1,6 +1,6 @@
 """torch-library: PyTorch's own wrappers decide, as a user would pick them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
 from torchpar.library.data_parallel import synchronize_gradients
-from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, shard_parameters
+from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.meshes import axes_of, dtensor_optimizer, elements_of, full_tensors, make_device_mesh
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
 from torchpar.library.tensor_parallel import complete_gradients, restore_order, split_layers
@@ -93,6 +93,7 @@ def _distributed(
         parameters=parameters,
         no_sync=skip_sync,
         finish_gradient_synchronization=partial(complete_gradients, module),
+        end_evaluation=partial(reshard_parameters, models),
         sharded_over=axes.__getitem__,
         elements=lambda name: elements_of(parameters[name], mesh),
         gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),
@@ -114,12 +115,15 @@ def _pipeline(
         device=mesh.device,
     )
 
-    def run(inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor, context: Context) -> torch.Tensor:
-        microbatches = len(inputs_ABT) * layout.microbatches
-        whole = (inputs_ABT.flatten(0, 1), targets_ABT.flatten(0, 1))
-        return pipeline.run(*whole, microbatches=microbatches, context=context)
+    def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor, context: Context) -> torch.Tensor:
+            microbatches = len(inputs_ABT) * layout.microbatches
+            batch = (inputs_ABT.flatten(0, 1), targets_ABT.flatten(0, 1))
+            return function(*batch, microbatches=microbatches, context=context)
 
-    return as_pipeline(parallel, axis=mesh.pp, run=run)
+        return call
+
+    return as_pipeline(parallel, axis=mesh.pp, run=whole(pipeline.run), evaluate=whole(pipeline.evaluate))
 
 
 def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

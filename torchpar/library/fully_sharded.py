@@ -4,7 +4,7 @@ FSDP2 keeps parameters split between steps in both stages. The choice is whether
 (ZeRO-2, SHARD_GRAD_OP) or again for backward (ZeRO-3, FULL_SHARD).
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,13 @@ def shard_parameters(model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     # Backward begins where forward ended: with the root's own parameters, the embeddings.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def reshard_parameters(models: Sequence[nn.Module]) -> None:
+    """Free what a forward without a backward has left gathered: the root's own parameters."""
+    for model in models:
+        if isinstance(model, FSDPModule):
+            model.reshard()
 
 
 @contextmanager

@@ -100,7 +100,27 @@ class PipelineParallel:
         """
         self._made = self._made or self._make(microbatches, context)
         first, last = inputs if self._has_first else None, targets if self._has_last else None
-        losses = run_pipeline(self._made, first, last)
+        return self._shared(run_pipeline(self._made, first, last), microbatches)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        microbatches: int,
+        context: Context = nullcontext,
+    ) -> torch.Tensor:
+        """Forward alone. Arguments and result as of `run`."""
+        self._made = self._made or self._make(microbatches, context)
+        losses: list[torch.Tensor] = []
+        first = (inputs,) if self._has_first else ()
+        last = {"target": targets, "losses": losses} if self._has_last else {}
+        self._made.eval(*first, **last)
+        return self._shared(losses, microbatches)
+
+    def _shared(self, losses: list[torch.Tensor], microbatches: int) -> torch.Tensor:
+        """The mean of the last stage's losses, on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for share in losses:
             total += share.detach() / microbatches

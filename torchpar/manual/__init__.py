@@ -10,7 +10,7 @@ from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
-from torchpar.manual.pipeline.gpt_runner import make_runner
+from torchpar.manual.pipeline.gpt_runner import make_evaluation, make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
@@ -36,9 +36,9 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     else:
         parallel = _replicated(part, mesh, layout, make_optimizer)
     if isinstance(part, GPTStages):
-        parallel = as_pipeline(
-            parallel, axis=mesh.pp, run=make_runner(part, parallel, axis=mesh.pp, layout=layout)
-        )
+        makers = (make_runner, make_evaluation)
+        run, evaluate = (make(part, parallel, axis=mesh.pp, layout=layout) for make in makers)
+        parallel = as_pipeline(parallel, axis=mesh.pp, run=run, evaluate=evaluate)
     return split.wrap(parallel) if split else parallel
 
 

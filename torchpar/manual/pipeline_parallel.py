@@ -94,6 +94,57 @@ def run_pipeline(
     return peak_in_flight
 
 
+@torch.no_grad()
+def evaluate_stages(
+    stages: Mapping[int, nn.Module],
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    *,
+    count: int,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    boundary: Callable[[int, torch.Tensor], torch.Tensor],
+    axis: Axis,
+    forward_context: Context = nullcontext,
+) -> torch.Tensor:
+    """The mean loss of some microbatches. Nothing is kept for a backward.
+
+    A rank takes a microbatch through all of its stages before the next one: with one stage a rank they fill
+    the pipeline, with more each rank waits for its own microbatch to come around.
+
+    Args:
+        stages: this rank's modules by their number along the model.
+        inputs, targets, loss, boundary, forward_context: as for `PipelineParallel`.
+        count: of all stages.
+        axis: the ranks.
+
+    Returns:
+        A scalar, the same on all ranks.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+    sending = []
+    before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
+    for x_of_first, targets_of in zip(inputs, targets, strict=True):
+        for stage in sorted(stages):
+            x = x_of_first
+            if stage:
+                x = torch.empty_like(boundary(stage - 1, x_of_first), device=total.device)
+                axis.start_receive(x, source=before).wait()
+            with forward_context():
+                y = stages[stage](x)
+                if stage == count - 1:
+                    total += loss(y, targets_of) / len(inputs)
+            if stage < count - 1:
+                y = y.contiguous()
+                sending.append((y, axis.start_send(y, to=after, purpose=ACTIVATIONS)))  # which keeps it
+        while len(sending) > axis.size:
+            sending.pop(0)[1].wait()
+    for _, work in sending:
+        work.wait()
+    if axis.size > 1:
+        axis.all_reduce(total, purpose=LOSS)
+    return total
+
+
 class PipelineParallel:
     """The stages of one rank, and the schedule that takes microbatches through them.
 

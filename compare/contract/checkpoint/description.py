@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from compare.contract.experiment import Experiment
 from compare.contract.optimizer import moment_names
@@ -53,6 +53,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batches drawn so far: the next one is `batch(step)`."""
     updates: Annotated[int, Meta(ge=0)]
     """Of the weights so far: what the schedule and Adam's bias correction follow."""
+    validation_loss: float | UnsetType = UNSET
+    """Of the weights, if they were evaluated at this step."""
     corpus_sha256: str
     """Digest of the training tokens; '' where batches were given from Python."""
     created_utc: str = ""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
@@ -28,7 +29,7 @@ from compare.contract.checkpoint.description import (
     folder_name,
     key,
 )
-from compare.contract.checkpoint.reader import sum_of
+from compare.contract.checkpoint.reader import read_description, sum_of
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.disk import full_disk_named
 from compare.contract.json_files import read_json, write_json
@@ -52,7 +53,7 @@ class Saver:
         folder: of the run's checkpoints, on a disk that all processes of the run see.
         devices: the numbers of this process's devices.
         of: how many devices the run has.
-        keep: how many checkpoints to keep, the newest.
+        keep: how many checkpoints to keep, the newest; beside these stays the best one.
     """
 
     def __init__(self, folder: Path, devices: Collection[int], *, of: int, keep: int):
@@ -98,9 +99,18 @@ class Saver:
             self._error = error
 
     def _remove_old(self) -> None:
-        for old in list(checkpoints_in(self._folder).values())[: -self._keep]:
+        found = checkpoints_in(self._folder)
+        best = best_checkpoint(self._folder)
+        for old in [path for path in list(found.values())[: -self._keep] if path != best]:
             discarded = old.rename(old.with_name(old.name + UNFINISHED))  # no longer taken for a whole one
             shutil.rmtree(discarded)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Of a folder of checkpoints the one with the least validation loss; None if none was evaluated."""
+    losses = {path: read_description(path).validation_loss for path in checkpoints_in(folder).values()}
+    evaluated = {path: loss for path, loss in losses.items() if loss is not UNSET}
+    return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+from msgspec import UNSET
+
 from compare.contract.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.contract.checkpoint.saver import Part, Saver
+from compare.contract.evaluation import Evaluation
 from compare.contract.request import Request
 
 
@@ -33,8 +36,12 @@ class Saving:
         self._every = choice.every
         self._saver = Saver(folder / CHECKPOINTS, devices, of=of, keep=choice.keep)
 
-    def step_is_done(self, *, step: int, updates: int) -> None:
+    def step_is_done(self, *, step: int, updates: int, evaluation: Evaluation | None = None) -> None:
         """After a step, when the state has moved on; the next one may begin when it returns.
+
+        Args:
+            step, updates: done so far.
+            evaluation: of the weights as they are.
 
         Raises:
             DiskFull, OSError: the checkpoint before could not be written.
@@ -47,6 +54,7 @@ class Saving:
             experiment=experiment,
             step=step,
             updates=updates,
+            validation_loss=evaluation.validation if evaluation else UNSET,
             corpus_sha256=self._corpus_sha256,
         )
         self._saver.save(checkpoint, self._parts())

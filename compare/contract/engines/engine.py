@@ -59,6 +59,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Why it runs on the CPU only; empty if it does not."""
     checkpoints: bool = False
     """Whether it saves its full state, and begins with one that another engine saved."""
+    evaluates: bool = False
+    """Whether it can evaluate weights on held-out data."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     impossible_faults: Mapping[str, str] = {}
@@ -96,6 +98,11 @@ class Engine(Struct, frozen=True, kw_only=True):
         if (dtype := experiment.precision.dtype) not in self.dtypes:
             have, why = ", ".join(self.dtypes), self.no_other_dtype and f" ({self.no_other_dtype})"
             raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {have}{why}")
+        if (interval := experiment.train.eval_interval) and not self.evaluates:
+            raise ExperimentError(
+                f"train.eval_interval = {interval}: {self.name} evaluates nothing: set it to 0, or leave "
+                f"{self.name} out of --engines"
+            )
         if (every := experiment.checkpoint.every) and not self.checkpoints:
             raise ExperimentError(
                 f"checkpoint.every = {every}: {self.name} saves no checkpoints: set it to 0, or leave "

@@ -20,6 +20,7 @@ JAX = Side(
         Engine(
             name="jax-compiler",
             checkpoints=True,
+            evaluates=True,
             side="jaxpar",
             folder="compiler",
             gradient_sync=("xla",),
@@ -51,6 +52,7 @@ JAX = Side(
         Engine(
             name="jax-manual",
             checkpoints=True,
+            evaluates=True,
             side="jaxpar",
             folder="manual",
             gradient_sync=("naive", "flat", "bucketed"),

@@ -34,6 +34,7 @@ TORCH = Side(
         Engine(
             name="torch-manual",
             checkpoints=True,
+            evaluates=True,
             side="torchpar",
             folder="manual",
             is_reference=True,  # on one device: the plain module, no container, no collective
@@ -47,6 +48,7 @@ TORCH = Side(
         Engine(
             name="torch-library",
             checkpoints=True,
+            evaluates=True,
             side="torchpar",
             folder="library",
             gradient_sync=("ddp",),

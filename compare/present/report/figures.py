@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from compare.contract.record import Record
+from compare.contract.record import Record, Step
 from compare.present.report.canvas import INK, WIDTH, colour, legend_above, legend_height, marker, svg
 from compare.present.report.saved import save_figure
 
@@ -31,7 +31,7 @@ def gradient_norms(names: list[str], records: list[Record]) -> Markup:
     """Every engine's gradient norm before clipping, and where clipping begins."""
 
     def draw(axes: Axes) -> list[Line2D]:
-        keys = _draw_curves(axes, names, [[step.grad_norm for step in record.steps] for record in records])
+        keys = _draw_curves(axes, names, records, lambda step: step.grad_norm)
         clip = records[0].manifest.experiment.optimizer.grad_clip
         if clip:
             keys.append(
@@ -47,7 +47,7 @@ def learning_rates(names: list[str], records: list[Record]) -> Markup:
     """Every engine's learning rate."""
 
     def draw(axes: Axes) -> list[Line2D]:
-        keys = _draw_curves(axes, names, [[step.lr for step in record.steps] for record in records])
+        keys = _draw_curves(axes, names, records, lambda step: step.lr)
         axes.set(xlabel="step", ylabel=f"learning rate{_of_window(records, 'mean')}")
         axes.set_ylim(bottom=0)
         return keys
@@ -89,7 +89,7 @@ def windowed(values: list[float], reduce: Callable[[list[float]], float]) -> tup
     """A long series reduced over windows of equal length, so that curves which coincide can be told apart.
 
     Returns:
-        The first step of each window and its value; every step where there are at most WINDOWS.
+        The place of each window's first step, and its value; every step where there are at most WINDOWS.
     """
     length = _window_length(len(values))
     starts = list(range(0, len(values), length))
@@ -103,19 +103,29 @@ def _with_legend(title: str, names: list[str], draw: Callable[[Axes], list[Line2
 
 
 def _draw_losses(axes: Axes, names: list[str], records: list[Record]) -> list[Line2D]:
-    keys = _draw_curves(axes, names, [[step.loss for step in record.steps] for record in records])
+    keys = _draw_curves(axes, names, records, lambda step: step.loss)
+    for index, record in enumerate(records):
+        size = 3 + 4 * (len(records) - index) / len(records)  # where they coincide, one in the other
+        steps = [one.step for one in record.evaluations]
+        losses = [one.validation for one in record.evaluations]
+        axes.plot(steps, losses, "D", color=colour(index), markersize=size, fillstyle="none")
+    if any(record.evaluations for record in records):
+        keys.append(Line2D([], [], color=INK, marker="D", linestyle="", fillstyle="none", label="validation"))
     axes.set(xlabel="step", ylabel=f"loss (nats){_of_window(records, 'mean')}")
     return keys
 
 
-def _draw_curves(axes: Axes, names: list[str], series: list[list[float]]) -> list[Line2D]:
+def _draw_curves(
+    axes: Axes, names: list[str], records: list[Record], value_of: Callable[[Step], float]
+) -> list[Line2D]:
     """The first curve as a broad pale band, the others over it in dashes that alternate; their keys.
 
     Curves that coincide, which is the aim, then show as one line of all their colours.
     """
     keys = []
-    for index, (name, values) in enumerate(zip(names, series, strict=True)):
-        is_broad = index == 0 and len(series) > 1
+    for index, (name, record) in enumerate(zip(names, records, strict=True)):
+        values, first = [value_of(step) for step in record.steps], record.steps[0].step
+        is_broad = index == 0 and len(records) > 1
         look: dict[str, Any] = {
             "color": colour(index),
             "linewidth": 6.0 if is_broad else 1.6,
@@ -123,8 +133,9 @@ def _draw_curves(axes: Axes, names: list[str], series: list[list[float]]) -> lis
             "marker": marker(index) or ("o" if len(values) == 1 else ""),  # one point makes no line
             "markersize": 3.5,
         }
-        dashes = "-" if index == 0 else _alternating(index - 1, len(series) - 1)
-        axes.plot(*windowed(values, statistics.fmean), linestyle=dashes, **look)
+        dashes = "-" if index == 0 else _alternating(index - 1, len(records) - 1)
+        starts, means = windowed(values, statistics.fmean)
+        axes.plot([first + start for start in starts], means, linestyle=dashes, **look)
         keys.append(Line2D([], [], label=_with_end(name, values), **look))
     return keys
 
@@ -146,9 +157,9 @@ def _draw_differences(axes: Axes, names: list[str], records: list[Record]) -> li
     floor = 10.0 ** (math.floor(math.log10(min(positive, default=1e-16))) - 1)
     keys = []
     for index, (name, values) in enumerate(zip(names[1:], differences, strict=True), start=1):
-        steps, worst = windowed(values, max)
+        starts, worst = windowed(values, max)
         axes.plot(
-            steps,
+            [records[0].steps[0].step + start for start in starts],
             [floor if value == 0 else value for value in worst],
             color=colour(index),
             linestyle=_alternating(index - 1, len(differences)),

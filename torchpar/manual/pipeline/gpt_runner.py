@@ -14,7 +14,7 @@ from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import GPTStages, OneStage
-from torchpar.manual.pipeline_parallel import PipelineParallel
+from torchpar.manual.pipeline_parallel import PipelineParallel, evaluate_stages
 from torchpar.parallel_model import ParallelModel
 
 
@@ -48,12 +48,43 @@ def make_runner(
         targets_AbT: torch.Tensor,
         forward_context: Callable[[], AbstractContextManager],
     ) -> torch.Tensor:
-        size = inputs_AbT.shape[1] // layout.microbatches
-        inputs_MBT, targets_MBT = (tensor.flatten(0, 1).split(size) for tensor in (inputs_AbT, targets_AbT))
+        inputs_MBT, targets_MBT = microbatches_of(inputs_AbT, targets_AbT, layout)
         pipeline = make_pipeline(len(inputs_MBT))
         return pipeline.run(inputs_MBT, targets_MBT, forward_context=forward_context)
 
     return run
+
+
+def make_evaluation(
+    part: GPTStages, parallel: ParallelModel, *, axis: Axis, layout: Layout
+) -> Callable[..., torch.Tensor]:
+    """A function for `ParallelModel.evaluate_pipeline`. Arguments as of `make_runner`."""
+
+    def evaluate(
+        inputs_AbT: torch.Tensor,
+        targets_AbT: torch.Tensor,
+        forward_context: Callable[[], AbstractContextManager],
+    ) -> torch.Tensor:
+        return evaluate_stages(
+            {stage: OneStage(parallel.module, stage) for stage in part.blocks_of},
+            *microbatches_of(inputs_AbT, targets_AbT, layout),
+            count=part.stages,
+            loss=part.mean_loss,
+            boundary=functools.partial(boundary, part=part, layout=layout),
+            axis=axis,
+            forward_context=forward_context,
+        )
+
+    return evaluate
+
+
+def microbatches_of(
+    inputs_AbT: torch.Tensor, targets_AbT: torch.Tensor, layout: Layout
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Inputs and targets of every microbatch (B, T) of a step."""
+    size = inputs_AbT.shape[1] // layout.microbatches
+    inputs_MBT, targets_MBT = (tensor.flatten(0, 1).split(size) for tensor in (inputs_AbT, targets_AbT))
+    return inputs_MBT, targets_MBT
 
 
 def boundary(stage: int, ids_BT: torch.Tensor, *, part: GPTStages, layout: Layout) -> torch.Tensor:

@@ -1,0 +1,172 @@
+"""nanoGPT's config files, such as config/train_shakespeare_char.py, as experiments.
+
+A file is parsed and never executed: assignments of literals, and sums and products of them (5 * 8), are all
+that it may have. Settings that it leaves out are those of nanoGPT's train.py. What has no meaning here, such
+as where nanoGPT logs, is named.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compare.contract.experiment import Experiment, ExperimentError, edited, load, revalidate
+from compare.contract.host.files import why_not_readable
+from compare.contract.nanogpt_settings import FIELDS, experiment_of
+from compare.studies.tokens import META, alphabet_size
+
+SUFFIX = ".py"
+MAX_BYTES = 65_536
+PADDED_GPT2_VOCABULARY = 50304
+DEFAULTS: dict[str, Any] = {
+    "eval_interval": 2000,
+    "eval_iters": 200,
+    "dataset": "openwebtext",
+    "gradient_accumulation_steps": 40,
+    "batch_size": 12,
+    "block_size": 1024,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "dropout": 0.0,
+    "bias": False,
+    "learning_rate": 6e-4,
+    "max_iters": 600_000,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "grad_clip": 1.0,
+    "decay_lr": True,
+    "warmup_iters": 2000,
+    "lr_decay_iters": 600_000,
+    "min_lr": 6e-5,
+    "dtype": "float32",  # nanoGPT's default is what its GPU has
+}
+"""Of nanoGPT's train.py."""
+WITHOUT_MEANING = {
+    "out_dir": "--run_dir says where results go",
+    "log_interval": "every step is recorded",
+    "always_save_checkpoint": "the newest checkpoint is kept beside the best",
+    "wandb_log": "a run has a report of its own",
+    "wandb_project": "a run has a report of its own",
+    "wandb_run_name": "a run has a report of its own",
+    "backend": "it follows from --platform",
+    "device": "--platform says where",
+    "compile": "the engines are what they are",
+}
+"""Settings of nanoGPT that change nothing here, and why."""
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def load_experiment(name: str) -> Experiment:
+    """An experiment: a name, a TOML file, or one of nanoGPT's config files. Raises ExperimentError."""
+    return load_config(Path(name))[0] if Path(name).suffix == SUFFIX else load(name)
+
+
+def notes_on(name: str) -> list[str]:
+    """What of nanoGPT's settings has no meaning here, and why; [] for other experiments."""
+    return load_config(Path(name))[1] if Path(name).suffix == SUFFIX else []
+
+
+def load_config(path: Path) -> tuple[Experiment, list[str]]:
+    """The experiment that one of nanoGPT's config files describes, and what of it has no meaning here.
+
+    Raises:
+        ExperimentError: it cannot be read; it has anything but assignments of literals (the line is named),
+            a setting that nanoGPT has not, or one that cannot work.
+    """
+    given = read_assignments(path)
+    known = DEFAULTS.keys() | WITHOUT_MEANING.keys() | {"init_from", "eval_only"}
+    if unknown := sorted(given.keys() - known):
+        raise ExperimentError(f"{path}: {unknown[0]}: nanoGPT has no such setting")
+    if (begin := given.get("init_from", "scratch")) != "scratch":
+        raise ExperimentError(
+            f"{path}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
+        )
+    if given.get("eval_only"):
+        raise ExperimentError(f"{path}: eval_only = True: a run here trains; leave it out")
+    settings = {**DEFAULTS, **given}
+    source = _data_folder(path, str(settings["dataset"]))
+    settings["vocab_size"] = _vocabulary(source)
+    plain = {name: settings[name] for name in (*FIELDS, "vocab_size") if name in settings}
+    experiment, _ = experiment_of(plain, base=Experiment())
+    evaluates = {"eval_interval": settings["eval_interval"], "eval_iters": settings["eval_iters"]}
+    try:
+        experiment = revalidate(
+            edited(
+                experiment,
+                {
+                    "data": {"source": str(source)},
+                    "train": evaluates,
+                    "checkpoint": {"every": settings["eval_interval"], "keep": 1},
+                },
+            )
+        )
+    except ExperimentError as error:
+        raise ExperimentError(f"{path}: {error}") from None
+    return experiment, [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]
+
+
+def read_assignments(path: Path) -> dict[str, Any]:
+    """The names that a file assigns literals to. Raises ExperimentError: it has anything else."""
+    if why := why_not_readable(path):
+        raise ExperimentError(f"{path} {why}")
+    if path.stat().st_size > MAX_BYTES:
+        raise ExperimentError(f"{path}: longer than {MAX_BYTES} bytes, which no config is")
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        raise ExperimentError(f"{path}{f', line {line}' if line else ''}: it is no Python: {error}") from None
+    found = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring
+        where = f"{path}, line {statement.lineno}"
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name] = _literal(value, where)
+            case _:
+                raise ExperimentError(
+                    f"{where}: only assignments such as n_layer = 6 are read, and nothing is executed"
+                )
+    return found
+
+
+def _literal(value: ast.expr, where: str) -> Any:
+    match value:
+        case ast.Constant(value=int() | float() | str() | bool() as constant):
+            return constant
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, where)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            try:
+                return _OPERATORS[type(op)](_number(left, where), _number(right, where))
+            except ArithmeticError as error:
+                raise ExperimentError(f"{where}: {error}") from None
+    raise ExperimentError(f"{where}: only literals are read, and nothing is executed")
+
+
+def _number(value: ast.expr, where: str) -> int | float:
+    found = _literal(value, where)
+    if isinstance(found, str):
+        raise ExperimentError(f"{where}: only numbers are added and multiplied")
+    return found
+
+
+def _data_folder(config: Path, dataset: str) -> Path:
+    """nanoGPT's data/DATASET: beside the folder of the config, or here."""
+    beside = config.absolute().parent.parent / "data" / dataset
+    return beside if beside.is_dir() else Path("data") / dataset
+
+
+def _vocabulary(source: Path) -> int:
+    """As nanoGPT finds it: of its characters, or GPT-2's, padded."""
+    return alphabet_size(source / META) if (source / META).is_file() else PADDED_GPT2_VOCABULARY

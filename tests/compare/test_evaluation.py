@@ -1,0 +1,109 @@
+"""Evaluation: on every engine and layout the same losses of both splits, and the best checkpoint stays."""
+
+import math
+
+import numpy as np
+import pytest
+from checkpoints import describe, random_state
+
+from compare.contract.checkpoint.description import checkpoints_in, folder_name
+from compare.contract.checkpoint.reader import read_description
+from compare.contract.checkpoint.saver import Saver, best_checkpoint
+from compare.contract.data import SPLITS, open_corpus
+from compare.contract.evaluation import evaluate, is_due, require_validation, steps_due
+from compare.contract.experiment import Data, Experiment, ExperimentError, edited, to_toml
+from compare.contract.record import read_record
+from compare.contract.shards import Shard
+from compare.contract.stream import OwnBatches
+
+ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+LAYOUTS = {
+    "single": (),
+    "fsdp": ("--layout.dp_shard", "2", "--layout.zero", "3"),
+    "ddp_tp": ("--layout.dp_replicate", "2", "--layout.tp", "2"),
+    "pp": ("--layout.pp", "2", "--layout.microbatches", "2", "--layout.schedule", "gpipe"),
+}
+
+
+def test_batches_of_both_splits_are_others_than_those_of_training(tiny):
+    corpus = open_corpus(tiny)
+    drawn = [corpus.evaluation_batch(tiny, split, 4, index) for split in SPLITS for index in (0, 1)]
+    drawn += [corpus.batch(tiny, 4), corpus.evaluation_batch(tiny, "train", 5, 0)]
+    texts = {inputs.tobytes() for inputs, _ in drawn}
+    assert len(texts) == len(drawn)
+    inputs, targets = corpus.evaluation_batch(tiny, "validation", 4, 0)
+    assert inputs.shape == (1, 4, 16)
+    np.testing.assert_array_equal(inputs[..., 1:], targets[..., :-1])
+    assert inputs.tobytes() == drawn[2][0].tobytes()  # a function of its arguments
+    text = corpus.validation.tobytes()
+    assert inputs[0, 0].astype(corpus.validation.dtype).tobytes() in text
+
+
+def test_when_and_how_often(tiny):
+    spec = edited(tiny, {"train": {"eval_interval": 4, "eval_iters": 3, "max_iters": 10}})
+    assert steps_due(spec) == [0, 4, 8, 10]
+    assert steps_due(spec, 5) == [8, 10]
+    assert not is_due(tiny, 0)
+    twice = edited(spec, {"train": {"gradient_accumulation_steps": 2}})
+    seen = []
+    found = evaluate(
+        twice, open_corpus(twice), 4, lambda inputs, _: seen.append(inputs) or np.float32(len(seen))
+    )
+    assert len(seen) == 4  # three of each split, rounded up to passes of two
+    assert (found.train, found.validation) == (1.5, 3.5)
+
+
+def test_nothing_to_evaluate_on_is_refused(tiny, tmp_path):
+    spec = edited(tiny, {"train": {"eval_interval": 1}})
+    with pytest.raises(ExperimentError, match="batches given from Python have no validation split"):
+        require_validation(spec, OwnBatches(lambda step: None))
+    np.zeros(100, "<u2").tofile(tmp_path / "train.bin")
+    alone = edited(spec, {"data": {"source": str(tmp_path)}})
+    with pytest.raises(ExperimentError, match="has 0 tokens to validate on"):
+        require_validation(alone, open_corpus(alone))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
+    spec = edited(tiny, {"train": {"eval_interval": 2, "eval_iters": 2}})
+    (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
+    done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *ENGINES)
+    assert done.returncode == 0, done.stderr
+    assert "agree with torch-manual on 12 rungs" in done.stdout
+    assert "best validation loss (nats)" in done.stdout
+    records = [read_record(shardpair.folder / "run" / engine) for engine in ENGINES]
+    losses = [[(one.train, one.validation) for one in record.evaluations] for record in records]
+    assert [one.step for one in records[0].evaluations] == [0, 2, 3]
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-12)
+    # Untrained weights know nothing; and an evaluation changes nothing in what comes after it.
+    assert abs(losses[0][0][1] - math.log(256)) < 0.1
+    if layout == "single":
+        done = shardpair(
+            "run", "tiny.toml", "--train.eval_interval", "0", "--run_dir", "without", "--engines", *ENGINES
+        )
+        assert "agree with torch-manual on 11 rungs" in done.stdout
+        assert "validation" not in done.stdout
+        for engine, record in zip(ENGINES, records, strict=True):
+            without = read_record(shardpair.folder / "without" / engine)
+            assert [step.loss for step in without.steps] == [step.loss for step in record.steps]
+
+
+def test_the_best_checkpoint_stays(tmp_path):
+    spec = Experiment(data=Data(source="synthetic"))
+    spec = edited(spec, {"model": {"n_layer": 1, "n_head": 1, "n_embd": 2, "block_size": 2, "vocab_size": 3}})
+    saver = Saver(tmp_path, [0], of=1, keep=2)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
+        from msgspec import UNSET
+        from msgspec.structs import replace
+
+        described = replace(describe(spec), step=step, validation_loss=UNSET if loss is None else loss)
+        parts = [
+            (group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array)
+            for (group, name), array in random_state(spec).items()
+        ]
+        saver.save(described, parts)
+    saver.finish()
+    assert list(checkpoints_in(tmp_path)) == [2, 4, 5]
+    best = best_checkpoint(tmp_path)
+    assert best == tmp_path / folder_name(2)
+    assert read_description(best).validation_loss == 1.0

@@ -1,0 +1,106 @@
+"""nanoGPT's config files: read as they are, never executed; anything but literals is refused by its line."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compare.cli import main
+from compare.contract.experiment import ExperimentError
+from compare.studies.nanogpt_config import load_config, load_experiment, read_assignments
+
+SHAKESPEARE = '''"""A docstring."""
+# a comment
+out_dir = 'out-shakespeare-char'
+eval_interval = 250
+eval_iters = 20
+wandb_log = False
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 5 * 8
+batch_size = 64
+block_size = 8
+n_layer = 2
+n_head = 2
+n_embd = 16
+learning_rate = 1e-3
+max_iters = 5000
+lr_decay_iters = 5000
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 100
+weight_decay = 2 - 1.5
+'''
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config where nanoGPT has it, with its data."""
+    data = tmp_path / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    for name in ("train.bin", "val.bin"):
+        (np.arange(1000) % 5).astype("<u2").tofile(data / name)
+    stoi = {letter: number for number, letter in enumerate("abcde")}
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 5, "stoi": stoi, "itos": {}}))
+    (tmp_path / "config").mkdir()
+    path = tmp_path / "config" / "train.py"
+    path.write_text(SHAKESPEARE)
+    return path
+
+
+def test_a_config_is_the_experiment_that_nanogpt_would_run(config, tmp_path):
+    experiment, notes = load_config(config)
+    model, train, optimizer = experiment.model, experiment.train, experiment.optimizer
+    assert (model.n_layer, model.block_size, model.vocab_size, model.bias) == (2, 8, 5, False)
+    assert (train.batch_size, train.gradient_accumulation_steps, train.max_iters) == (64, 40, 5000)
+    assert (train.eval_interval, train.eval_iters) == (250, 20)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (0.9, 0.99, 0.5)
+    assert experiment.checkpoint.every == 250
+    assert experiment.data.source == str(tmp_path / "data" / "shakespeare_char")
+    assert [note.partition(":")[0] for note in notes] == ["out_dir", "wandb_log"]
+    assert load_experiment("demo").train.max_iters
+
+
+def test_the_command_line_says_what_has_no_meaning(config, capsys):
+    assert main(["run", str(config), "--dry_run"]) == 0
+    printed = capsys.readouterr()
+    assert "out_dir: --run_dir says where results go" in printed.err
+    assert "n_embd = 16" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("import os", "line 1: only assignments such as n_layer = 6 are read"),
+        ("n_layer = print('executed')", "line 1: only literals are read"),
+        ("n_layer = __import__('os').system('id')", "line 1: only literals are read"),
+        ("n_layer: int = 6", "line 1: only assignments"),
+        ("n_layer = n_head = 6", "line 1: only assignments"),
+        ("n_layer, n_head = 6, 6", "line 1: only assignments"),
+        ("n_layer = [6]", "line 1: only literals are read"),
+        ("n_layer = 2 ** 99999", "line 1: only literals are read"),
+        ("n_layer = 'a' * 9", "line 1: only numbers are added and multiplied"),
+        ("n_layer = 1 / 0", "line 1: division by zero"),
+        ("n_layer =", "line 1: it is no Python"),
+        ("n_layers = 6", "n_layers: nanoGPT has no such setting"),
+        ("n_layer = 'six'", "Expected `int`, got `str`"),
+        ("n_layer = 0", "Expected `int` >= 1"),
+        ("init_from = 'gpt2'", "give weights with --init_from"),
+        ("eval_only = True", "a run here trains"),
+        ("x = " + "(" * 5000, "it is no Python"),
+    ],
+)
+def test_anything_else_is_refused_and_nothing_is_executed(tmp_path, capsys, line, says):
+    path = tmp_path / "config.py"
+    path.write_text(line + "\n")
+    with pytest.raises(ExperimentError) as refused:
+        load_config(path)
+    assert says in str(refused.value)
+    assert str(path) in str(refused.value) or "nanoGPT's settings" in str(refused.value)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_name_may_come_twice_and_the_last_counts(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("n_layer = 2\nn_layer = 3\nlearning_rate = -1e-3\n")
+    assert read_assignments(path) == {"n_layer": 3, "learning_rate": -1e-3}
