@@ -12,40 +12,18 @@ import torch
 from torch import nn
 
 from compare.contract.experiment import Model, Optimizer
+from compare.contract.gpt2_names import TRANSFORMER, gpt2_name
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import Parameter, parameter_table
 from torchpar.model import GPT
 
-_TOP = {
-    "embedding.token": "transformer.wte.weight",
-    "embedding.position": "transformer.wpe.weight",
-    "norm.scale": "transformer.ln_f.weight",
-    "norm.bias": "transformer.ln_f.bias",
-}
-_IN_BLOCK = {
-    "norm1.scale": "ln_1.weight",
-    "norm1.bias": "ln_1.bias",
-    "attention.qkv.weight": "attn.c_attn.weight",
-    "attention.qkv.bias": "attn.c_attn.bias",
-    "attention.out.weight": "attn.c_proj.weight",
-    "attention.out.bias": "attn.c_proj.bias",
-    "norm2.scale": "ln_2.weight",
-    "norm2.bias": "ln_2.bias",
-    "mlp.up.weight": "mlp.c_fc.weight",
-    "mlp.up.bias": "mlp.c_fc.bias",
-    "mlp.down.weight": "mlp.c_proj.weight",
-    "mlp.down.bias": "mlp.c_proj.bias",
-}
 _TORCH_MOMENTS = {"adamw": {"m": "exp_avg", "v": "exp_avg_sq"}, "sgd": {"m": "momentum_buffer"}}
 COMPILED_PREFIX = "_orig_mod."  # torch.compile puts it before every name of a checkpoint
 
 
 def nanogpt_name(name: str) -> str:
     """nanoGPT's name of the parameter with this canonical name."""
-    if name in _TOP:
-        return _TOP[name]
-    _, layer, rest = name.split(".", 2)
-    return f"transformer.h.{layer}.{_IN_BLOCK[rest]}"
+    return TRANSFORMER + gpt2_name(name)
 
 
 def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:

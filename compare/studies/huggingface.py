@@ -15,34 +15,14 @@ from msgspec import Struct
 from safetensors.numpy import save
 
 from compare.contract.experiment import ExperimentError, Model
+from compare.contract.gpt2_names import TRANSFORMER, gpt2_name
 from compare.contract.host.disk import write_atomically
 from compare.contract.initial_weights import require_fit
 from compare.contract.parameters import Parameter, parameter_table
 from compare.contract.tensors import Tensors
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
-PREFIX = "transformer."  # of a GPT2LMHeadModel; a GPT2Model has none
 HEAD = "lm_head.weight"
-_TOP = {
-    "embedding.token": "wte.weight",
-    "embedding.position": "wpe.weight",
-    "norm.scale": "ln_f.weight",
-    "norm.bias": "ln_f.bias",
-}
-_IN_BLOCK = {
-    "norm1.scale": "ln_1.weight",
-    "norm1.bias": "ln_1.bias",
-    "attention.qkv.weight": "attn.c_attn.weight",
-    "attention.qkv.bias": "attn.c_attn.bias",
-    "attention.out.weight": "attn.c_proj.weight",
-    "attention.out.bias": "attn.c_proj.bias",
-    "norm2.scale": "ln_2.weight",
-    "norm2.bias": "ln_2.bias",
-    "mlp.up.weight": "mlp.c_fc.weight",
-    "mlp.up.bias": "mlp.c_fc.bias",
-    "mlp.down.weight": "mlp.c_proj.weight",
-    "mlp.down.bias": "mlp.c_proj.bias",
-}
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _SPELLED = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 
@@ -78,18 +58,18 @@ def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """
     model = _model(folder / CONFIG)
     tensors = Tensors(folder / WEIGHTS_FILE)
-    named = {name.removeprefix(PREFIX): name for name in tensors if not _is_mask(name)}
+    named = {name.removeprefix(TRANSFORMER): name for name in tensors if not _is_mask(name)}
     rows = parameter_table(model)
     if HEAD in named and not np.array_equal(
-        tensors[named.pop(HEAD)], tensors[named[_TOP["embedding.token"]]]
+        tensors[named.pop(HEAD)], tensors[named[gpt2_name("embedding.token")]]
     ):
         raise ExperimentError(f"{folder}: {HEAD} is not tied to the embedding, and the model's is")
     require_fit(
         {name: tensors.shape(whole) for name, whole in named.items()},
-        {_name(row): _shape(row) for row in rows},
+        {gpt2_name(row.name): _shape(row) for row in rows},
         str(folder),
     )
-    return model, {row.name: tensors[named[_name(row)]].reshape(row.shape) for row in rows}
+    return model, {row.name: tensors[named[gpt2_name(row.name)]].reshape(row.shape) for row in rows}
 
 
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
@@ -108,7 +88,9 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
         }
     rows = parameter_table(msgspec.structs.replace(model, bias=True))
     tensors = {
-        PREFIX + _name(row): np.ascontiguousarray(weights[row.name].reshape(_shape(row)), np.float32)
+        TRANSFORMER + gpt2_name(row.name): np.ascontiguousarray(
+            weights[row.name].reshape(_shape(row)), np.float32
+        )
         for row in rows
     }
     config: dict[str, Any] = {
@@ -158,13 +140,6 @@ def _model(path: Path) -> Model:
         )
     except msgspec.ValidationError as error:
         raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
-
-
-def _name(row: Parameter) -> str:
-    if row.name in _TOP:
-        return _TOP[row.name]
-    _, layer, rest = row.name.split(".", 2)
-    return f"h.{layer}.{_IN_BLOCK[rest]}"
 
 
 def _shape(row: Parameter) -> tuple[int, ...]:
