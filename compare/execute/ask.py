@@ -25,7 +25,7 @@ def ask(
     *,
     answer: type[T],
     environment: Mapping[str, str],
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = 0.0,
 ) -> T | str:
     """Ask one side something; one line of why not if it cannot answer.
 
@@ -35,12 +35,12 @@ def ask(
         question: arguments of `python -m SIDE`.
         answer: what it prints.
         environment: of the process.
-        timeout_s: seconds until it must have answered.
+        timeout_s: seconds until it must have answered; 0 for `TIMEOUT_S`.
     """
     if not shutil.which(python):
         return f"{side}: {python}: no such program"
     try:
-        returncode, output = _run([python, "-m", side, *question], environment, timeout_s)
+        returncode, output = _run([python, "-m", side, *question], environment, timeout_s or TIMEOUT_S)
     except OSError as error:
         return f"{side}: {python}: {error.strerror}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
