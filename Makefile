@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix mirror measure moves performance gpu-bench docs clean
+.PHONY: help demo test test-fast lint format check faults matrix mirror measure moves survival recipes profiles performance gpu-bench docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -53,6 +53,18 @@ measure: $(READY)  ## check, golden and faults anew, and their errors into docs/
 
 moves: $(READY)  ## trainings that stop and go on elsewhere, against uninterrupted ones; docs/moves.json
 	$(BIN)/python docs/moves.py
+	$(BIN)/python docs/make_docs.py
+
+survival: $(READY)  ## kill, stop and damage runs and checkpoints; docs/survival.json
+	$(BIN)/python docs/survival.py
+	$(BIN)/python docs/make_docs.py
+
+recipes: $(READY)  ## nanoGPT's small recipes in every engine; docs/recipes.json, docs/recipe.png
+	$(BIN)/python docs/recipes.py
+	$(BIN)/python docs/make_docs.py
+
+profiles: $(READY)  ## where the time of jaxpar's steps goes, on an idle machine; docs/profiles.json
+	$(BIN)/python docs/profiles.py
 	$(BIN)/python docs/make_docs.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours

@@ -1,8 +1,9 @@
 """`make moves`: trainings that stop and go on elsewhere, held against uninterrupted ones; docs/moves.json.
 
 Forty steps in float64, without a stop; and the same, stopped once or twice, and gone on on another layout, on
-fewer devices, in the other framework. What is kept is the largest difference of any weight and of either
-moment at step 40, of the uninterrupted run of the engine that began. It takes some minutes.
+fewer devices, in the other framework; every second kind of journey with dropout. What is kept is the largest
+difference of any weight and of either moment at step 40, of the uninterrupted run of the engine that began.
+It takes some minutes.
 """
 
 import shutil
@@ -19,6 +20,7 @@ from compare.judge.checkpoint_difference import difference
 
 MOVES = Path(__file__).parent / "moves.json"
 STEPS, HALF = 40, 20
+RATES = (0.0, 0.2)
 FSDP, ONE = {"dp_shard": 2, "zero": 3}, {"dp_shard": 1, "zero": 0}
 ENGINES = ("torch-manual", "torch-library", "jax-manual", "jax-compiler")
 
@@ -66,6 +68,7 @@ JOURNEYS: dict[str, list[list[Leg]]] = {
 class Journey(Struct, frozen=True, kw_only=True):
     """What came of one training."""
 
+    dropout: float
     engines: list[str]
     """Of its legs."""
     difference: dict[str, float]
@@ -79,10 +82,11 @@ def read_moves() -> dict[str, list[Journey]]:
     return msgspec.json.decode(MOVES.read_bytes(), type=dict[str, list[Journey]])
 
 
-def train(leg: Leg, folder: Path, resume: Path | None) -> Path:
+def train(leg: Leg, folder: Path, resume: Path | None, *, dropout: float) -> Path:
     """One leg. Returns its last checkpoint."""
     experiment = api.experiment(
         "check",
+        model={"dropout": dropout},
         train={"max_iters": leg.until},
         layout=leg.layout,
         checkpoint={"every": HALF, "keep": 3},
@@ -100,17 +104,23 @@ def train(leg: Leg, folder: Path, resume: Path | None) -> Path:
 
 def measure(folder: Path) -> dict[str, list[Journey]]:
     """Make all journeys, in a folder that is there."""
-    begun = {engine: train(Leg(STEPS, engine, FSDP), folder / f"whole-{engine}", None) for engine in ENGINES}
+    begun = {
+        (engine, dropout): train(
+            Leg(STEPS, engine, FSDP), folder / f"whole-{engine}-{dropout}", None, dropout=dropout
+        )
+        for engine in ENGINES
+        for dropout in RATES
+    }
     found: dict[str, list[Journey]] = {}
     for number, (name, journeys) in enumerate(JOURNEYS.items()):
+        dropout = RATES[number % len(RATES)]
         for which, (first, *others) in enumerate(journeys):
-            place = begun[first.engine].with_name(folder_name(first.until))
+            whole = begun[first.engine, dropout]
+            place = whole.with_name(folder_name(first.until))
             for place_of, leg in enumerate(others):
-                place = train(leg, folder / f"{number}-{which}-{place_of}", place)
-            journey = Journey(
-                engines=[leg.engine for leg in (first, *others)],
-                difference=difference(place, begun[first.engine]),
-            )
+                place = train(leg, folder / f"{number}-{which}-{place_of}", place, dropout=dropout)
+            engines = [leg.engine for leg in (first, *others)]
+            journey = Journey(dropout=dropout, engines=engines, difference=difference(place, whole))
             print(f"{name}: {' > '.join(journey.engines)}: {journey.difference}", file=sys.stderr, flush=True)
             found.setdefault(name, []).append(journey)
     return found

@@ -33,15 +33,14 @@ ASIDE = Path(__file__).parents[1] / "runs" / "performance"
 SIX_LAYERS = "bench baby-gpt --model.block_size 128"
 TORCH = "--engines torch-manual torch-library --baseline torch-library"
 JAX = "--engines jax-compiler jax-manual --baseline jax-compiler.single"
-SHORT = "--window 5"  # where a step takes a second
+SHORT = "--window 5 --windows 2"  # where a step takes a second
 
 BENCHES = {
     "torch-2": f"{SIX_LAYERS} --train.batch_size 4 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2",
     "torch-2-tensor": f"{SIX_LAYERS} --train.batch_size 2 {TORCH} --presets tp tp_sp --devices 2",
     "torch-2-pipeline": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --layout.pp 2 --layout.microbatches 8",
-    "torch-4": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --presets ddp zero1 zero2 fsdp --devices 4 "
-    f"{SHORT}",
-    "torch-2-long": f"{SIX_LAYERS} --train.batch_size 16 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2 "
+    "torch-4": f"{SIX_LAYERS} --train.batch_size 8 {TORCH} --presets ddp zero1 fsdp --devices 4 {SHORT}",
+    "torch-2-long": f"{SIX_LAYERS} --train.batch_size 16 {TORCH} --presets ddp zero1 fsdp --devices 2 "
     f"{SHORT}",
     "jax-4": f"{SIX_LAYERS} --train.batch_size 8 {JAX} --presets single ddp zero1 fsdp --devices 4 {SHORT}",
     "jax-4-tensor": f"{SIX_LAYERS} --model.n_layer 8 --model.n_head 8 --train.batch_size 16 {JAX} "

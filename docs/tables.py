@@ -2,14 +2,16 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 
 import msgspec
 from measured import Errors, Measured, read_measured
-from moves import read_moves
-from performance import BENCHES, read_performance
+from measured_tables import agreement, endings, moves, performance, profiles, recipes, refusals
+from performance import BENCHES
+from recipes import SETTINGS
+from table_text import markdown
 
 from compare.cli import COMMANDS
 from compare.commands import list as names
@@ -29,12 +31,6 @@ PARITY = Path(__file__).parent / "parity.md"
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2  # of the schedules that are drawn in schedules.png
 QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 """Rungs whose errors the docs quote."""
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int = 1) -> str:
-    """A Markdown table; columns from `numbers_from` on stand to the right."""
-    align = ["---" if column < numbers_from else "---:" for column in range(len(header))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, align, *rows))
 
 
 def mirror() -> str:
@@ -205,54 +201,6 @@ def parity() -> str:
     return markdown(["worst error over all its layouts", *(f"`{name}`" for name in engines)], rows)
 
 
-def moves() -> str:
-    """The differences of trainings that went on elsewhere."""
-    stored = read_moves()
-    if not stored:
-        return "Not measured yet: `make moves` measures it."
-    rows = []
-    for name, journeys in stored.items():
-        for journey in journeys:
-            off = [error_text(journey.difference[group]) for group in ("weights", "m", "v")]
-            rows.append((name, " > ".join(f"`{engine}`" for engine in journey.engines), *off))
-    return markdown(["journey", "engines", "weights", "m", "v"], rows, numbers_from=2)
-
-
-def performance(name: str) -> str:
-    """A bench's tables, the command that makes them, and what is to be known; or that it was not run yet."""
-    stored = read_performance().get(name)
-    command = f"```sh\nshardpair {BENCHES[name]}\n```"
-    if stored is None:
-        return f"{command}\n\nNot measured yet: `make performance` measures it."
-    parts = [command]
-    for block in stored.blocks:
-        parts += [f"**{block.title}**", markdown(block.header, block.rows)]
-    words = [*stored.sentences, *(f"**{line}**" for line in stored.warnings)]
-    words += [f"Left out: {case}: {why}." for case, why in stored.left_out.items()]
-    if stored.command != f"shardpair {BENCHES[name]}":
-        words.append(f"**Measured with another command: `{stored.command}`.**")
-    return "\n\n".join([*parts, " ".join(words)])
-
-
-def agreement() -> str:
-    """Whether two benches of the same commit tell the same: how many of their intervals overlap."""
-    once, again = (read_performance().get(name) for name in ("torch-2-tensor", "torch-2-tensor-again"))
-    if once is None or again is None:
-        return "Not measured yet: `make performance` measures it."
-    of_rows = [
-        (f"{case}, {figure}", getattr(once.ratios[case], figure), getattr(again.ratios[case], figure))
-        for case in sorted(once.ratios.keys() & again.ratios.keys())
-        for figure in ("wall", "cpu")
-    ]
-    apart = [name for name, one, other in of_rows if not one.overlaps(other)]
-    source = f"Both of {once.git_commit[:12]}"
-    if once.git_commit != again.git_commit:
-        source = f"Of {once.git_commit[:12]} and {again.git_commit[:12]}"
-    return f"{source}: {len(of_rows) - len(apart)} of {len(of_rows)} intervals overlap" + (
-        f"; apart are {', '.join(apart)}." if apart else "."
-    )
-
-
 @cache
 def _measured() -> Measured:
     return read_measured()
@@ -280,5 +228,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-agreement": agreement,
+    "profiles": profiles,
+    "endings": endings,
+    "refusals": refusals,
+    **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
+from jax.typing import ArrayLike
 
+from compare.contract.dropout import Site
 from compare.contract.experiment import Model, Precision
 from compare.contract.parameters import MLP_RATIO, QKV
 from jaxpar.attention import causal_attention
 from jaxpar.derivatives import gelu, product
-from jaxpar.problem import Pieces
+from jaxpar.dropout import Dropout, Noise
 from jaxpar.remat import Remat, apply_remat
 
 
@@ -87,9 +89,9 @@ class Attention(nnx.Module):
     """Causal self-attention with one fused query-key-value projection.
 
     Attributes:
-        core: (q, k, v) -> y, all (B, T, H, D): see `causal_attention`. Under tensor parallelism by hand H
-            is this device's heads. An edit of the model may put another there:
-            `model.blocks.attention.core = other`.
+        core: (q, k, v) -> y, all (B, T, H, D): see `causal_attention`, whose `factor_BHTS` it is given, too,
+            where weights are dropped. Under tensor parallelism by hand H is this device's heads. An edit of
+            the model may put another there: `model.blocks.attention.core = other`.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes):
@@ -97,11 +99,19 @@ class Attention(nnx.Module):
         self.qkv = Linear((config.n_embd,), (QKV, *heads), bias=config.bias, dtypes=dtypes)
         self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
         self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
+        self.storage = dtypes.storage
+        self.dropout = Dropout(config.dropout, Site.ATTENTION)
+        self.out_dropout = Dropout(config.dropout, Site.ATTENTION_OUT)
 
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
         qkv_BT3HD = self.qkv(x_BTC)
         q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, i] for i in range(QKV))
-        return self.out(self.core(q_BTHD, k_BTHD, v_BTHD))
+        _, length, heads, _ = q_BTHD.shape
+        dropped = {}
+        if noise is not None:
+            shape_HTS = (heads, length, length)
+            dropped["factor_BHTS"] = self.dropout.factor(shape_HTS, noise, dtype=self.storage)
+        return self.out_dropout(self.out(self.core(q_BTHD, k_BTHD, v_BTHD, **dropped)), noise)
 
 
 class MLP(nnx.Module):
@@ -112,9 +122,10 @@ class MLP(nnx.Module):
         self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
         self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
         self.activation = gelu if config.activation == "gelu" else jax.nn.gelu  # whose default is tanh
+        self.dropout = Dropout(config.dropout, Site.MLP_OUT)
 
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.up(x_BTC)))
+    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
+        return self.dropout(self.down(self.activation(self.up(x_BTC))), noise)
 
 
 class Block(nnx.Module):
@@ -126,9 +137,9 @@ class Block(nnx.Module):
         self.norm2 = layer_norm(config, dtypes)
         self.mlp = MLP(config, dtypes)
 
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
-        return x_BTC + self.mlp(self.norm2(x_BTC))
+    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
+        x_BTC = x_BTC + self.attention(self.norm1(x_BTC), noise)
+        return x_BTC + self.mlp(self.norm2(x_BTC), noise)
 
 
 class Embedding(nnx.Module):
@@ -143,6 +154,15 @@ class Embedding(nnx.Module):
         return self.token[...][tokens_BT] + self.position[...][: tokens_BT.shape[1]]
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
+        """Logits (B, T, V) from the residual stream."""
+        return self.project(self.enter_head(x_BTC))
+
+    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
+        """The stream as `project` takes it: where tensor parallelism enters a region of split work."""
+        return x_BTC
+
+    def project(self, x_BTC: jax.Array) -> jax.Array:
+        """Logits (B, T, V) of any positions."""
         return jnp.einsum("BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute))
 
 
@@ -153,104 +173,82 @@ class GPT(nnx.Module):
         config: sizes, bias, activation, epsilon.
         precision: storage and compute dtypes.
         remat: none, dots or full: see `jaxpar.remat`.
+        loss_chunks: parts of the positions whose logits exist at once; divides T.
 
     Attributes:
-        wrap_layer: applied to the scanned `block(x_BTC, layer) -> (x_BTC, None)`, `layer` being a nested
-            dict of one layer's parameters. An edit of the model may put another there.
-        scan_layers: (block, x_BTC, layers) -> x_BTC, with each layer applied in turn. The same goes for it.
+        wrap_layer: applied to the scanned `block(x, layer) -> (x, None)`, x being the residual stream and the
+            noise, and `layer` a nested dict of one layer's parameters. An edit of the model may put another
+            there.
+        scan_layers: (block, x, layers) -> x, with each layer applied in turn. The same goes for it.
         cross_entropy: (logits, targets) -> mean loss.
     """
 
-    def __init__(self, config: Model, *, precision: Precision, remat: Remat):
+    def __init__(self, config: Model, *, precision: Precision, remat: Remat, loss_chunks: int = 1):
         dtypes = Dtypes(precision)
+        self.loss_chunks = loss_chunks
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.scan_layers = scan_layers
         self.cross_entropy = cross_entropy
         self.embedding = Embedding(config, dtypes)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
         self.norm = layer_norm(config, dtypes)
+        self.dropout = Dropout(config.dropout, Site.EMBEDDING)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Logits (B, T, V) in the compute dtype, from token ids (B, T)."""
-        return self.logits(self.layers(self.embedding(tokens_BT)))
+    def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
+        """Logits (B, T, V) in the compute dtype.
 
-    def layers(self, x_BTC: jax.Array) -> jax.Array:
-        """The residual stream after all blocks."""
+        Args:
+            tokens_BT: ids.
+            keys_B2: of the sequences, for dropout (`compare.contract.dropout`); None: nothing is dropped.
+        """
+        return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
+
+    def embed(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
+        """The residual stream before the first block."""
+        return self.dropout(self.embedding(tokens_BT), Noise.of(keys_B2))
+
+    def layers(self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0) -> jax.Array:
+        """The residual stream after all blocks; `first` is the number of the first of them."""
         graph, layers = nnx.split(self.blocks)
 
-        def block(x_BTC: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, layer)(x_BTC), None
+        def block(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, None]:
+            x_BTC, noise = x
+            return (nnx.merge(graph, layer)(x_BTC, noise), noise and noise.next_layer), None
 
-        return self.scan_layers(self.wrap_layer(block), x_BTC, nnx.to_pure_dict(layers))
+        noise = Noise.of(keys_B2, first + 1)
+        return self.scan_layers(self.wrap_layer(block), (x_BTC, noise), nnx.to_pure_dict(layers))[0]
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) from the residual stream."""
         return self.embedding.logits(self.norm(x_BTC))
 
-    def loss(self, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    def head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Mean cross-entropy in nats of the targets, from the residual stream after all blocks."""
+        if self.loss_chunks == 1:
+            return self.cross_entropy(self.logits(x_BTC), targets_BT)
+
+        @jax.checkpoint  # backward makes the logits of a part again
+        def loss_of_part(x_BtC: jax.Array, targets_Bt: jax.Array) -> jax.Array:
+            return self.cross_entropy(self.embedding.project(x_BtC), targets_Bt)
+
+        x_BTC = self.embedding.enter_head(self.norm(x_BTC))
+        parts = (jnp.stack(jnp.split(a, self.loss_chunks, axis=1)) for a in (x_BTC, targets_BT))
+        return lax.map(lambda part: loss_of_part(*part), tuple(parts)).mean()
+
+    def loss(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B2: jax.Array | None = None
+    ) -> jax.Array:
         """Mean cross-entropy in nats of the targets, a scalar."""
-        return self.cross_entropy(self(tokens_BT), targets_BT)
+        x_BTC = self.layers(self.embed(tokens_BT, keys_B2), keys_B2)
+        return self.head_loss(x_BTC, targets_BT)
 
 
-def scan_layers(block: Callable[..., Any], x_BTC: jax.Array, layers: Any) -> jax.Array:
-    """Apply `block(x_BTC, layer) -> (x_BTC, None)` for each layer of stacked ones, compiled once."""
-    return lax.scan(block, x_BTC, layers)[0]
+def scan_layers(block: Callable[..., Any], x: Any, layers: Any) -> Any:
+    """Apply `block(x, layer) -> (x, None)` for each layer of stacked ones, compiled once."""
+    return lax.scan(block, x, layers)[0]
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats over all tokens, in at least float32."""
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
-
-
-def make_loss(
-    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
-) -> tuple[Callable[..., jax.Array], Any]:
-    """The model as a pure function.
-
-    Args:
-        config: sizes, bias, activation, epsilon.
-        precision: storage and compute dtypes.
-        remat: none, dots or full.
-        edit: may swap the model's modules and functions before it is split; parameter paths stay.
-
-    Returns:
-        `loss(params, batch)`, the mean cross-entropy of `batch = {"inputs": (B, T), "targets": (B, T)}`;
-        and the tree of `params` as `jax.ShapeDtypeStruct`s: nested dicts, layers stacked.
-    """
-    graph, state = _abstract(config, precision=precision, remat=remat, edit=edit)
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
-
-    return loss, nnx.to_pure_dict(state)
-
-
-def make_pieces(
-    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None] = lambda model: None
-) -> Pieces:
-    """The model as pure functions, cut before and after its blocks. Arguments as of `make_loss`."""
-    graph, _ = _abstract(config, precision=precision, remat=remat, edit=edit)
-
-    def loss(params: Any, x_BTC: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        model = nnx.merge(graph, params)
-        return model.cross_entropy(model.logits(x_BTC), batch["targets"])
-
-    return Pieces(
-        embed=lambda params, batch: nnx.merge(graph, params).embedding(batch["inputs"]),
-        layers=lambda params, x_BTC: nnx.merge(graph, params).layers(x_BTC),
-        loss=loss,
-    )
-
-
-def _abstract(
-    config: Model, *, precision: Precision, remat: Remat, edit: Callable[[GPT], None]
-) -> tuple[nnx.GraphDef, nnx.State]:
-    """The edited model without numbers, split into its structure and its parameters' shapes."""
-
-    def edited() -> GPT:
-        model = GPT(config, precision=precision, remat=remat)
-        edit(model)
-        return model
-
-    return nnx.split(nnx.eval_shape(edited))

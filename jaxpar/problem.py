@@ -30,8 +30,9 @@ class Pieces:
 
     embed: Callable[[Any, Any], jax.Array]
     """embed(params, batch): the first stage's beginning, x (B, ...)."""
-    layers: Callable[[Any, jax.Array], jax.Array]
-    """layers(params, x): x after the stacked layers that `params` has, however many."""
+    layers: Callable[[Any, jax.Array, Any, Any], jax.Array]
+    """layers(params, x, batch, first): x after the stacked layers that `params` has, however many. `batch` is
+    what x was made of, and `first` the number of the first of these layers among all."""
     loss: Callable[[Any, jax.Array, Any], jax.Array]
     """loss(params, x, batch): the last stage's end, the mean over the batch's leading dim."""
 

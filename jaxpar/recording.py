@@ -11,9 +11,9 @@ from compare.contract.divergence import end_if_diverged, first_not_finite
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.host.facts import cpu_seconds, versions
-from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import fingerprint, parameter_count
-from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.progress import Place
+from compare.contract.record import Manifest, Recorder
 from compare.contract.request import Request, Rung
 from compare.contract.stream import OwnBatches
 from compare.contract.timing import Window
@@ -65,26 +65,32 @@ class Recording:
         if request.ladder:
             recorder.tensors(Rung.INITIAL_WEIGHTS, initial_weights)
 
-    def steps_are_done(self, batch: Any, metrics: list[Any], gradients: Any, window: Window) -> None:
-        """After a step, or after several in a window, before the state moves on.
+    @property
+    def engine(self) -> str:
+        """Whose run it is."""
+        return self._request.engine
+
+    def steps_are_done(
+        self, batch: Any, done: list[tuple[Place, Any]], gradients: Any, window: Window
+    ) -> None:
+        """After a step, or after several in a window, when the state has moved on.
 
         Leaves their numbers, and the tensors that the ladder asks for.
 
         Args:
             batch: of the last step, as it was placed.
-            metrics: loss and grad_norm of each step, scalars.
+            done: of each step where it began, and its loss and grad_norm, scalars.
             gradients: of the first step with a ladder, before clipping; else None.
             window: the steps, and what they cost.
 
         Raises:
             DivergedError: the loss or the gradient norm is not finite; the record ends with that step.
         """
-        timing = self._request.timing
-        if timing and timing.is_in_window(self._state.step):
+        request, step = self._request, done[0][0].step
+        if request.timing and request.timing.is_in_window(step):
             self._windows.append(window)
-        for ahead, metric in enumerate(metrics):
-            self._note(self._state.step + ahead, self._state.updates + ahead, metric, window)
-        step, request = self._state.step, self._request
+        for place, metrics in done:
+            self._note(place, metrics, window)
         if request.ladder and step == request.first_step:
             self._recorder.tensors(Rung.BATCH, jax.device_get(batch))
             self._leave(Rung.GRADIENTS, gradients)
@@ -128,17 +134,12 @@ class Recording:
         )
         self._recorder.finish(manifest, communications(hlo, experiment.layout.axes))
 
-    def _note(self, step: int, updates: int, metrics: Any, window: Window) -> None:
+    def _note(self, place: Place, metrics: Any, window: Window) -> None:
         seconds = window.wall_s / window.steps
-        if step == self._request.first_step:
+        if place.step == self._request.first_step:
             self._first_step_s = seconds
-        done = Step(
-            step=step,
-            loss=float(metrics["loss"]),
-            grad_norm=float(metrics["grad_norm"]),
-            lr=learning_rate(self._experiment.optimizer, updates),
-            step_time_ms=seconds * 1e3,
-        )
+        loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        done = place.record(self._experiment, loss=loss, grad_norm=grad_norm, seconds=seconds)
         self._recorder.step(done)
         end_if_diverged(self._request.engine, done, where=self._first_weight_not_finite)
 

@@ -3,18 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+from compare.contract.progress import Progress
+
 
 @dataclass(kw_only=True)
-class TrainState:
+class TrainState(Progress):
     """Weights, moments, and how far training has come.
 
     Attributes:
         params, opt_state: trees that live on the devices; a step donates them.
-        step: the place in the stream of data: the batch to come is `batch(step)`.
-        updates: of the weights so far: what the schedule and Adam's bias correction follow.
     """
 
     params: Any
     opt_state: Any
-    step: int = 0
-    updates: int = 0

@@ -1,7 +1,4 @@
-"""The training loop that both engines share: place, compile ahead, step.
-
-Legend: A gradient accumulation, B batch, T position.
-"""
+"""The training loop that both engines share: place, compile ahead, step."""
 
 import functools
 import importlib
@@ -9,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,23 +15,23 @@ from jax.sharding import Mesh
 from compare.contract.checkpoint.description import WEIGHTS
 from compare.contract.checkpoint.reader import CheckpointReader
 from compare.contract.checkpoint.saving import Saving
-from compare.contract.data import Corpus
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
-from compare.contract.evaluation import Evaluation, evaluate, is_due, require_validation
+from compare.contract.evaluation import require_validation
 from compare.contract.experiment import Experiment, ExperimentError, Model
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
-from compare.contract.optimizer import StepScalars, step_scalars
-from compare.contract.parameters import initial_parameters, storage_dtype
+from compare.contract.parameters import initial_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.stream import Batches, OwnBatches, open_stream
+from compare.contract.stream import Batches, arrays_of_step, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.checkpoint import read_tree, state_parts
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.model import make_loss, make_pieces
+from jaxpar.compilation import compile_step, device_scalars
+from jaxpar.evaluation import make_evaluation
+from jaxpar.functional import make_loss, make_pieces
 from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
 from jaxpar.recording import Recording
@@ -97,11 +93,9 @@ def train(
     remat = resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)
-    checkpoint, initial = None, None
-    if request.resume:
-        checkpoint = CheckpointReader(Path(request.resume.checkpoint))
-    else:
-        initial = starting_parameters(request, weights)
+    require_validation(experiment, corpus)
+    initial = starting_parameters(request, weights)  # of a checkpoint nothing is read before it is asked for
+    checkpoint = CheckpointReader(Path(request.resume.checkpoint)) if request.resume else None
     progress()
 
     sharded, state = prepare(
@@ -117,6 +111,7 @@ def train(
     recording = Recording(
         request, recorder, sharded=sharded, state=state, corpus=corpus, remat=remat, started_utc=started_utc
     )
+    state.loss_scale = request.first_loss_scale
     begun = time.perf_counter()
     step = compile_step(sharded, state, experiment)
     compile_s = time.perf_counter() - begun
@@ -133,10 +128,10 @@ def train(
     while state.step < experiment.train.max_iters:
         run = first if state.step == request.first_step else step
         together = request.timing.together(state.step) if request.timing else 1
-        drawn = [corpus.batch(experiment, state.step + ahead) for ahead in range(together)]
+        drawn = [arrays_of_step(corpus, experiment, state.step + ahead) for ahead in range(together)]
         train_steps(run, sharded, state, recording, experiment, drawn)
         evaluation = evaluate_if_due()
-        saving.step_is_done(step=state.step, updates=state.updates, evaluation=evaluation)
+        saving.step_is_done(state, evaluation)
         progress(in_step=state.step < experiment.train.max_iters)
     saving.finish()
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)
@@ -148,32 +143,31 @@ def train_steps(
     state: TrainState,
     recording: Recording,
     experiment: Experiment,
-    batches: list[tuple[np.ndarray, np.ndarray]],
+    batches: list[dict[str, np.ndarray]],
 ) -> None:
     """Steps of the compiled program, one for each batch: blocked upon together at their end, and timed.
 
     Args:
         step: from `compile_step`.
-        batches: inputs and targets of each step, int32 (A, B, T), on the host.
+        batches: what each step is given (`arrays_of_step`), on the host.
 
     Raises:
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
-    scalars = [device_scalars(experiment, state.updates + ahead) for ahead in range(len(batches))]
-    metrics, placed, gradients = [], None, None
+    done, placed, gradients = [], None, None
     begun, cpu_begun = time.perf_counter(), cpu_seconds()
-    for batch, scalar in zip(batches, scalars, strict=True):
-        placed = jax.device_put(dict(zip(("inputs", "targets"), batch, strict=True)), sharded.batch)
-        outputs = step(state.params, state.opt_state, placed, scalar)
-        state.params, state.opt_state, metric, gradients = outputs
-        metrics.append(metric)
-    jax.block_until_ready((state.params, state.opt_state, metrics, gradients))
+    for batch in batches:
+        place, scalars = state.place, device_scalars(experiment, state)
+        placed = jax.device_put(batch, sharded.batch)
+        outputs = step(state.params, state.opt_state, placed, scalars)
+        state.params, state.opt_state, metrics, gradients = outputs
+        done.append((place, metrics))
+        # A loss scale follows from whether the step before overflowed: for it the host waits.
+        norm = float(metrics["grad_norm"]) if state.loss_scale else None
+        state.move_on(recording.engine, experiment, grad_norm=norm)
+    jax.block_until_ready((state.params, state.opt_state, done, gradients))
     wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
-    recording.steps_are_done(
-        placed, metrics, gradients, Window(steps=len(batches), wall_s=wall_s, cpu_s=cpu_s)
-    )
-    state.step += len(batches)
-    state.updates += len(batches)
+    recording.steps_are_done(placed, done, gradients, Window(steps=len(batches), wall_s=wall_s, cpu_s=cpu_s))
 
 
 def prepare(
@@ -227,99 +221,14 @@ def _restored(
 def make_problem(experiment: Experiment, *, remat: Remat) -> Problem:
     """nanoGPT as the engines see it: a loss that can be edited, and what its leaves' dims mean."""
     model, precision = experiment.model, experiment.precision
-    _, shapes = make_loss(model, precision=precision, remat=remat)
+    build = functools.partial(
+        make_loss, model, precision=precision, remat=remat, loss_chunks=experiment.train.loss_chunks
+    )
     return Problem(
-        build=lambda edit: make_loss(model, precision=precision, remat=remat, edit=edit)[0],
+        build=lambda edit: build(edit=edit)[0],
         pieces=lambda edit: make_pieces(model, precision=precision, remat=remat, edit=edit),
-        shapes=shapes,
+        shapes=build()[1],
         axes=weights.logical_axes(model),
         remat=remat,
         stacked=weights.STACKED,
     )
-
-
-def compile_step(
-    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
-) -> jax.stages.Compiled:
-    """Compile the sharded step ahead of time, its state donated.
-
-    Args:
-        with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.
-    """
-
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        params, opt_state, metrics, gradients = sharded.step(params, opt_state, batch, scalars)
-        return params, opt_state, metrics, gradients if with_gradients else None
-
-    moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    jitted = jax.jit(
-        step,
-        in_shardings=(sharded.params, moments, sharded.batch, sharded.scalars),
-        out_shardings=(sharded.params, moments, sharded.scalars, sharded.moments if with_gradients else None),
-        donate_argnums=(0, 1),
-    )
-    lowered = jitted.lower(
-        state.params, state.opt_state, batch_like(experiment), device_scalars(experiment, 0)
-    )
-    return lowered.compile(compiler_options=sharded.compiler_options)
-
-
-def make_evaluation(
-    sharded: ShardedStep,
-    state: TrainState,
-    experiment: Experiment,
-    *,
-    corpus: Corpus | OwnBatches,
-    recorder: Recorder,
-) -> Callable[[], Evaluation | None]:
-    """A function that evaluates the state's weights where that is due, and records it.
-
-    What is compiled is the training step of which only the loss is asked for: XLA leaves out the rest of it.
-
-    Raises:
-        ExperimentError: there is nothing to evaluate on.
-    """
-    require_validation(experiment, corpus)
-    if not experiment.train.eval_interval:
-        return lambda: None
-
-    def loss(params: Any, opt_state: Any, batch: Any, scalars: Any) -> jax.Array:
-        _, _, metrics, _ = sharded.step(params, opt_state, batch, scalars)
-        return metrics["loss"]
-
-    moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    jitted = jax.jit(
-        loss,
-        in_shardings=(sharded.params, moments, sharded.batch, sharded.scalars),
-        out_shardings=sharded.scalars,
-    )
-    scalars = device_scalars(experiment, 0)
-    lowered = jitted.lower(state.params, state.opt_state, batch_like(experiment), scalars)
-    compiled = lowered.compile(compiler_options=sharded.compiler_options)
-
-    def loss_of(inputs: np.ndarray, targets: np.ndarray) -> jax.Array:
-        placed = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
-        return compiled(state.params, state.opt_state, placed, scalars)
-
-    def evaluate_if_due() -> Evaluation | None:
-        if not is_due(experiment, state.step):
-            return None
-        evaluation = evaluate(experiment, corpus, state.step, loss_of)
-        recorder.evaluation(evaluation)
-        return evaluation
-
-    return evaluate_if_due
-
-
-def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
-    """A global batch without data."""
-    train = experiment.train
-    shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
-    return dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
-
-
-def device_scalars(experiment: Experiment, updates: int) -> dict[str, np.ndarray]:
-    """The optimizer's scalars after so many updates, rounded once to the dtype of the weights."""
-    scalars: StepScalars = step_scalars(experiment.optimizer, updates)
-    dtype = storage_dtype(experiment)
-    return {name: np.asarray(getattr(scalars, name), dtype) for name in scalars.__struct_fields__}

@@ -47,6 +47,12 @@ class ShardedStep:
         return jax.tree.map(lambda p, x: p.unpad(x), self.placements, jax.device_get(tree))
 
 
+def passes_of(batch: Any) -> int:
+    """A: how many passes are accumulated over a batch of (A, B, ...)."""
+    (passes,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    return passes
+
+
 def shardings(mesh: Mesh, placements: Any, *, sharded: bool) -> Any:
     """A tree of NamedShardings; leaves are split over dp_shard only if `sharded`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, p.spec(sharded=sharded)), placements)
@@ -73,7 +79,7 @@ def accumulated_gradients(
         The loss, and gradients as `reduce` leaves them: sums over A divided by A.
     """
     value_and_grad = jax.value_and_grad(loss)
-    (accumulation,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    accumulation = passes_of(batch)
     if accumulation == 1:
         value, gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
         return value, reduce(gradients)

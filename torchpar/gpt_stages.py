@@ -44,7 +44,7 @@ class GPTStages(nn.Module):
         self.blocks_of = {stage: range(stage * share, (stage + 1) * share) for stage in own}
         is_first, is_last = 0 in self.blocks_of, stages - 1 in self.blocks_of
         numbers = [number for blocks in self.blocks_of.values() for number in blocks]
-        have = {"wte": is_first or is_last, "wpe": is_first, "h": True, "ln_f": is_last}
+        have = {"wte": is_first or is_last, "wpe": is_first, "drop": is_first, "h": True, "ln_f": is_last}
         parts = {name: model.transformer[name] for name, is_here in have.items() if is_here}
         parts["h"] = nn.ModuleDict({str(number): model.blocks[number] for number in numbers})
         self.transformer = nn.ModuleDict(parts)
@@ -59,18 +59,21 @@ class GPTStages(nn.Module):
             self.get_submodule(f"transformer.h.{n}") for blocks in self.blocks_of.values() for n in blocks
         ]
 
-    def forward(self, x: torch.Tensor, *, stage: int | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, keys_B2: torch.Tensor | None = None, *, stage: int | None = None
+    ) -> torch.Tensor:
         """One stage: from token ids (B, T) or the stream (B, T, C) to the stream, or to logits (B, T, V).
 
-        A rank that has one stage need not say which.
+        A rank that has one stage need not say which. The keys are for dropout, as `GPT` has it.
         """
         if stage is None:
             (stage,) = self.blocks_of
         if stage == 0:
             position_T = torch.arange(x.shape[1], device=x.device)
             x = self.transformer["wte"](x) + self.transformer["wpe"](position_T)
+            x = self.transformer["drop"](x, keys_B2)
         for number in self.blocks_of[stage]:
-            x = self.get_submodule(f"transformer.h.{number}")(x)
+            x = self.get_submodule(f"transformer.h.{number}")(x, keys_B2)
         if stage < self.stages - 1:
             return x
         assert self.lm_head is not None
@@ -126,8 +129,8 @@ class OneStage(nn.Module):
         super().__init__()
         self.part, self.stage = part, stage
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.part(x, stage=self.stage)
+    def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+        return self.part(x, keys_B2, stage=self.stage)
 
 
 def as_pipeline(

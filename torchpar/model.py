@@ -1,15 +1,23 @@
 """nanoGPT's GPT, with nanoGPT's own parameter names and shapes. It knows nothing of devices in the plural.
 
-B batch, T position, C embedding, H heads, D head_dim = C / H, V vocabulary. Weights come from `weights.py`.
+Where nanoGPT drops it does, too, given the sequences' keys (`compare.contract.dropout`).
+
+B batch, T and S position, C embedding, H heads, D head_dim = C / H, V vocabulary, 2 the words of a key.
+Weights come from `weights.py`.
 Source: karpathy/nanoGPT, model.py.
 """
+
+import math
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from compare.contract.dropout import Site
 from compare.contract.experiment import Model
 from compare.contract.parameters import MLP_RATIO, QKV
+from torchpar.dropout import Dropout
 
 
 class LayerNorm(nn.Module):
@@ -28,14 +36,40 @@ class LayerNorm(nn.Module):
 class CausalAttention(nn.Module):
     """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
 
+    With dropout the weights are computed one by one: the kernel would draw a mask of its own.
+
     It has no parameters. Any module that maps q, k, v of shape (B, T, H, D) to (B, T, H, D) may take its
-    place: `swap(model, {"transformer.h.*.attn.core": lambda core: other})`.
+    place: `swap(model, {"transformer.h.*.attn.core": lambda core: other})`. With dropout it is given the keys
+    as well.
     """
 
-    def forward(self, q_BTHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
+    def __init__(self, config: Model, layer: int):
+        super().__init__()
+        self.dropout = Dropout(config.dropout, Site.ATTENTION, layer)
+
+    def forward(
+        self,
+        q_BTHD: torch.Tensor,
+        k_BTHD: torch.Tensor,
+        v_BTHD: torch.Tensor,
+        keys_B2: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         q_BHTD, k_BHTD, v_BHTD = (t_BTHD.transpose(1, 2) for t_BTHD in (q_BTHD, k_BTHD, v_BTHD))
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        if keys_B2 is None:
+            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        else:
+            weights_BHTS = self.dropout(causal_weights(q_BHTD, k_BHTD), keys_B2)
+            y_BHTD = weights_BHTS.to(v_BHTD.dtype) @ v_BHTD
         return y_BHTD.transpose(1, 2)
+
+
+def causal_weights(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor) -> torch.Tensor:
+    """softmax(q k / sqrt(D)) over positions S <= T, in at least float32: (B, H, T, S)."""
+    length, head_dim = q_BHTD.shape[-2:]
+    logits_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) / math.sqrt(head_dim)
+    hidden_TS = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).triu(1)
+    at_least_float32 = torch.promote_types(logits_BHTS.dtype, torch.float32)
+    return logits_BHTS.masked_fill(hidden_TS, -math.inf).softmax(-1, dtype=at_least_float32)
 
 
 class CausalSelfAttention(nn.Module):
@@ -46,45 +80,49 @@ class CausalSelfAttention(nn.Module):
             rank's heads.
     """
 
-    def __init__(self, config: Model):
+    def __init__(self, config: Model, layer: int):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, QKV * config.n_embd, bias=config.bias)
-        self.core = CausalAttention()
+        self.core = CausalAttention(config, layer)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = Dropout(config.dropout, Site.ATTENTION_OUT, layer)
 
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
         qkv_BT3HD = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim))
-        y_BTHD = self.core(*qkv_BT3HD.unbind(2))
-        return self.c_proj(y_BTHD.flatten(2))
+        keys = () if keys_B2 is None else (keys_B2,)
+        y_BTHD = self.core(*qkv_BT3HD.unbind(2), *keys)
+        return self.dropout(self.c_proj(y_BTHD.flatten(2)), keys_B2)
 
 
 class MLP(nn.Module):
     """Two linear layers around a GELU, four times as wide inside."""
 
-    def __init__(self, config: Model):
+    def __init__(self, config: Model, layer: int):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, MLP_RATIO * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=config.bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.dropout = Dropout(config.dropout, Site.MLP_OUT, layer)
 
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x_BTC), approximate=self.approximate))
+    def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+        x_BTC = self.c_proj(F.gelu(self.c_fc(x_BTC), approximate=self.approximate))
+        return self.dropout(x_BTC, keys_B2)
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each reading a normalised stream and adding to it."""
+    """Attention, then the MLP, each reading a normalised stream and adding to it. Layers count from 1."""
 
-    def __init__(self, config: Model):
+    def __init__(self, config: Model, layer: int):
         super().__init__()
         self.ln_1 = LayerNorm(config)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = LayerNorm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, layer)
 
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
-        return x_BTC + self.mlp(self.ln_2(x_BTC))
+    def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), keys_B2)
+        return x_BTC + self.mlp(self.ln_2(x_BTC), keys_B2)
 
 
 class GPT(nn.Module):
@@ -92,16 +130,18 @@ class GPT(nn.Module):
 
     Args:
         config: the experiment's `model` section.
+        loss_chunks: parts of the positions whose logits exist at once; divides T.
     """
 
-    def __init__(self, config: Model):
+    def __init__(self, config: Model, *, loss_chunks: int = 1):
         super().__init__()
-        self.config = config
+        self.config, self.loss_chunks = config, loss_chunks
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                "drop": Dropout(config.dropout, Site.EMBEDDING),
+                "h": nn.ModuleList(Block(config, layer) for layer in range(1, config.n_layer + 1)),
                 "ln_f": LayerNorm(config),
             }
         )
@@ -117,26 +157,48 @@ class GPT(nn.Module):
         return blocks
 
     def forward(
-        self, idx: torch.Tensor, targets: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        idx: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        keys_B2: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Logits, and the loss if there are targets.
 
         Args:
             idx: token ids (B, T), T at most block_size.
             targets: the ids to predict (B, T).
+            keys_B2: of the sequences, their words' bits as int32, for dropout; None: nothing is dropped.
 
         Returns:
-            Logits (B, T, V), or (B, 1, V) of the last position without targets, as nanoGPT does; and the
-            mean cross-entropy in nats, or None.
+            Logits (B, T, V), or (B, 1, V) of the last position without targets, as nanoGPT does, or None
+            where the loss is in parts; and the mean cross-entropy in nats, or None.
         """
         position_T = torch.arange(idx.shape[1], device=idx.device)
         x_BTC = self.transformer["wte"](idx) + self.transformer["wpe"](position_T)
+        x_BTC = self.transformer["drop"](x_BTC, keys_B2)
         for block in self.blocks:
-            x_BTC = block(x_BTC)
+            x_BTC = block(x_BTC, keys_B2)
         x_BTC = self.transformer["ln_f"](x_BTC)
         if targets is None:
             return self.lm_head(x_BTC[:, [-1], :]), None
+        if self.loss_chunks > 1:
+            return None, self._loss_of_parts(x_BTC, targets)
         logits_BTV = self.lm_head(x_BTC)
-        # Under autocast the logits are bfloat16, and CPU autocast has no float32 rule for the loss.
-        loss_logits_BTV = logits_BTV.to(self.lm_head.weight.dtype)
-        return logits_BTV, self.loss(loss_logits_BTV.flatten(0, 1), targets.flatten())
+        return logits_BTV, self._loss_of(logits_BTV, targets)
+
+    def _loss_of(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        # Under autocast the logits have 16 bits, and CPU autocast has no float32 rule for the loss.
+        logits_BTV = logits_BTV.to(self.lm_head.weight.dtype)
+        return self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    def _loss_of_parts(self, x_BTC: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The same from the stream, some positions at a time; backward makes their logits again."""
+
+        def loss_of_part(x_BtC: torch.Tensor, targets_Bt: torch.Tensor) -> torch.Tensor:
+            return self._loss_of(self.lm_head(x_BtC), targets_Bt)
+
+        parts = zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x_BTC, targets_BT)), strict=True)
+        losses = [
+            checkpoint(loss_of_part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+        ]
+        return torch.stack(losses).mean()

@@ -1,6 +1,6 @@
 """AdamW and SGD as `compare.contract.optimizer` defines them, by torch.optim; the norm over all ranks."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from compare.contract.parameters import decays, parameter_table
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import ParallelModel, local
 from torchpar.weights import nanogpt_name
+
+ROW = 4096
+"""Elements whose squares are added up one after the other."""
 
 
 def unwrapped(
@@ -129,7 +132,7 @@ def gradient_norm(
     norms = []
     counted = {name: parameter for name, parameter in parameters.items() if name not in copies}
     for axes, gradients in _gradients_by_axes(counted, sharded_over).items():
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm_of_all(gradients)
         if axes:
             square = norm.square()
             for axis in axes:
@@ -139,6 +142,22 @@ def gradient_norm(
     if not norms:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm over all elements of some tensors: a scalar.
+
+    On a CPU PyTorch adds up a float32 tensor's squares one after the other: of three million elements the
+    norm is off by 7e-5 (torch 2.13; `get_total_norm` and `clip_grad_norm_`, too). So it is taken in rows.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.nn.utils.get_total_norm(tensors)
+    norms = []
+    for flat in (tensor.reshape(-1) for tensor in tensors):
+        whole = flat.numel() // ROW * ROW
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
+        norms += [torch.linalg.vector_norm(part) for part in (rows, flat[whole:])]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _gradients_by_axes(

@@ -52,9 +52,10 @@ class ParallelModel:
         no_sync: a context for every forward and backward of a step but the last.
         finish_gradient_synchronization: after the last backward; the gradients of `parameters` are complete
             after it.
-        run_pipeline: instead of calling `module`: from the inputs and targets of every microbatch, and a
-            context for each forward, to their mean loss; leaves gradients on the parameters.
+        run_pipeline: instead of calling `module`: from a batch, whose passes are not cut into microbatches
+            yet, and a context for each forward, to the mean loss; leaves gradients on the parameters.
         evaluate_pipeline: the same without gradients, which are left as they are.
+        divides_late: gradients of microbatches are divided by their number after backward, not before.
         end_evaluation: after the last forward without a backward.
         sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
         elements: by name, which elements of a rank's part along tp its piece is, row by row; None for all.
@@ -71,6 +72,7 @@ class ParallelModel:
     finish_gradient_synchronization: Callable[[], None] = _nothing
     run_pipeline: Callable[..., torch.Tensor] | None = None
     evaluate_pipeline: Callable[..., torch.Tensor] | None = None
+    divides_late: bool = False
     end_evaluation: Callable[[], None] = _nothing
     sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
     elements: Callable[[str], slice | None] = _all_elements
@@ -111,9 +113,12 @@ class ParallelModel:
         return self.own_moments(key)
 
     def own_moments(self, key: str) -> TensorsByName:
-        """The same, of the parameters whose moments this rank keeps."""
+        """The same, of the parameters whose moments this rank keeps; zero before the first update."""
         state = self.optimizer.state
-        return {name: state[p][key] for name, p in self.parameters.items() if self.keeps_moments(name)}
+        kept = {name: p for name, p in self.parameters.items() if self.keeps_moments(name)}
+        return {
+            name: state[p][key] if state.get(p) else torch.zeros_like(p.detach()) for name, p in kept.items()
+        }
 
     def keeps_moments(self, name: str) -> bool:
         """Whether this rank keeps the moments of its piece of a parameter."""

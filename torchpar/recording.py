@@ -14,9 +14,9 @@ from compare.contract.divergence import end_if_diverged
 from compare.contract.engines.registry import ENGINES
 from compare.contract.evaluation import Evaluation
 from compare.contract.host.facts import cpu_seconds, versions
-from compare.contract.learning_rate import learning_rate
 from compare.contract.parameters import parameter_count
-from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.progress import Place
+from compare.contract.record import Manifest, Recorder
 from compare.contract.request import Rung
 from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
@@ -25,7 +25,7 @@ from torchpar.measure.ledger import CommunicationMode, of_the_busiest
 from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, resident_bytes, track_peak
 from torchpar.parallel_model import TensorsByName, local
 from torchpar.remat import resolve_remat
-from torchpar.state import Run
+from torchpar.state import Batch, Run
 from torchpar.weights import moment_keys, to_arrays
 
 _MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
@@ -49,15 +49,17 @@ class Recording:
         self._first_step_s = 0.0
         self._windows: list[Window] = []
 
-    def begin(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def begin(self, batch: Batch) -> None:
         """For a ladder, before the first step: its batch, put together from all shares, and the weights."""
         run = self._run
-        shares = run.mesh.data.all_gather_objects([tensor.cpu().numpy() for tensor in batch])
-        inputs, targets = (
-            np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True)
-        )
+        own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]
+        shares = run.mesh.data.all_gather_objects(own)
+        arrays = (np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True))
+        named = dict(zip(("inputs", "targets", "keys"), arrays, strict=False))
+        if "keys" in named:
+            named["keys"] = named["keys"].view(np.uint32)
         if self._recorder:
-            self._recorder.tensors(Rung.BATCH, {"inputs": inputs, "targets": targets})
+            self._recorder.tensors(Rung.BATCH, named)
         self._leave(Rung.INITIAL_WEIGHTS, run.parallel.weights())
 
     @contextmanager
@@ -99,7 +101,7 @@ class Recording:
         run.rank.at(step, "record")
         if step == run.request.first_step:
             self._first_step_s = seconds
-        self._note(step, run.state.updates, loss, norm, seconds=seconds)
+        self._note(run.state.place, loss, norm, seconds=seconds)
         if run.request.ladder and step == run.request.first_step:
             self._leave(Rung.FIRST_WEIGHTS, run.parallel.weights())
             for name, key in moment_keys(run.experiment.optimizer).items():
@@ -107,33 +109,28 @@ class Recording:
         if run.request.leaves_later_weights(step):
             self._leave(Rung.LATER_WEIGHTS, run.parallel.weights())
 
-    def window_is_done(self, done: list[tuple[torch.Tensor, torch.Tensor]], window: Window) -> None:
+    def window_is_done(self, done: list[tuple[Place, torch.Tensor, torch.Tensor]], window: Window) -> None:
         """After a window of steps, when the state has moved on: their numbers.
 
         Args:
-            done: loss and norm of each.
+            done: of each where it began, its loss and its norm.
             window: what they cost this rank.
 
         Raises:
             DivergedError: as `step_is_done`.
         """
         self._windows.append(window)
-        state = self._run.state
-        for ahead, (loss, norm) in enumerate(done, start=-len(done)):
-            seconds = window.wall_s / window.steps
-            self._note(state.step + ahead, state.updates + ahead, loss, norm, seconds=seconds)
+        for place, loss, norm in done:
+            self._note(place, loss, norm, seconds=window.wall_s / window.steps)
 
-    def _note(
-        self, step: int, updates: int, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float
-    ) -> None:
+    def _note(self, place: Place, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float) -> None:
         run = self._run
-        done = Step(
-            step=step,
+        done = place.record(
+            run.experiment,
             loss=loss.item(),
             grad_norm=norm.item(),
-            lr=learning_rate(run.experiment.optimizer, updates),
-            step_time_ms=seconds * 1e3,
-            instrumented=step == self._instrumented,
+            seconds=seconds,
+            instrumented=place.step == self._instrumented,
         )
         if self._recorder:
             self._recorder.step(done)

@@ -41,7 +41,7 @@ def apply_remat(blocks: nn.ModuleList, remat: Remat) -> None:
     contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _save_dots)}
     options = contexts if remat == "dots" else {}
     for block in blocks:
-        # No dropout, so no random state to restore in the recomputation.
+        # Dropout follows from keys that the block is given: there is no random state to restore.
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
         )

@@ -1,9 +1,14 @@
 """One rank's run: what it trains with, and where it stands."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from compare.contract.data import Corpus
 from compare.contract.experiment import Experiment
+from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.contract.stream import OwnBatches
 from torchpar.comm.mesh import Mesh
@@ -11,22 +16,24 @@ from torchpar.comm.rank import Rank
 from torchpar.parallel_model import ParallelModel
 
 
-@dataclass
-class TrainState:
-    """State of training, beside the weights and moments, which live in the model and its optimizer.
+class Batch(NamedTuple):
+    """One rank's rows of a global batch, on its device. A accumulated passes, B rows, T positions."""
 
-    Attributes:
-        step: the place in the stream of data: the batch to come is `batch(step)`.
-        updates: of the weights so far: what the schedule and Adam's bias correction follow.
-    """
+    inputs_ABT: torch.Tensor
+    """int64."""
+    targets_ABT: torch.Tensor
+    keys_AB2: torch.Tensor | None = None
+    """Of the sequences, for dropout: their words' bits as int32."""
 
-    step: int = 0
-    updates: int = 0
+    def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """What the model is called with in each pass."""
+        for number, (inputs_BT, targets_BT) in enumerate(zip(*self[:2], strict=True)):
+            yield inputs_BT, targets_BT, None if self.keys_AB2 is None else self.keys_AB2[number]
 
 
 @dataclass
 class Run:
-    """Everything that one rank trains with."""
+    """Everything that one rank trains with; weights and moments live in the model and its optimizer."""
 
     request: Request
     mesh: Mesh
@@ -34,7 +41,7 @@ class Run:
     corpus: Corpus | OwnBatches
     parallel: ParallelModel
     initial_weights_sha256: str
-    state: TrainState = field(default_factory=TrainState)
+    state: Progress = field(default_factory=Progress)
 
     @property
     def experiment(self) -> Experiment:

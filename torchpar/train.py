@@ -2,9 +2,8 @@
 
 import functools
 import importlib
-import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,23 +13,27 @@ import torch
 from compare.contract.checkpoint.saving import Saving
 from compare.contract.communication import LOSS
 from compare.contract.engines.torch import TORCH
-from compare.contract.evaluation import Evaluation, evaluate, is_due, require_validation
+from compare.contract.evaluation import require_validation
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.parameters import fingerprint
+from compare.contract.progress import Progress
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.stream import Batches, open_stream
+from compare.contract.stream import Batches, arrays_of_step, open_stream
 from compare.contract.timing import Window
 from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
+from torchpar.evaluation import evaluate_if_due
 from torchpar.host_memory import keep_freed_memory
+from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.model import GPT
+from torchpar.on_device import autocast, now, to_device
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.recording import Recording
-from torchpar.state import Run
+from torchpar.state import Batch, Run
 from torchpar.weights import load_weights, read_weights
 
 PARALLELIZE = {e.name: importlib.import_module(f"torchpar.{e.folder}").parallelize for e in TORCH.engines}
@@ -69,7 +72,7 @@ def train(
         parts=functools.partial(state_parts, run),
     )
     if request.ladder:
-        recording.begin(to_device(run, *run.corpus.batch(run.experiment, run.state.step)))
+        recording.begin(to_device(run, arrays_of_step(run.corpus, run.experiment, run.state.step)))
     require_validation(run.experiment, run.corpus)
     evaluate_if_due(run, recording)
     while run.state.step < run.experiment.train.max_iters:
@@ -78,7 +81,7 @@ def train(
         else:
             train_step(run, recording)
         evaluation = evaluate_if_due(run, recording)
-        saving.step_is_done(step=run.state.step, updates=run.state.updates, evaluation=evaluation)
+        saving.step_is_done(run.state, evaluation)
     saving.finish()
     recording.finish()
     process_groups.leave_group()
@@ -128,6 +131,9 @@ def set_up(
         layout=experiment.layout,
         make_optimizer=functools.partial(make_optimizer, experiment=experiment),
     )
+    state = Progress(loss_scale=request.first_loss_scale)
+    if state.loss_scale:
+        scale_loss(model.loss, state, parts=undivided_parts(parallel, experiment))
     return Run(
         request=request,
         mesh=mesh,
@@ -135,6 +141,7 @@ def set_up(
         corpus=open_stream(request, batches),
         parallel=parallel,
         initial_weights_sha256=initial_weights_sha256,
+        state=state,
     )
 
 
@@ -142,8 +149,9 @@ def starting_model(
     request: Request, device: torch.device, weights: Mapping[str, np.ndarray] | None
 ) -> tuple[GPT, str]:
     """The model on one device with the weights to begin with, and their fingerprint as it holds them."""
-    dtype = torch.float64 if request.experiment.precision.dtype == "float64" else torch.float32
-    model = GPT(request.experiment.model).to(device=device, dtype=dtype)
+    experiment = request.experiment
+    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
+    model = GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(device=device, dtype=dtype)
     load_weights(model, starting_parameters(request, weights))
     return model, fingerprint(read_weights(model))
 
@@ -155,19 +163,18 @@ def train_step(run: Run, recording: Recording) -> None:
         DivergedError: the loss or the gradient norm is not finite.
     """
     state = run.state
-    batch = run.corpus.batch(run.experiment, state.step)
+    arrays = arrays_of_step(run.corpus, run.experiment, state.step)
     with recording.watch_step():
-        begun = _now(run)
-        loss = compute_gradients(run, *to_device(run, *batch))
-        gradients_s = _now(run) - begun
+        begun = now(run)
+        loss = compute_gradients(run, to_device(run, arrays))
+        gradients_s = now(run) - begun
         recording.gradients_are_ready()
-        begun = _now(run)
+        begun = now(run)
         run.rank.at(state.step, "optimizer")
         norm = optimizer_step(run.parallel, run.experiment.optimizer, state.updates)
-        update_s = _now(run) - begun
+        update_s = now(run) - begun
     recording.step_is_done(loss, norm, seconds=gradients_s + update_s)
-    state.step += 1
-    state.updates += 1
+    move_on(run, norm)
 
 
 def train_window(run: Run, recording: Recording, *, steps: int) -> None:
@@ -177,22 +184,34 @@ def train_window(run: Run, recording: Recording, *, steps: int) -> None:
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
     first = run.state.step
-    batches = [run.corpus.batch(run.experiment, step) for step in range(first, first + steps)]
+    drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
-    waits = run.mesh.device.type == "cpu"  # which computes in the call itself: there is nothing to wait for
-    begun, cpu_begun = _now(run), cpu_seconds()
-    for batch in batches:
-        loss = compute_gradients(run, *to_device(run, *batch))
+    # A CPU computes in the call itself: there is nothing to wait for. For a loss scale the host must.
+    waits = run.mesh.device.type == "cpu" or run.state.loss_scale is not None
+    begun, cpu_begun = now(run), cpu_seconds()
+    for arrays in drawn:
+        place, loss = run.state.place, compute_gradients(run, to_device(run, arrays))
         run.rank.at(run.state.step, "optimizer")
         norm = optimizer_step(run.parallel, run.experiment.optimizer, run.state.updates, waits=waits)
-        done.append((loss, norm))
-        run.state.step += 1
-        run.state.updates += 1
-    window = Window(steps=steps, wall_s=_now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
+        done.append((place, loss, norm))
+        move_on(run, norm)
+    window = Window(steps=steps, wall_s=now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
     recording.window_is_done(done, window)
 
 
-def compute_gradients(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
+def move_on(run: Run, norm: torch.Tensor) -> None:
+    """After a step; one that overflowed has left its gradients, which go.
+
+    Raises:
+        DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
+    """
+    norm_of = norm.item() if run.state.loss_scale else None
+    if norm_of is not None and run.state.place.overflowed(norm_of):
+        run.parallel.optimizer.zero_grad(set_to_none=True)
+    run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of)
+
+
+def compute_gradients(run: Run, batch: Batch) -> torch.Tensor:
     """Forward, backward and synchronisation of one step: leaves the mean gradients on the parameters.
 
     Returns:
@@ -201,85 +220,32 @@ def compute_gradients(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Ten
     data = run.mesh.data
     if run.parallel.run_pipeline:
         run.rank.at(run.state.step, "forward")
-        loss = run.parallel.run_pipeline(inputs_ABT, targets_ABT, functools.partial(autocast, run))
+        loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))
     else:
-        loss = run_passes(run, inputs_ABT, targets_ABT)
+        loss = run_passes(run, batch)
     run.rank.at(run.state.step, "synchronisation")
     run.parallel.finish_gradient_synchronization()
+    if run.state.loss_scale:
+        scale = run.state.loss_scale.scale / undivided_parts(run.parallel, run.experiment)
+        unscale_gradients(run.parallel, scale)
     if data.size > 1:
         data.all_reduce(loss, purpose=LOSS)
         loss /= data.size
     return loss
 
 
-def run_passes(run: Run, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
+def run_passes(run: Run, batch: Batch) -> torch.Tensor:
     """Forward and backward of one pass after the other. Returns the mean loss over this rank's share."""
-    passes = len(inputs_ABT)
+    passes = len(batch.inputs_ABT)
     dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
     loss = torch.zeros((), dtype=dtype, device=run.mesh.device)
-    for index, (inputs_BT, targets_BT) in enumerate(zip(inputs_ABT, targets_ABT, strict=True)):
+    for index, one in enumerate(batch.passes()):
         is_last = index == passes - 1
         with nullcontext() if is_last else run.parallel.no_sync():  # reduce once a step
             run.rank.at(run.state.step, "forward")
             with autocast(run):
-                _, mean = run.parallel.module(inputs_BT, targets_BT)
+                _, mean = run.parallel.module(*one)
             run.rank.at(run.state.step, "backward")
             (mean / passes).backward()
         loss += mean.detach() / passes
     return loss
-
-
-def evaluate_if_due(run: Run, recording: Recording) -> Evaluation | None:
-    """Evaluate the weights where that is due, and record it; all ranks together."""
-    if not is_due(run.experiment, run.state.step):
-        return None
-    with run.mesh.traffic.paused():
-        loss_of = functools.partial(mean_loss, run)
-        evaluation = evaluate(run.experiment, run.corpus, run.state.step, loss_of)
-    run.parallel.end_evaluation()
-    recording.evaluated(evaluation)
-    return evaluation
-
-
-@torch.no_grad()
-def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
-    """The mean loss of a global batch, a scalar, without gradients."""
-    run.rank.at(run.state.step, "evaluation")
-    data, batch = run.mesh.data, to_device(run, inputs_ABT, targets_ABT)
-    if run.parallel.evaluate_pipeline:
-        loss = run.parallel.evaluate_pipeline(*batch, functools.partial(autocast, run))
-    else:
-        with autocast(run):
-            losses = [run.parallel.module(*one)[1] for one in zip(*batch, strict=True)]
-        loss = torch.stack(losses).mean()
-    if data.size > 1:
-        data.all_reduce(loss, purpose=LOSS)
-        loss /= data.size
-    return loss
-
-
-def to_device(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's rows of the global batch, on its device, as int64; the same for all ranks of tp."""
-    data, device = run.mesh.data, run.mesh.device
-    share = inputs_ABT.shape[1] // data.size
-    rows = slice(data.rank * share, (data.rank + 1) * share)
-    inputs, targets = (torch.from_numpy(a[:, rows]).to(torch.int64) for a in (inputs_ABT, targets_ABT))
-    if device.type == "cuda":  # from pinned memory a copy does not wait for the kernels before it
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-
-
-def autocast(run: Run) -> AbstractContextManager:
-    """bfloat16 mixed precision, as nanoGPT does it; else nothing.
-
-    Without autocast's cache of cast weights: it would keep every weight that a sharded layout has freed.
-    """
-    if run.experiment.precision.dtype != "bfloat16":
-        return nullcontext()
-    return torch.autocast(run.mesh.device.type, dtype=torch.bfloat16, cache_enabled=False)
-
-
-def _now(run: Run) -> float:
-    if run.mesh.device.type == "cuda":
-        torch.cuda.synchronize(run.mesh.device)
-    return time.perf_counter()

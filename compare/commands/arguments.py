@@ -27,9 +27,10 @@ from compare.contract.request import Platform
 from compare.execute.paths import check_cache, check_python, default_cache
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, Comparison
+from compare.studies.cases import Case, Settings
 from compare.studies.dry_run import plan, show
 from compare.studies.nanogpt_config import load_experiment
-from compare.studies.paired_run import Case, Settings, compare_cases, continue_cases
+from compare.studies.paired_run import compare_cases, continue_cases
 from compare.studies.presets import SPREAD, check_names
 from compare.terminal.console import messages_console
 

@@ -14,8 +14,8 @@ from compare.present.bench_tables import print_bench
 from compare.present.report.bench_page import PAGE, write_bench_page
 from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
+from compare.studies.cases import Case
 from compare.studies.fitting import installed
-from compare.studies.paired_run import Case
 from compare.terminal.console import errors_console
 
 ROUNDS = 5

@@ -16,7 +16,8 @@ from compare.judge.collective_fit import Fit
 from compare.present.buckets import print_study
 from compare.studies.bench import BenchInterrupted, continue_bench, run_bench
 from compare.studies.buckets import fitted_all_reduce, plan_study
-from compare.studies.paired_run import Case, Interrupted
+from compare.studies.cases import Case
+from compare.studies.paired_run import Interrupted
 
 ROUNDS = 5
 STANDARD = Timing()

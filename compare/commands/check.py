@@ -6,7 +6,7 @@ from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.judge.comparison import Comparison
 from compare.present.tables import print_check
-from compare.studies.paired_run import Case, ladder_cases
+from compare.studies.cases import Case, ladder_cases
 
 
 class Check(Spec, frozen=True, kw_only=True):

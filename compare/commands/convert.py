@@ -7,8 +7,9 @@ import msgspec
 import tyro
 
 from compare.commands.arguments import SidePythons, pythons_of
-from compare.contract.experiment import Experiment, load
+from compare.contract.experiment import Experiment
 from compare.studies.conversion import Format, convert, format_of
+from compare.studies.nanogpt_config import load_experiment
 from compare.terminal.console import print_json, results_console
 
 
@@ -43,7 +44,7 @@ class Convert(SidePythons, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Convert. Returns 0."""
-        to, base = self.to or format_of(self.target), load(self.experiment)
+        to, base = self.to or format_of(self.target), load_experiment(self.experiment)
         found = convert(self.source, self.target, to, base, pythons=pythons_of(self))
         if self.json:
             print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(found)})

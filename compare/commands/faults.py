@@ -7,9 +7,9 @@ from rich.table import Table
 from compare.commands.arguments import Spec, StudiedName, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.present.tables import print_faults
+from compare.studies.cases import Case
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
 from compare.studies.harness_faults import PAIR, SINGLE, Caught, plant_all
-from compare.studies.paired_run import Case
 from compare.studies.presets import spread
 from compare.terminal.console import print_json, results_console
 

@@ -20,8 +20,8 @@ from compare.contract.experiment import (
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RUNGS
 from compare.present.tables import rung_cell
+from compare.studies.cases import engine_cases
 from compare.studies.golden import EXPERIMENT, REFERENCE, Held, hold
-from compare.studies.paired_run import engine_cases
 from compare.terminal.console import print_json, results_console
 
 T = TypeVar("T")

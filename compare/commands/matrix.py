@@ -14,8 +14,9 @@ from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output, create_run_dir
 from compare.judge.comparison import COMPARISON, Comparison, read_comparison
 from compare.present.parity_page import cell_text, markdown, resident_row
+from compare.studies.cases import Case
 from compare.studies.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
-from compare.studies.paired_run import LATER_STEP, Case
+from compare.studies.paired_run import LATER_STEP
 from compare.studies.presets import PRESETS, check_names
 from compare.terminal.console import coloured, print_json, results_console
 
@@ -23,10 +24,10 @@ from compare.terminal.console import coloured, print_json, results_console
 class Matrix(Spec, frozen=True, kw_only=True):
     """Prove every layout on every engine equal to one device, and print the grid.
 
-    Each cell is trained three times: float64 and float32 with AdamW, float64 with SGD. Precision, optimizer
-    and degrees are those of the study and the layout, whatever the experiment says. All of it takes half an
-    hour on two cores; choose a part with --layouts, --engines, --studies, and name the same part again beside
-    --continue.
+    Each cell is trained four times: float64 and float32 with AdamW, float64 with SGD, float64 with dropout.
+    Precision, optimizer, dropout and degrees are those of the study and the layout, whatever the experiment
+    says. All of it takes most of an hour on two cores; choose a part with --layouts, --engines, --studies,
+    and name the same part again beside --continue.
 
     Try:
       shardpair matrix --layouts fsdp tp --engines jax-manual torch-manual --studies float64
@@ -38,7 +39,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
     layouts: tuple[str, ...] = ()
     """Which presets. Default: all."""
     studies: tuple[str, ...] = ()
-    """Which of float64, float32, "float64, SGD". Default: all."""
+    """Which of float64, float32, "float64, SGD", "float64, dropout". Default: all."""
     output: Path | None = None
     """Also write the grid as Markdown."""
     results: Path | None = None

@@ -6,10 +6,11 @@ import msgspec
 
 from compare.commands.chosen_layout import Spread
 from compare.contract.experiment import Experiment
+from compare.execute.tensorboard import require_tensorboard
 from compare.judge.comparison import Comparison
 from compare.present.report.render import PAGE, write_report
 from compare.present.tables import print_outcome
-from compare.studies.paired_run import Case, engine_cases
+from compare.studies.cases import Case, engine_cases
 from compare.studies.resuming import changed_settings
 from compare.terminal.console import errors_console
 
@@ -28,6 +29,8 @@ class Run(Spread, frozen=True, kw_only=True):
 
     ladder: bool = True
     """Compare gradients, weights and moments, at any size; --no-ladder compares losses and norms alone."""
+    tensorboard: str = ""
+    """A folder for TensorBoard's event files, one in it for each engine; needs the extra tensorboard."""
     resume: str = ""
     """Begin with a checkpoint's weights, moments and place in the data, on this layout: the folder of a run,
     of one engine's run, or of a checkpoint. See `shardpair resume`."""
@@ -60,7 +63,9 @@ class Run(Spread, frozen=True, kw_only=True):
             self.experiment,
             experiment,
             cases,
-            settings=msgspec.structs.replace(self.settings(), ladder=self.ladder, resume=self.source),
+            settings=msgspec.structs.replace(
+                self.settings(), ladder=self.ladder, resume=self.source, tensorboard=self.tensorboard
+            ),
             needs_first=False,
             left_out=left_out,
         )
@@ -69,6 +74,7 @@ class Run(Spread, frozen=True, kw_only=True):
 
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
         """The experiment under its layout, its cases, and the engines that are none."""
+        require_tensorboard(self.tensorboard)
         experiment = self.laid_out(self.resolved(), default)
         self.require_nothing_else(default, engines=self.engines, preset=self.preset, resume=self.resume)
         engines, left_out = self.fitting(experiment)

@@ -8,12 +8,11 @@ import msgspec
 import tyro
 
 from compare.commands.arguments import SidePythons, pythons_of
-from compare.contract.checkpoint.description import DESCRIPTION
 from compare.contract.checkpoint.reader import CheckpointReader
 from compare.contract.engines.registry import REFERENCE, SIDES, side_of
-from compare.contract.experiment import Experiment, ExperimentError, load
+from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.sampling import SampleRequest
-from compare.studies.conversion import convert
+from compare.studies.conversion import as_checkpoint
 from compare.studies.sampling import Sampled, draw
 from compare.studies.tokens import Alphabet, alphabet_of
 from compare.terminal.console import print_json, results_console
@@ -64,10 +63,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
         """Draw. Returns the exit code: 0, or 1 if the sides drew different texts."""
         pythons = pythons_of(self)
         with tempfile.TemporaryDirectory() as scratch:
-            folder = self.source
-            if not (folder / DESCRIPTION).is_file():
-                folder = Path(scratch) / "checkpoint"
-                convert(self.source, folder, "checkpoint", load("demo"), pythons=pythons)
+            folder = as_checkpoint(self.source, Path(scratch) / "made", Experiment(), pythons=pythons)
             reader = CheckpointReader(folder)
             reader.verify()
             experiment = reader.description.experiment

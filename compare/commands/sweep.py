@@ -13,7 +13,7 @@ from compare.execute.launch import EngineError, EnvironmentMissing, require_devi
 from compare.execute.paths import create_run_dir
 from compare.judge.comparison import Comparison, read_saved
 from compare.present.sweep_tables import by_reason, print_sweep
-from compare.studies.paired_run import Settings
+from compare.studies.cases import Settings
 from compare.studies.presets import CLASSIC, PRESETS, check_names
 from compare.studies.sweep import Batch, Scaling, SweepPlan, sweep_batches
 from compare.studies.sweep_outcome import SweepOutcome, outcome_of, read_outcome, save_outcome

@@ -16,7 +16,7 @@ from msgspec import Struct
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.facts import cores
 
-ProductDtype = Literal["float64", "float32", "tf32", "bfloat16"]
+ProductDtype = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
 SMALLEST, LARGEST = 512, 8192
 LONG_S = 0.05  # a product that takes this long is large enough
 READING_S, READINGS = 0.1, 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from compare.contract.axes import BATCH
+from compare.contract.checks import ExperimentError, check, check_tasks
 from compare.contract.host.files import why_not_readable
 from compare.contract.sections import (
     Checkpoints,
@@ -37,6 +37,7 @@ __all__ = [
     "Precision",
     "Train",
     "check",
+    "check_tasks",
     "load",
     "named_experiments",
     "parse",
@@ -45,15 +46,9 @@ __all__ = [
 ]
 
 MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
-MAX_TASKS = 200_000  # of a pipeline's schedule: each is an object in a list
 MAX_FILE_BYTES = (
     16_384  # a longer file is no experiment; Python's TOML reader takes minutes for 100 kB of dots
 )
-LARGEST_FLOAT32 = 3.4028234663852886e38
-
-
-class ExperimentError(ValueError):
-    """The experiment cannot work. The message is one line that names the key or file and what to do."""
 
 
 def named_experiments() -> dict[str, Path]:
@@ -115,136 +110,6 @@ def _checked(fields: Any) -> Experiment:
         return check(msgspec.convert(fields, Experiment))
     except msgspec.ValidationError as error:
         raise ExperimentError(_with_value(_one_line(error), fields)) from None
-
-
-def check(experiment: Experiment) -> Experiment:
-    """Return the experiment if it can work. Raises ExperimentError with both numbers if it cannot."""
-    model, train, layout = experiment.model, experiment.train, experiment.layout
-    if model.n_embd % model.n_head:
-        raise ExperimentError(
-            f"model.n_head = {model.n_head} does not divide model.n_embd = {model.n_embd}: change one of them"
-        )
-    if model.dropout:
-        raise ExperimentError(
-            f"model.dropout = {model.dropout} must be 0: random streams cannot match across frameworks"
-        )
-    if not experiment.data.source:
-        raise ExperimentError("data.source is empty: give stdlib, synthetic, or the name of a file or folder")
-    _check_floats(experiment)
-    _check_layout(model, train, layout)
-    _check_pipeline(model, train, layout)
-    optimizer = experiment.optimizer
-    if optimizer.decay_lr and optimizer.lr_decay_iters < optimizer.warmup_iters:
-        raise ExperimentError(
-            f"optimizer.lr_decay_iters = {optimizer.lr_decay_iters} is less than optimizer.warmup_iters = "
-            f"{optimizer.warmup_iters}: the cosine would end before it starts"
-        )
-    return experiment
-
-
-def _check_floats(experiment: Experiment) -> None:
-    """Refuse floats that overflow in the engines, which compute in float32 unless told otherwise."""
-    if experiment.precision.dtype == "float64":
-        return
-    for section, fields in (("model", experiment.model), ("optimizer", experiment.optimizer)):
-        for key in fields.__struct_fields__:
-            value = getattr(fields, key)
-            if isinstance(value, float) and value > LARGEST_FLOAT32:
-                raise ExperimentError(
-                    f"{section}.{key} = {value} is infinite in float32: the most is {LARGEST_FLOAT32:.4g}"
-                )
-
-
-def _check_layout(model: Model, train: Train, layout: Layout) -> None:
-    shares = {key: layout.axes[key] for key in BATCH}
-    if train.batch_size % layout.data_parallel:
-        degrees = " x ".join(f"layout.{key} = {degree}" for key, degree in shares.items() if degree > 1)
-        raise ExperimentError(
-            f"train.batch_size = {train.batch_size} is not divisible by {degrees}: change one of them"
-        )
-    if layout.zero and layout.dp_shard == 1:
-        raise ExperimentError(
-            f"layout.zero = {layout.zero} with layout.dp_shard = 1: there is nothing to split; set "
-            f"layout.dp_shard to 2 or more, or layout.zero to 0"
-        )
-    if layout.dp_shard > 1 and not layout.zero:
-        raise ExperimentError(
-            f"layout.dp_shard = {layout.dp_shard} with layout.zero = 0: say what is split: layout.zero = 1 "
-            f"(optimizer state), 2 (and gradients) or 3 (and parameters)"
-        )
-    if not layout.reshard_after_forward and layout.zero != 3:
-        raise ExperimentError(
-            f"layout.reshard_after_forward = false with layout.zero = {layout.zero}: only zero = 3 gathers "
-            f"parameters; set layout.zero to 3"
-        )
-    if model.n_head % layout.tp:
-        raise ExperimentError(
-            f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
-        )
-    if model.vocab_size <= (layout.tp - 1) * -(-model.vocab_size // layout.tp):
-        raise ExperimentError(
-            f"layout.tp = {layout.tp} leaves a rank nothing of model.vocab_size = {model.vocab_size}: lower "
-            f"layout.tp"
-        )
-    if layout.sequence_parallel and layout.tp == 1:
-        raise ExperimentError(
-            "layout.sequence_parallel = true with layout.tp = 1: it splits what tp leaves; raise layout.tp"
-        )
-    if layout.sequence_parallel and model.block_size % layout.tp:
-        raise ExperimentError(
-            f"layout.sequence_parallel = true: layout.tp = {layout.tp} does not divide model.block_size = "
-            f"{model.block_size}: change one of them"
-        )
-
-
-def _check_pipeline(model: Model, train: Train, layout: Layout) -> None:
-    if layout.pp == 1:
-        for key in ("chunks", "microbatches"):
-            if getattr(layout, key) > 1:
-                raise ExperimentError(
-                    f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: there is no pipeline; raise "
-                    f"layout.pp, or accumulate with train.gradient_accumulation_steps"
-                )
-        return
-    if (layout.chunks > 1) != (layout.schedule == "interleaved"):
-        raise ExperimentError(
-            f"layout.schedule = {layout.schedule} with layout.chunks = {layout.chunks}: interleaved has 2 or "
-            f"more chunks, every other schedule 1"
-        )
-    stages = layout.pp * layout.chunks
-    if model.n_layer % stages:
-        raise ExperimentError(
-            f"layout.pp = {layout.pp} x layout.chunks = {layout.chunks} stages do not divide model.n_layer = "
-            f"{model.n_layer}: change one of them"
-        )
-    share = train.batch_size // layout.data_parallel
-    if share % layout.microbatches:
-        raise ExperimentError(
-            f"layout.microbatches = {layout.microbatches} does not divide the {share} sequences of a "
-            f"data-parallel share: change it or train.batch_size"
-        )
-    in_schedule = layout.microbatches * train.gradient_accumulation_steps
-    check_tasks(layout.pp, in_schedule, layout.chunks)
-    if layout.schedule != "gpipe" and in_schedule < layout.pp:
-        raise ExperimentError(
-            f"layout.schedule = {layout.schedule} has {in_schedule} microbatches for layout.pp = {layout.pp} "
-            f"stages: raise layout.microbatches, or use gpipe"
-        )
-    if layout.schedule == "interleaved" and in_schedule % layout.pp:
-        raise ExperimentError(
-            f"layout.schedule = interleaved has {in_schedule} microbatches, which layout.pp = {layout.pp} "
-            f"does not divide: change layout.microbatches"
-        )
-
-
-def check_tasks(ranks: int, microbatches: int, chunks: int) -> None:
-    """Refuse a schedule that would take minutes and gigabytes to write down. Raises ExperimentError."""
-    tasks = 2 * ranks * microbatches * chunks
-    if tasks > MAX_TASKS:
-        raise ExperimentError(
-            f"{ranks} ranks with {chunks} stages each and {microbatches} microbatches make a schedule of "
-            f"{tasks:,} tasks; the most is {MAX_TASKS:,}: lower one of them"
-        )
 
 
 def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:

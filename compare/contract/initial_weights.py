@@ -39,8 +39,13 @@ def starting_parameters(
         own: weights given from Python, which come before both.
 
     Raises:
-        ExperimentError: given weights do not fit the model, or are not those that were asked for.
+        ExperimentError: given weights do not fit the model, are not those that were asked for, or come beside
+            a checkpoint.
     """
+    if own is not None and request.resume:
+        raise ExperimentError(
+            f"weights: the run goes on from {request.resume.checkpoint}, which has its own: give one of them"
+        )
     if own is not None:
         return checked_weights(own, request.experiment)
     if request.resume:

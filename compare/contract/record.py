@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 from safetensors.numpy import save
 
 from compare.contract.checkpoint.description import CHECKPOINTS
@@ -53,11 +53,15 @@ class Step(Struct, frozen=True, kw_only=True):
     loss: float
     """Mean cross-entropy in nats over the global batch, before the update."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global norm before clipping; 0 if the step was skipped."""
     lr: float
     step_time_ms: float
     """Wall time from the batch on the host to the updated weights, blocked upon; in a window of a timed run
     the mean over the window."""
+    loss_scale: float | UnsetType = UNSET
+    """What the loss was multiplied by, in float16."""
+    skipped: bool = False
+    """Gradients overflowed float16: the step changed no weight."""
     instrumented: bool = False
     """The step was watched by the ledger and the memory tracker: its time does not count."""
 

@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from compare.contract.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.contract.json_files import read_json
+from compare.contract.loss_scale import LossScale, first_scale
 from compare.contract.optimizer import moment_names
 from compare.contract.timing import MIN_WARMUP, Timing
 
@@ -44,6 +45,8 @@ class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batches drawn before it: the run's first is `batch(step)`."""
     updates: int
     """Of the weights before it."""
+    loss_scale: LossScale | UnsetType = UNSET
+    """Where it stood, in float16."""
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +85,12 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def first_update(self) -> int:
         """Updates of the weights before the run."""
         return self.resume.updates if self.resume else 0
+
+    @property
+    def first_loss_scale(self) -> LossScale | None:
+        """What the run begins with; None where the precision needs none."""
+        first = first_scale(self.experiment.precision)
+        return (self.resume.loss_scale or first) if first and self.resume else first
 
     @property
     def steps(self) -> int:

@@ -13,6 +13,7 @@ from compare.contract.axes import AXES, BATCH
 
 MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
 MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
+LARGEST_LOSS_SCALE = 2.0**40  # products with it stay far below the largest float32
 MAX_SEED = 2**63 - 1  # TOML's largest integer; Philox would take 128 bits
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -41,7 +42,7 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bias: bool = False
     """Biases in the linear layers and LayerNorms, as GPT-2 has them."""
     dropout: Fraction = 0.0
-    """Must be 0: dropout streams cannot match across frameworks or layouts."""
+    """Share of elements dropped in training, where nanoGPT drops: the same ones everywhere."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """gelu is the exact (erf) form, nanoGPT's; gelu_tanh is the approximation that JAX defaults to."""
     norm_eps: Annotated[float, Meta(gt=0)] = 1e-5
@@ -101,6 +102,9 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     eval_iters: Positive = 200
     """Forward passes over each split, of batch_size sequences, whose mean an evaluation is; rounded up to a
     multiple of gradient_accumulation_steps."""
+    loss_chunks: Positive = 1
+    """Parts of the positions whose logits are computed one after the other, and again in backward: they never
+    exist whole. Divides block_size."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 1337
     """Seeds the initial weights and the order of the data."""
 
@@ -108,11 +112,20 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The dtype of the numbers."""
 
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Compute dtype. Weights, gradients and moments are float64 for float64, else float32; bfloat16
-    is mixed precision as in nanoGPT: matrix products in bfloat16, norms, residual and loss in float32."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Compute dtype. Weights, gradients and moments are float64 for float64, else float32; bfloat16 and
+    float16 are mixed precision as in nanoGPT: matrix products in 16 bits, norms, residual and loss in
+    float32. float16 has a dynamic loss scale."""
     tf32: bool = False
     """Allow TF32 matrix products on NVIDIA GPUs (JAX would by default, PyTorch would not)."""
+    loss_scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)] = 65536.0
+    """float16: what the loss is multiplied by at first. An overflow skips the step and halves it."""
+    loss_scale_window: Positive = 2000
+    """float16: steps without an overflow after which the scale is doubled."""
+    loss_scale_hysteresis: Positive = 1
+    """float16: overflows after which the scale is halved; the steps are skipped anyway."""
+    min_loss_scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)] = 1.0
+    """float16: the smallest scale; an overflow at it ends the run."""
 
     @property
     def product_dtype(self) -> str:

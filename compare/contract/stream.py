@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from compare.contract.data import Corpus, open_corpus
+from compare.contract.dropout import sequence_keys
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.request import Request
 
@@ -52,3 +53,31 @@ def open_stream(request: Request, batches: Batches | None = None) -> Corpus | Ow
     if batches is not None:
         return OwnBatches(batches)
     return open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
+
+
+def arrays_of_step(stream: Corpus | OwnBatches, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
+    """What a step is given, by name: see `shapes_of_step`."""
+    inputs, targets = stream.batch(experiment, step)
+    return {"inputs": inputs, "targets": targets, **keys_of_step(experiment, step)}
+
+
+def keys_of_step(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
+    """The keys of a step's sequences, by the name keys; {} without dropout."""
+    if not experiment.model.dropout:
+        return {}
+    train = experiment.train
+    shape_AB = (train.gradient_accumulation_steps, train.batch_size)
+    return {"keys": sequence_keys(train.seed, step, *shape_AB)}
+
+
+def shapes_of_step(experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shapes and dtypes of what a step is given.
+
+    Returns:
+        inputs and targets, int32 (A, B, T); and with dropout keys of the sequences, uint32 (A, B, 2).
+    """
+    train, model = experiment.train, experiment.model
+    shape_AB = (train.gradient_accumulation_steps, train.batch_size)
+    tokens = ((*shape_AB, model.block_size), np.dtype("int32"))
+    keys = {"keys": ((*shape_AB, 2), np.dtype("uint32"))} if model.dropout else {}
+    return {"inputs": tokens, "targets": tokens, **keys}

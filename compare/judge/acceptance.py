@@ -10,14 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
+from compare.contract.loss_scale import next_scale
 from compare.contract.parameters import parameter_count, parameter_table, storage_dtype
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Request, Rung, rungs_asked_for
+from compare.contract.stream import keys_of_step, shapes_of_step
 
 LISTED = 3
 
@@ -74,6 +77,7 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
 
 def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
     first, asked, numbers = request.first_step, request.steps, [step.step for step in steps]
+    experiment, updates, scale = request.experiment, request.first_update, request.first_loss_scale
     if numbers != list(range(first, first + asked)):
         odd = next((at for at, number in enumerate(numbers) if number != first + at), len(numbers))
         belongs = f"number {numbers[odd]} comes where {first + odd} belongs" if odd < len(numbers) else ""
@@ -83,10 +87,22 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
             if not math.isfinite(value):
                 yield f"it diverged: the {what} of step {step.step} is {value}"
                 return
-        updates = step.step - first + request.first_update
-        if step.lr != (right := learning_rate(request.experiment.optimizer, updates)):
+        if step.lr != (right := learning_rate(experiment.optimizer, updates)):
             yield f"the learning rate of step {step.step} is {step.lr:g} instead of {right:g}"
             return
+        if (asked_scale := scale.scale if scale else UNSET) != step.loss_scale:
+            yield f"the loss scale of step {step.step} is {step.loss_scale} instead of {asked_scale}"
+            return
+        if scale:
+            try:
+                scale = next_scale(scale, experiment.precision, overflowed=step.skipped)
+            except OverflowError as error:
+                yield f"it went on after step {step.step}, whose {error}"
+                return
+        elif step.skipped:
+            yield f"step {step.step} was skipped, and {experiment.precision.dtype} has no reason to"
+            return
+        updates += not step.skipped
 
 
 def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator[str]:
@@ -117,19 +133,28 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             yield f"it left no {rung}"
             continue
         yield from _of_shapes(rung, found, _expected_shapes(rung, request.experiment))
+    if Rung.BATCH in asked:
+        drawn, left = (
+            keys_of_step(request.experiment, request.first_step),
+            read_tensors(record.folder, Rung.BATCH),
+        )
+        if any(name in left and not np.array_equal(left[name], keys) for name, keys in drawn.items()):
+            yield f"its dropout keys are not those of step {request.first_step} and train.seed"
     if Rung.GRADIENTS in asked:
         gradients = read_tensors(record.folder, Rung.GRADIENTS)
         if gradients and not any(tensor.any() for tensor in gradients.values()):
             yield f"every gradient of step {request.first_step} is zero"
-        elif learning_rate(request.experiment.optimizer, request.first_update) and _is_untrained(record):
+        elif (
+            learning_rate(request.experiment.optimizer, request.first_update)
+            and not record.steps[0].skipped
+            and _is_untrained(record)
+        ):
             yield "the first optimizer step moved no weight"
 
 
 def _expected_shapes(rung: Rung, experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     if rung == Rung.BATCH:
-        train = experiment.train
-        shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
-        return dict.fromkeys(("inputs", "targets"), (shape_ABT, np.dtype("int32")))
+        return shapes_of_step(experiment)
     dtype = storage_dtype(experiment)
     return {parameter.name: (parameter.shape, dtype) for parameter in parameter_table(experiment.model)}
 

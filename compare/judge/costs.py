@@ -5,7 +5,7 @@ import statistics
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from compare.contract.record import Record
+from compare.contract.record import Record, Step
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -21,6 +21,8 @@ class Cost(Struct, frozen=True, kw_only=True):
     validation_loss: float | UnsetType = UNSET
     """Of the last evaluation; unset where there was none."""
     best_validation_loss: float | UnsetType = UNSET
+    skipped_steps: str = ""
+    """How many, and the last loss scale; empty where there is none."""
     step_time_ms_median: float
     step_time_ms_p95: float
     tokens_per_s: float
@@ -62,6 +64,7 @@ def cost_of(record: Record) -> Cost:
         mean_loss=statistics.fmean(step.loss for step in record.steps),
         validation_loss=record.evaluations[-1].validation if record.evaluations else UNSET,
         best_validation_loss=min((one.validation for one in record.evaluations), default=UNSET),
+        skipped_steps=_skipped_steps(record.steps),
         step_time_ms_median=median_ms,
         step_time_ms_p95=sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
         tokens_per_s=tokens / (median_ms / 1000),
@@ -74,3 +77,8 @@ def cost_of(record: Record) -> Cost:
         comm_wire_bytes=sum(item.wire_bytes for item in record.ledger),
         resident_bytes=manifest.resident_bytes,
     )
+
+
+def _skipped_steps(steps: list[Step]) -> str:
+    scale = steps[-1].loss_scale
+    return "" if scale is UNSET else f"{sum(step.skipped for step in steps)}, {scale:g}"

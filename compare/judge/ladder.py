@@ -13,19 +13,21 @@ Tensors are read one by one: the size of a model is no reason to leave its gradi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
 
-from compare.contract.initial_weights import starting_sha256
-from compare.contract.optimizer import global_norm
-from compare.contract.parameters import fingerprint, initial_parameters
-from compare.contract.record import Record, Step, read_tensors
-from compare.contract.request import Rung, rungs_asked_for
+from compare.contract.record import Record
 from compare.judge.acceptance import objections
-from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
-from compare.judge.tolerances import Tolerance, tolerances_for
+from compare.judge.rungs import (
+    COMPARE,
+    begin_apart,
+    compare_evaluations,
+    compare_loss_scales,
+    first_was_skipped,
+)
+from compare.judge.tolerances import SAME_OVERFLOWS, Tolerance, tolerances_for
 
 REQUEST = "request"
 RUNGS = (
@@ -41,6 +43,10 @@ RUNGS = (
     "loss_curve",
     "norm_curve",
 )
+LOSS_SCALE = "loss_scale"
+"""One rung more in float16: which steps were skipped, and the scale of each: the same in both runs."""
+OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments")
+"""Rungs that say nothing where the first step was skipped."""
 EVALUATIONS = "evaluations"
 """One rung more for runs that evaluate; as far from each other as their loss curves may be."""
 
@@ -115,18 +121,21 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
     """
     reference_name = reference_name or reference.manifest.engine
     name = name or candidate.manifest.engine
-    apart = _begin_apart(reference, candidate)
+    apart = begin_apart(reference, candidate)
     tolerances = tolerances_for(candidate.manifest.experiment.precision.dtype, apart=apart)
     results = [_compare_requests([(reference_name, reference), (name, candidate)], tolerances[REQUEST])]
     skipped = {}
     for rung in RUNGS[1:]:
-        compared = _COMPARE[rung](reference, candidate)
+        nothing_done = rung in OF_FIRST_STEP and first_was_skipped(reference, candidate)
+        compared = None if nothing_done else COMPARE[rung](reference, candidate)
         if compared is None:
             skipped[rung] = _why_skipped(rung, candidate)
             continue
         error, worst = compared
         results.append(_result(rung, error, worst, tolerances[rung]))
-    if evaluated := _compare_evaluations(reference, candidate):
+    if scaled := compare_loss_scales(reference, candidate):
+        results.append(_result(LOSS_SCALE, *scaled, SAME_OVERFLOWS))
+    if evaluated := compare_evaluations(reference, candidate):
         results.append(_result(EVALUATIONS, *evaluated, tolerances["loss_curve"]))
     return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
 
@@ -152,146 +161,8 @@ def _compare_requests(runs: Sequence[tuple[str, Record]], tolerance: Tolerance) 
 
 def _why_skipped(rung: str, candidate: Record) -> str:
     request = candidate.request
+    if rung in OF_FIRST_STEP and candidate.steps[0].skipped:
+        return "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
     if request and request.ladder and rung == "first_moments":
         return "the optimizer keeps no moments"
     return "it was not asked for" if request and not request.ladder else "the runs did not leave it"
-
-
-def _compare_batch(reference: Record, candidate: Record) -> Found | None:
-    if reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256:
-        return math.inf, "the corpus is another one"
-    return _compare_tensors(reference, candidate, Rung.BATCH)
-
-
-def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
-    """Against the reference's, and both against what they were to begin with: the seed's weights, which are
-    bitwise the same everywhere, or those that were given."""
-    if _begin_apart(reference, candidate):
-        for run in (candidate, reference):
-            if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
-                return math.inf, f"{run.manifest.engine} begins with other weights than its checkpoint has"
-        return _compare_weights(reference, candidate, Rung.INITIAL_WEIGHTS)
-    tensors = _compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
-    if tensors and tensors[0]:
-        return tensors
-    fingerprints = [run.manifest.initial_weights_sha256 for run in (candidate, reference)]
-    if fingerprints[0] != fingerprints[1]:
-        return math.inf, "their fingerprint is another one"
-    request = candidate.request
-    if request is None:
-        asked = fingerprint(initial_parameters(candidate.manifest.experiment))
-    else:
-        asked = starting_sha256(request)
-    if fingerprints[0] != asked:
-        given = bool(request and (request.init_from or request.resume))
-        source = "were given" if given else "the seed gives"
-        return math.inf, f"both runs begin with other weights than {source}"
-    return 0.0, ""
-
-
-def _begin_apart(reference: Record, candidate: Record) -> bool:
-    """Whether each goes on from a checkpoint of its own."""
-    runs = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
-    return len(runs) == 2 and runs[0].checkpoint != runs[1].checkpoint
-
-
-def _compare_moments(reference: Record, candidate: Record) -> Found | None:
-    found = [
-        (error, f"{rung.value.removeprefix('first_')} of {worst}")
-        for rung in (Rung.FIRST_M, Rung.FIRST_V)
-        if (compared := _compare_tensors(reference, candidate, rung)) is not None
-        for error, worst in (compared,)
-    ]
-    return max(found) if found else None
-
-
-def _compare_tensors(reference: Record, candidate: Record, rung: Rung) -> Found | None:
-    expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
-    if not expected and not found:
-        return _missing(candidate, rung)
-    return worst_tensor(found, expected)
-
-
-def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found | None:
-    expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
-    if not expected and not found:
-        return _missing(candidate, rung)
-    if candidate.manifest.experiment.precision.dtype == "float64":
-        return worst_tensor(found, expected)
-    return worst_tensor(found, expected, select=without_key_bias)
-
-
-def _missing(candidate: Record, rung: Rung) -> Found | None:
-    """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
-    asked = rungs_asked_for(candidate.request) if candidate.request else ()
-    return (math.inf, "neither run left it") if rung in asked else None
-
-
-def _compare_norm(reference: Record, candidate: Record) -> Found:
-    """The first norm against the reference's, and each run's against the gradients that it left."""
-    worst = _worst_step(reference.steps[:1], candidate.steps[:1], "grad_norm")
-    for whose, run in (("", candidate), ("the reference's ", reference)):
-        gradients = read_tensors(run.folder, Rung.GRADIENTS)
-        if gradients and math.isfinite(worst[0]):
-            own, said = global_norm(gradients), run.steps[0].grad_norm
-            error = abs(said - own) / own if own else abs(said)
-            worst = max(worst, (error, f"step {run.steps[0].step}, against the norm of {whose}own gradients"))
-    return worst
-
-
-def _compare_first(field: str):
-    def compare(reference: Record, candidate: Record) -> Found:
-        return _worst_step(reference.steps[:1], candidate.steps[:1], field)
-
-    return compare
-
-
-def _compare_curve(field: str):
-    def compare(reference: Record, candidate: Record) -> Found:
-        if len(reference.steps) != len(candidate.steps):
-            return math.inf, f"{len(candidate.steps)} steps instead of {len(reference.steps)}"
-        return _worst_step(reference.steps, candidate.steps, field)
-
-    return compare
-
-
-def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
-    """Losses of both splits, after the same steps; None where neither run has any."""
-    if not reference.evaluations and not candidate.evaluations:
-        return None
-    if [one.step for one in reference.evaluations] != [one.step for one in candidate.evaluations]:
-        return math.inf, f"{len(candidate.evaluations)} evaluations instead of {len(reference.evaluations)}"
-    worst = (-1.0, "")
-    for expected, found in zip(reference.evaluations, candidate.evaluations, strict=True):
-        for split in ("train", "validation"):
-            right, loss = getattr(expected, split), getattr(found, split)
-            off = abs(loss - right) / abs(right) if right else abs(loss)
-            if not math.isfinite(off):
-                return math.inf, f"the {split} loss after step {found.step} is {loss} instead of {right}"
-            worst = max(worst, (off, f"{split} after step {found.step}"), key=lambda one: one[0])
-    return worst
-
-
-def _worst_step(reference: list[Step], candidate: list[Step], field: str) -> Found:
-    worst = (-1.0, "")
-    for before, after in zip(reference, candidate, strict=True):
-        expected, found = getattr(before, field), getattr(after, field)
-        off = abs(found - expected) / abs(expected) if expected else abs(found)
-        if not math.isfinite(off):
-            return math.inf, f"step {after.step} has {field} {found} instead of {expected}"
-        worst = max(worst, (off, f"step {after.step}"), key=lambda found: found[0])
-    return worst
-
-
-_COMPARE: dict[str, Callable[[Record, Record], Found | None]] = {
-    "batch": _compare_batch,
-    "initial_weights": _compare_initial_weights,
-    "loss": _compare_first("loss"),
-    "gradients": lambda *runs: _compare_tensors(*runs, Rung.GRADIENTS),
-    "grad_norm": _compare_norm,
-    "first_weights": lambda *runs: _compare_weights(*runs, Rung.FIRST_WEIGHTS),
-    "first_moments": _compare_moments,
-    "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
-    "loss_curve": _compare_curve("loss"),
-    "norm_curve": _compare_curve("grad_norm"),
-}

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
-from compare.judge.ladder import EVALUATIONS, RUNGS, Verdict
+from compare.judge.ladder import EVALUATIONS, LOSS_SCALE, RUNGS, Verdict
 from compare.studies.faults import planted
 from compare.terminal.console import coloured, print_json, results_console
 from compare.terminal.units import error_text, human_bytes
@@ -96,8 +96,12 @@ def ladder_table(comparison: Comparison) -> Table:
     table.add_column("rung")
     for verdict in comparison.verdicts:
         table.add_column(verdict.candidate, justify="right")
-    evaluated = any(verdict.error(EVALUATIONS) is not None for verdict in comparison.verdicts)
-    for rung in (*RUNGS, *[EVALUATIONS] * evaluated):
+    also = [
+        rung
+        for rung in (LOSS_SCALE, EVALUATIONS)
+        if any(verdict.error(rung) is not None for verdict in comparison.verdicts)
+    ]
+    for rung in (*RUNGS, *also):
         table.add_row(rung, *(rung_cell(verdict, rung) for verdict in comparison.verdicts))
     return table
 
@@ -120,6 +124,7 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "mean loss (nats)": lambda cost: f"{cost.mean_loss:.4f}",
     "validation loss (nats)": lambda cost: _nats(cost.validation_loss),
     "best validation loss (nats)": lambda cost: _nats(cost.best_validation_loss),
+    "steps skipped, last loss scale": lambda cost: cost.skipped_steps,
     "step time, median (ms)": lambda cost: f"{cost.step_time_ms_median:.1f}",
     "step time, p95 (ms)": lambda cost: f"{cost.step_time_ms_p95:.1f}",
     "tokens/s": lambda cost: f"{cost.tokens_per_s:,.0f}",

@@ -23,8 +23,9 @@ from compare.judge.bench import BenchCase, BenchResult, Machine, read_bench, sav
 from compare.judge.bench_rows import baseline_of
 from compare.studies.bench_cases import Choice, bench_cases, rotated
 from compare.studies.bench_process import measure, request_for, with_ceilings
+from compare.studies.cases import Settings
 from compare.studies.memory_estimate import require_memory
-from compare.studies.paired_run import Interrupted, Settings
+from compare.studies.paired_run import Interrupted
 
 
 class BenchInterrupted(Interrupted):

@@ -18,7 +18,7 @@ from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
 from compare.judge.acceptance import objections
 from compare.judge.bench import BenchCase, BenchResult, FailedLaunch, circumstances_of, measured
-from compare.studies.paired_run import Settings
+from compare.studies.cases import Settings
 
 
 def with_ceilings(result: BenchResult, settings: Settings) -> BenchResult:

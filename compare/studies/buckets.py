@@ -19,6 +19,7 @@ from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit
 from compare.studies.bench import plan_bench
 from compare.studies.bench_cases import Choice
+from compare.studies.cases import Settings, with_layout
 from compare.studies.collectives import (
     RESULT,
     Order,
@@ -28,7 +29,6 @@ from compare.studies.collectives import (
     sizes_between,
 )
 from compare.studies.memory_estimate import require_memory
-from compare.studies.paired_run import Settings, with_layout
 from compare.studies.presets import spread
 
 OTHERS = ("flat", "naive", "overlapped")

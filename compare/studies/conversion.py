@@ -60,7 +60,7 @@ def convert(
     if not target.absolute().parent.is_dir():
         raise ExperimentError(f"{target}: there is no folder {target.parent}")
     with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}.") as scratch:
-        folder = _as_checkpoint(source, Path(scratch) / "read", base, pythons=pythons)
+        folder = as_checkpoint(source, Path(scratch) / "read", base, pythons=pythons)
         reader = CheckpointReader(folder)
         reader.verify()
         written = Path(scratch) / f"written{target.suffix}"
@@ -76,8 +76,8 @@ def convert(
     return reader.description
 
 
-def _as_checkpoint(source: Path, folder: Path, base: Experiment, *, pythons: Mapping[str, str]) -> Path:
-    """The checkpoint's folder; what is none is made one, in `folder`."""
+def as_checkpoint(source: Path, folder: Path, base: Experiment, *, pythons: Mapping[str, str]) -> Path:
+    """The folder of a checkpoint: the source's own, or of what is none made in `folder`. As of `convert`."""
     if source.suffix in PICKLES:
         options = ["--experiment", msgspec.json.encode(base).decode()]
         convert_by_side(source, folder, "nanogpt", pythons=pythons, options=options)

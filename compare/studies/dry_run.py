@@ -8,9 +8,9 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, to_toml
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.judge.closed_forms.memory import KINDS
+from compare.studies.cases import Case
 from compare.studies.memory_estimate import estimate_memory, require_memory
 from compare.studies.own_weights import objection_to
-from compare.studies.paired_run import Case
 from compare.studies.resuming import objection_to_resume
 from compare.terminal.console import print_json, results_console
 from compare.terminal.layout_words import layout_in_words

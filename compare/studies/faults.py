@@ -11,7 +11,7 @@ from msgspec import Struct
 from compare.contract.engines.registry import ENGINES, REFERENCE
 from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.judge.comparison import Comparison
-from compare.studies.paired_run import Case
+from compare.studies.cases import Case
 from compare.studies.presets import PRESETS, check_names, spread
 
 

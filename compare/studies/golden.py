@@ -22,8 +22,8 @@ from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, la
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.judge.ladder import Verdict, climb
+from compare.studies.cases import Settings
 from compare.studies.memory_estimate import require_memory
-from compare.studies.paired_run import Settings
 
 EXPERIMENT = "golden"
 FOLDER = Path(__file__).parent.parent / "goldens" / "nanogpt"

@@ -1,7 +1,7 @@
 """The parity matrix: every engine under every layout against one unsharded device, as one grid.
 
-A layout is a preset. Three studies are made of each cell: float64 and float32 with AdamW and clipping, and
-float64 with SGD and no clipping, which hides nothing of a gradient's scale.
+A layout is a preset. Four studies are made of each cell: float64 and float32 with AdamW and clipping; float64
+with SGD and no clipping, which hides nothing of a gradient's scale; and float64 with dropout.
 """
 
 import msgspec
@@ -13,8 +13,8 @@ from compare.contract.experiment import Experiment, ExperimentError, Layout, edi
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
+from compare.studies.cases import Case
 from compare.studies.fitting import refusal
-from compare.studies.paired_run import Case
 from compare.studies.presets import PRESETS, check_names, spread
 
 STUDIES: dict[str, dict[str, dict[str, object]]] = {
@@ -23,6 +23,11 @@ STUDIES: dict[str, dict[str, dict[str, object]]] = {
     "float64, SGD": {
         "precision": {"dtype": "float64"},
         "optimizer": {"name": "sgd", "momentum": 0.9, "grad_clip": 0.0, "learning_rate": 0.1, "min_lr": 0.01},
+    },
+    "float64, dropout": {
+        "precision": {"dtype": "float64"},
+        "optimizer": {"name": "adamw"},
+        "model": {"dropout": 0.2},
     },
 }
 SHOWN = ("gradients", "later_weights")

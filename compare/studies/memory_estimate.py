@@ -2,12 +2,12 @@
 
     parameters, gradients, optimizer   `compare.judge.closed_forms.memory`: exact
     activations    numbers that a block keeps for backward, of b sequences of s tokens, width h, a heads:
-                   16 sbh + abs^2; under tp 4 sbh + (12 sbh + abs^2) / t, or all of it / t with sequence
-                   parallelism; sbh where all is recomputed; of a pipeline's rank for as many microbatches as
-                   its schedule has in flight
+                   16 sbh + abs^2, and with dropout abs^2 more, and masks of 2 sbh + abs^2 bytes; under tp
+                   4 sbh + (12 sbh + abs^2) / t, or all of it / t with sequence parallelism; sbh where all is
+                   recomputed; of a pipeline's rank for as many microbatches as its schedule has in flight
     logits         of a microbatch, and their gradient: 2 bsV / t numbers
 
-Sources: Korthikanti et al. (arXiv 2205.05198), without dropout, whose masks we do not have; our schedules.
+Sources: Korthikanti et al. (arXiv 2205.05198); our schedules.
 An estimate: fused attention keeps no abs^2, a compiler may recompute, and buffers of a moment are not in it.
 """
 
@@ -20,7 +20,7 @@ from compare.judge.closed_forms.memory import closed_form
 from compare.terminal.units import human_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
-COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BATCH_BYTES = 20  # of a token while `Corpus.batch` draws it: two int64 positions and one int32
 
 
@@ -111,11 +111,13 @@ def _activations(experiment: Experiment, stage: int) -> float:
     sbh = sequences * model.block_size * model.n_embd
     scores = sequences * model.n_head * model.block_size**2
     repeated = 1 if layout.sequence_parallel else layout.tp
-    block = (4 * sbh * repeated + 12 * sbh + scores) / layout.tp
+    kept = itemsize * (4 * sbh * repeated + 12 * sbh + scores)
+    if model.dropout:
+        kept += itemsize * scores + 2 * sbh * repeated + scores
     if layout.remat == "full":
-        block = sbh * repeated / layout.tp
+        kept = itemsize * sbh * repeated
     blocks = model.n_layer / (layout.pp * layout.chunks)
-    return itemsize * blocks * block * _in_flight(experiment, stage)
+    return blocks * kept / layout.tp * _in_flight(experiment, stage)
 
 
 def _in_flight(experiment: Experiment, stage: int) -> int:
@@ -134,7 +136,7 @@ def _in_flight(experiment: Experiment, stage: int) -> int:
 
 
 def _logits(experiment: Experiment, *, itemsize: int) -> float:
-    """Bytes of one microbatch's logits, over all devices that share its work."""
+    """Bytes of the logits of one microbatch, or a part of it, over all devices that share its work."""
     model, train, layout = experiment.model, experiment.train, experiment.layout
     sequences = train.batch_size / layout.data_parallel / layout.microbatches
-    return itemsize * sequences * model.block_size * model.vocab_size
+    return itemsize * sequences * model.block_size // train.loss_chunks * model.vocab_size

@@ -1,8 +1,4 @@
-"""Train several cases of one experiment, each in a fresh process, and hold them against the first.
-
-A case is an engine under a layout. `run` makes one case of each engine; `check` makes one unsharded
-reference and a case of every engine and gradient synchronisation.
-"""
+"""Train several cases of one experiment, each in a fresh process, and hold them against the first."""
 
 import datetime
 import platform as host
@@ -11,86 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES, REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.record import MANIFEST, Record, read_record
-from compare.contract.request import Platform, Request, Resume, rungs_asked_for
+from compare.contract.request import Request, Resume, rungs_asked_for
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.source import git_state
+from compare.execute.tensorboard import events, in_turn
 from compare.judge.acceptance import objections
 from compare.judge.comparison import Comparison, how_to_go_on, judged, read_saved, save
+from compare.studies.cases import Case, Settings
 from compare.studies.memory_estimate import require_memory
 from compare.studies.own_weights import Init, freeze_weights
-from compare.studies.presets import spread
 from compare.studies.resuming import require_resumable, resumes
 from compare.terminal.units import human_bytes
 
 LATER_STEP = 20
 
 
-class Case(Struct, frozen=True, kw_only=True):
-    """One engine under one layout, and perhaps a planted fault."""
-
-    name: str
-    """Unique in its comparison; also its folder."""
-    engine: str
-    experiment: Experiment
-    fault: str = ""
-
-
-class Settings(Struct, frozen=True, kw_only=True):
-    """Settings of a run that change nothing in what it computes."""
-
-    platform: Platform = "cpu"
-    timeout_s: float = 600.0
-    cache_dir: str = ""
-    ladder: bool = True
-    """Leave gradients, weights and moments for the ladder; without them losses and norms are compared."""
-    pythons: Mapping[str, str] = {}
-    init_from: str = ""
-    """A file of weights to begin with; see `freeze_weights`."""
-    resume: str = ""
-    """Where checkpoints are to go on from; see `resuming.checkpoints_for`."""
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
-
-
-def engine_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
-    """One case for each engine under the experiment's own layout."""
-    return [Case(name=engine, engine=engine, experiment=experiment) for engine in engines]
-
-
-def ladder_cases(experiment: Experiment, engines: list[str], devices: int) -> list[Case]:
-    """The unsharded reference, then every engine on one device and on each rung of its own ladder.
-
-    The reference is torchpar's plain module on one device: PyTorch's autograd, no container around it,
-    no collective. It is the first case.
-    """
-    one = spread(experiment, "single")
-    cases = [Case(name="reference", engine=REFERENCE, experiment=one)]
-    for name in engines:
-        engine = ENGINES[name]
-        cases.append(Case(name=f"{name}-1", engine=name, experiment=one))
-        for sync in engine.gradient_sync if devices > 1 else ():
-            chosen = sync if engine.offers_choice else experiment.layout.gradient_sync
-            sharded = with_layout(one, dp_replicate=devices, gradient_sync=chosen)
-            cases.append(Case(name=f"{name}-{devices}-{sync}", engine=name, experiment=sharded))
-    return cases
-
-
-def with_layout(experiment: Experiment, **fields: object) -> Experiment:
-    """The experiment under a layout with other fields. Raises ExperimentError if that cannot work."""
-    layout = msgspec.structs.replace(experiment.layout, **fields)
-    return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
 
 def compare_cases(
@@ -219,8 +161,11 @@ def _run(
         if name in records:
             continue
         try:
-            with reporter.engine(name) as on_step:
-                record = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+            drawn = events(settings.tensorboard, name, request.experiment)
+            with reporter.engine(name) as told, drawn as file:
+                follow = in_turn(told, file.step)
+                record = launch(request, folder / name, pythons=settings.pythons, on_step=follow)
+                file.evaluations(record.evaluations)
             comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
             records[name] = record
         except KeyboardInterrupt:

@@ -110,8 +110,9 @@ def require_continues(
     def refuse(why: str) -> None:
         raise CheckpointError(f"--resume {folder}: {why}")
 
-    if there.model != experiment.model:
-        different = [line for line in differing_keys(there, experiment) if line.startswith("model.")]
+    different = [line for line in differing_keys(there, experiment) if line.startswith("model.")]
+    # Dropout is the training's and not the weights'.
+    if different := [line for line in different if not line.startswith("model.dropout")]:
         refuse(f"it is of another model: {_some(different)}")
     if there.optimizer.name != experiment.optimizer.name or moment_names(there.optimizer) != moment_names(
         experiment.optimizer
@@ -168,7 +169,12 @@ def changed_settings(source: str, engines: Iterable[str], experiment: Experiment
 
 def _resume(folder: Path) -> Resume:
     description = read_description(folder)
-    return Resume(checkpoint=str(folder.absolute()), step=description.step, updates=description.updates)
+    return Resume(
+        checkpoint=str(folder.absolute()),
+        step=description.step,
+        updates=description.updates,
+        loss_scale=description.loss_scale,
+    )
 
 
 def _some(words: Iterable[str]) -> str:

@@ -16,9 +16,9 @@ from msgspec import Struct
 from compare.contract.engines.registry import ENGINES, REFERENCE
 from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.contract.request import Platform
+from compare.studies.cases import Case
 from compare.studies.fitting import refusal
 from compare.studies.memory_estimate import require_memory
-from compare.studies.paired_run import Case
 from compare.studies.presets import spread
 
 SINGLE = "single"

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.axes import BATCH
 from compare.contract.experiment import Layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.optimizer import global_norm
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.tracing.edits import require_edits
-from jaxpar.training_step import ShardedStep, accumulated_gradients, shardings
+from jaxpar.training_step import ShardedStep, accumulated_gradients, passes_of, shardings
 
 
 def parallelize(
@@ -44,24 +45,32 @@ def parallelize(
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
     gathers_layers = _gathers_layers(problem, layout)
 
-    def gradients_of(params: Any, batch: Any):
+    def gradients_of(params: Any, batch: Any, *, of: Loss):
         if layout.pp > 1:
             batch = pipeline_parallel.one_pass(batch, microbatches=layout.microbatches)
-        return accumulated_gradients(loss, params, batch, reduce=shard if layout.zero >= 2 else _same)
+        return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else _same)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
+        parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
         value, gradients = data_parallel.synchronize_gradients(
-            gradients_of, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
+            partial(gradients_of, of=scaled(loss, scalars, parts=parts)),
+            params,
+            batch,
+            mesh=mesh,
+            axes=late,
+            loops=layout.pp > 1,
         )
         gradients = shard(lax.with_sharding_constraint(gradients, accumulated))
+        gradients = unscaled(gradients, scalars, parts=parts)
         grad_norm = global_norm(gradients)
         params = shard(params)
-        updates, opt_state = optimizer.update(
-            gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars
+        updates, moved = optimizer.update(gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars)
+        after = (shard(optax.apply_updates(params, updates)), moved)
+        params, opt_state = unless_overflowed(
+            after, (params, opt_state), grad_norm=grad_norm, scalars=scalars
         )
-        metrics = {"loss": value, "grad_norm": grad_norm}
-        return shard(optax.apply_updates(params, updates)), opt_state, metrics, gradients
+        return params, opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
 
     return ShardedStep(
         step=step,

@@ -19,7 +19,7 @@ N chunks of each, L layers of a chunk, K = M/S lanes, rounded up; `...` is what 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,18 @@ from jaxpar.remat import IsGather, Remat, apply_remat
 
 AXIS = PP
 Tree = Any
-Stage = Callable[[Tree, jax.Array, jax.Array], jax.Array]
-"""(layers_N, x, turn) -> x: of one device's layers (N, L, ...), and the number of the chunk that is on."""
+
+
+class Turn(NamedTuple):
+    """What a device does at a tick: numbers of the chunk that is on, of its stage, and of the microbatch."""
+
+    chunk: jax.Array
+    stage: jax.Array
+    microbatch: jax.Array
+
+
+Stage = Callable[[Tree, jax.Array, Turn], jax.Array]
+"""(layers_N, x, turn) -> x, of one device's layers (N, L, ...)."""
 
 
 def run_pipeline(
@@ -81,7 +91,10 @@ def run_pipeline(
 
     def step(carry: tuple[jax.Array, jax.Array], tick: jax.Array):
         x_S, x_SK = carry
-        turn_S = (tick - stage_S) // stages % chunks
+        begun_S = tick - stage_S  # negative, or beyond the last: the stage is idle
+        chunk_S = begun_S // stages % chunks
+        microbatch_S = begun_S // (stages * chunks) * stages + begun_S % stages
+        turn_S = Turn(chunk_S, chunk_S * stages + stage_S, jnp.clip(microbatch_S, 0, microbatches - 1))
         x_S = jax.vmap(stage, spmd_axis_name=AXIS)(layers_SN, x_S, turn_S)
         return exchange(shift(x_S, 1), x_SK, tick + 1), None
 
@@ -139,7 +152,7 @@ def pipelined(
         ...     return jnp.tanh(x @ w), None
         >>> pieces = Pieces(
         ...     embed=lambda params, batch: batch["x"] @ params["first"],
-        ...     layers=lambda params, x: jax.lax.scan(layer, x, params["blocks"])[0],
+        ...     layers=lambda params, x, batch, first: jax.lax.scan(layer, x, params["blocks"])[0],
         ...     loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
         ... )
         >>> devices = jax.device_count()
@@ -161,8 +174,10 @@ def pipelined(
             each = jax.vmap(jax.vmap(partial(piece, params)), spmd_axis_name=AXIS)
             return each(*of_microbatch)
 
-        def chunk(layers: Tree, x: jax.Array) -> jax.Array:
-            return pieces.layers({**params, stacked: layers}, x)
+        def chunk(layers: Tree, x: jax.Array, turn: Turn) -> jax.Array:
+            one = jax.tree.map(lambda x: x[turn.microbatch], batch)
+            first = turn.stage * jax.tree.leaves(layers)[0].shape[0]
+            return pieces.layers({**params, stacked: layers}, x, one, first)
 
         stage = make_stage(chunk, chunks=chunks, remat=remat, is_gather=is_gather)
         x_SK = on_every_stage(pieces.embed, jax.tree.map(lambda x: x[enters_SK], batch))
@@ -209,22 +224,26 @@ def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def make_stage(
-    chunk: Callable[[Tree, jax.Array], jax.Array], *, chunks: int, remat: Remat, is_gather: IsGather | None
+    chunk: Callable[[Tree, jax.Array, Turn], jax.Array],
+    *,
+    chunks: int,
+    remat: Remat,
+    is_gather: IsGather | None,
 ) -> Stage:
     """The function of a device at a tick: it picks the chunk whose turn it is, and applies it.
 
     Args:
-        chunk: (layers, x) -> x.
+        chunk: (layers, x, turn) -> x.
         chunks, remat, is_gather: see `pipelined`.
     """
     if chunks == 1 and is_gather is None:
-        return lambda layers_N, x, turn: chunk(jax.tree.map(lambda w_N: w_N[0], layers_N), x)
+        return lambda layers_N, x, turn: chunk(jax.tree.map(lambda w_N: w_N[0], layers_N), x, turn)
 
     # A lone chunk that gathers its layers is picked, too: JAX takes out of the loop what is the same at every
     # tick, and forward would gather all layers of a stage before it begins.
-    def stage(layers_N: Tree, x: jax.Array, turn: jax.Array) -> jax.Array:
-        pick = partial(lax.dynamic_index_in_dim, index=turn, keepdims=False)
-        return chunk(jax.tree.map(pick, layers_N), x)
+    def stage(layers_N: Tree, x: jax.Array, turn: Turn) -> jax.Array:
+        pick = partial(lax.dynamic_index_in_dim, index=turn.chunk, keepdims=False)
+        return chunk(jax.tree.map(pick, layers_N), x, turn)
 
     def is_copy(primitive: Any, **parameters: Any) -> bool:
         """Makes a tick's own copy of parameters, which is not to be kept: there would be one for each.

@@ -86,8 +86,11 @@ class PlacedEmbedding(Embedding):
         x_BTC = super().__call__(tokens_BT)
         return placed(x_BTC, self.mesh, split=POSITION_DIM if self.sequence_parallel else None)
 
-    def logits(self, x_BTC: jax.Array) -> jax.Array:
-        logits_BTV = super().logits(placed(x_BTC, self.mesh))
+    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
+        return placed(x_BTC, self.mesh)
+
+    def project(self, x_BTC: jax.Array) -> jax.Array:
+        logits_BTV = super().project(x_BTC)
         return placed(logits_BTV, self.mesh, split=logits_BTV.ndim - 1)
 
 

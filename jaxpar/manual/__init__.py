@@ -6,6 +6,7 @@ what is swapped in the model, `_accumulated` and `_pipelined` for how one device
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from compare.contract.communication import LOSS
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from jaxpar.comm import collectives
+from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
 from jaxpar.manual.pipeline.ticks import Ticks, lock_step
@@ -27,10 +29,11 @@ from jaxpar.placement import map_alike, specs
 from jaxpar.problem import Edit, Loss, Pieces, Problem
 from jaxpar.remat import Remat
 from jaxpar.tracing.edits import require_edits
-from jaxpar.training_step import ShardedStep, accumulated_gradients, shardings
+from jaxpar.training_step import ShardedStep, accumulated_gradients, passes_of, shardings
 
-Gradients = Callable[[Any, Any], tuple[Any, Any]]
-"""(this device's parameters, its share of a batch) -> mean loss and gradients, each device's own."""
+Gradients = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(this device's parameters, its share of a batch, the step's scalars) -> mean loss and gradients, each
+device's own."""
 
 
 def parallelize(
@@ -82,14 +85,16 @@ def _step(
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
-        value, gradients = gradients_of(_mark_varying(params, placements, layout), batch)
-        gradients = _synchronize(gradients, placements, layout)
+        value, gradients = gradients_of(_mark_varying(params, placements, layout), batch, scalars)
+        parts = passes_of(batch) * layout.microbatches  # each has a loss of its own
+        gradients = unscaled(_synchronize(gradients, placements, layout), scalars, parts=parts)
         grad_norm = global_norm(gradients, placements)
         shards = params if layout.zero == 3 else fully_sharded.shard_parameters(params, placements)
-        updates, opt_state = optimizer.update(
-            gradients, opt_state, shards, grad_norm=grad_norm, scalars=scalars
+        updates, moved = optimizer.update(gradients, opt_state, shards, grad_norm=grad_norm, scalars=scalars)
+        after = (optax.apply_updates(shards, updates), moved)
+        shards, opt_state = unless_overflowed(
+            after, (shards, opt_state), grad_norm=grad_norm, scalars=scalars
         )
-        shards = optax.apply_updates(shards, updates)
         params = shards if layout.zero == 3 else fully_sharded.all_gather_parameters(shards, placements)
         loss = collectives.all_reduce_mean(value, BATCH, purpose=LOSS)
         metrics = {"loss": loss, "grad_norm": grad_norm}
@@ -114,11 +119,12 @@ def _accumulated(problem: Problem, placements: Any, layout: Layout) -> Gradients
     loss = _loss(problem, placements, layout)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
-    def gradients_of(params: Any, batch: Any):
+    def gradients_of(params: Any, batch: Any, scalars: Any):
+        of = scaled(loss, scalars, parts=passes_of(batch))
         if layout.zero == 2:
             like = fully_sharded.shard_parameters(params, placements)
-            return accumulated_gradients(loss, params, batch, reduce=scatter, like=like)
-        value, gradients = accumulated_gradients(loss, params, batch)
+            return accumulated_gradients(of, params, batch, reduce=scatter, like=like)
+        value, gradients = accumulated_gradients(of, params, batch)
         return value, gradients if layout.zero == 3 else scatter(gradients)
 
     return gradients_of
@@ -143,14 +149,14 @@ def _pipelined(problem: Problem, placements: Any, layout: Layout) -> Gradients:
         found = {key: in_ticks[key] for key in gradients if key in in_ticks}
         return gradients | fully_sharded.scatter_gradients({key: gradients[key] for key in found}, found)
 
-    def gradients_of(params: Any, batch: Any):
+    def gradients_of(params: Any, batch: Any, scalars: Any):
         batch = pipeline_parallel.microbatches(batch, each=layout.microbatches)
         like = fully_sharded.shard_parameters(params, placements) if layout.zero == 2 else params
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.
             params = params | fully_sharded.gather_stored({key: params[key] for key in up_front}, up_front)
         value, gradients = pipeline_parallel.run_pipeline(
-            pieces,
+            replace(pieces, loss=scaled(pieces.loss, scalars, parts=passes_of(batch))),
             _ticks(layout, batch, remat=problem.remat),
             params,
             batch,
@@ -201,7 +207,7 @@ def _pieces(problem: Problem, placements: Any, layout: Layout) -> Pieces:
 
     return Pieces(
         embed=lambda params, batch: pieces.embed(unpad(params), batch),
-        layers=lambda params, x: pieces.layers(unpad(params), x),
+        layers=lambda params, x, batch, first: pieces.layers(unpad(params), x, batch, first),
         loss=lambda params, x, batch: pieces.loss(unpad(params), x, batch),
     )
 

@@ -70,9 +70,12 @@ def run_pipeline(
 
     Example, inside `shard_map`; the stacked leaves are in the order of the devices (`jaxpar.placement`):
 
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
         pieces = Pieces(
             embed=lambda params, batch: batch["x"] @ params["embedding"],
-            layers=lambda params, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0],
+            layers=lambda params, x, batch, first: lax.scan(layer, x, params["blocks"])[0],
             loss=lambda params, x, batch: jnp.square(x @ params["embedding"].T - batch["y"]).mean(),
         )
         ticks = lock_step(make_schedule("1f1b", ranks=4, microbatches=8))
@@ -213,12 +216,14 @@ class _Device(NamedTuple):
     def stage(self, task: TickTasks) -> Stage:
         """The stage and the microbatch that are next."""
         by_chunk = self.by_chunk(self.params[self.stacked])
+        of_stage = jax.tree.leaves(by_chunk)[0].shape[1]
         return Stage(
             self.pieces,
             self.stacked,
             layers=jax.tree.map(lambda x: _at(x, task.stage // self.ticks.ranks), by_chunk),
             rest={key: self.params[key] for key in self.params if key != self.stacked},
             batch=jax.tree.map(lambda x: _at(x, task.microbatch), self.batch),
+            first_layer=task.stage * of_stage,
             is_first=task.stage == 0,
             is_last=task.stage == self.ticks.stages - 1,
             accumulate=lambda total, gradients: add(total, self.reduce(gradients)),

@@ -33,6 +33,7 @@ from jax import lax
 from compare.contract.axes import TP
 from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIENTS
 from jaxpar.comm import collectives
+from jaxpar.dropout import split_rows
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Edit, Problem
@@ -80,10 +81,16 @@ def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) 
                 site.replace(model, RowParallelLinear(site.module, g=g))
             else:
                 site.replace(model, ColumnParallelLinear(site.module, f=f))
+        split_rows(model, own_part, sequence_parallel=sequence_parallel)
         if problem.vocab_size:
             model.cross_entropy = partial(cross_entropy, vocab_size=problem.vocab_size)
 
     return edit
+
+
+def own_part() -> jax.Array:
+    """Which of the parts along tp is this device's."""
+    return lax.axis_index(AXIS)
 
 
 class ColumnParallelLinear(Linear):
@@ -127,8 +134,8 @@ class VocabParallelEmbedding(Embedding):
             position_TC = collectives.own_shard(position_TC, AXIS, dim=0)
         return x_BTC + position_TC
 
-    def logits(self, x_BTC: jax.Array) -> jax.Array:
-        return super().logits(self.f(x_BTC))
+    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
+        return self.f(x_BTC)
 
 
 def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

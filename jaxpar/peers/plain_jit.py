@@ -16,7 +16,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Layout, Optimizer
+from compare.contract.experiment import Experiment, Layout, Optimizer
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.optimizer import CLIP_EPS
@@ -144,7 +144,7 @@ def train(
     while state.step < sizes.max_iters:
         together = request.timing.together(state.step) if request.timing else 1
         drawn = [draw(state.step + ahead) for ahead in range(together)]
-        take_steps(compiled, state, recording, drawn, gradients, device=device)
+        take_steps(compiled, state, recording, experiment, drawn, gradients, device=device)
         progress(in_step=state.step < sizes.max_iters)
     recording.finish(compiled, [device], compile_s=compile_s)
 
@@ -153,23 +153,23 @@ def take_steps(
     step: jax.stages.Compiled,
     state: TrainState,
     recording: Recording,
+    experiment: Experiment,
     drawn: list[dict[str, np.ndarray]],
     gradients: Any,
     *,
     device: jax.Device,
 ) -> None:
     """A step for each batch that was drawn: waited for together at their end, and timed."""
-    metrics, placed = [], None
+    done, placed = [], None
     begun, cpu_begun = time.perf_counter(), cpu_seconds()
     for batch in drawn:
         placed = jax.device_put(batch, device)
-        state.params, state.opt_state, metric = step(state.params, state.opt_state, placed)
-        metrics.append(metric)
-    jax.block_until_ready((state.params, state.opt_state, metrics))
+        state.params, state.opt_state, metrics = step(state.params, state.opt_state, placed)
+        done.append((state.place, metrics))
+        state.move_on(recording.engine, experiment)
+    jax.block_until_ready((state.params, state.opt_state, done))
     wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
-    recording.steps_are_done(placed, metrics, gradients, Window(steps=len(drawn), wall_s=wall_s, cpu_s=cpu_s))
-    state.step += len(drawn)
-    state.updates += len(drawn)
+    recording.steps_are_done(placed, done, gradients, Window(steps=len(drawn), wall_s=wall_s, cpu_s=cpu_s))
 
 
 def _on_one_device(

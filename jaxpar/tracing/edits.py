@@ -120,8 +120,8 @@ class MarkedEmbedding(Embedding):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return Embedding.__call__(_marked(self), tokens_BT)
 
-    def logits(self, x_BTC: jax.Array) -> jax.Array:
-        return adds(Embedding.logits(_marked(self), x_BTC), (OUTPUT, f"{self.name}.logits"))
+    def project(self, x_BTC: jax.Array) -> jax.Array:
+        return adds(Embedding.project(_marked(self), x_BTC), (OUTPUT, f"{self.name}.logits"))
 
 
 def _marked(module: Any) -> Any:
@@ -136,7 +136,7 @@ def _whole_loss(problem: Problem, edits: list[Edit], *, pipeline: bool) -> Loss:
     pieces = problem.edited_pieces(edits)
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return pieces.loss(params, pieces.layers(params, pieces.embed(params, batch)), batch)
+        return pieces.loss(params, pieces.layers(params, pieces.embed(params, batch), batch, 0), batch)
 
     return loss
 

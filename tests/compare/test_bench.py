@@ -24,7 +24,7 @@ from compare.studies import bench as study
 from compare.studies import bench_process
 from compare.studies.bench import continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
-from compare.studies.paired_run import Settings
+from compare.studies.cases import Settings
 
 ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
 

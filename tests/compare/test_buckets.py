@@ -23,8 +23,8 @@ from compare.present.report.buckets import save_picture, write_page
 from compare.studies import buckets as study
 from compare.studies.bench import BenchInterrupted
 from compare.studies.buckets import default_bucket_mb, fitted_all_reduce, plan_study
+from compare.studies.cases import Settings
 from compare.studies.collectives import RESULT, CollectiveBench
-from compare.studies.paired_run import Settings
 
 FIT = Fit(implementation="ours", kind="all_reduce", ranks=2, latency_us=100.0, bandwidth_gb_s=0.5, misfit=0.1)
 ALONE_MS = 10.0

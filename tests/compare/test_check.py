@@ -8,8 +8,8 @@ import pytest
 from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout, load
 from compare.judge.ladder import RUNGS
+from compare.studies.cases import ladder_cases
 from compare.studies.faults import fault_cases
-from compare.studies.paired_run import ladder_cases
 
 DEVICES = 4
 STEPS = 20

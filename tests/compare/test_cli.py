@@ -54,7 +54,11 @@ def files(tmp_path, monkeypatch):
             "run --layout.gradient_sync overlapped --engines jax-manual",
             "jax-manual offers naive, flat, bucketed",
         ),
-        ("run --model.dropout 0.2", "model.dropout = 0.2 must be 0"),
+        ("run --model.dropout 1.0", "model.dropout"),
+        (
+            "run --preset single --model.dropout 0.2 --engines nanogpt-loop torch-manual",
+            "model.dropout = 0.2: nanogpt-loop drops nothing",
+        ),
         ("run --preset nosuch", "--preset nosuch: no such preset"),
         ("run --preset ddp --devices 4 --layout.dp_replicate 8", "contradicts --preset ddp --devices 4"),
         ("run --engines jax-manual jax-manual", "--engines jax-manual: give each engine once"),

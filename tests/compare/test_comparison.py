@@ -19,7 +19,8 @@ from compare.execute.launch import EngineError, Prepared
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, read_saved
 from compare.studies import paired_run
-from compare.studies.paired_run import Interrupted, Settings, compare_cases, continue_cases, engine_cases
+from compare.studies.cases import Settings, engine_cases
+from compare.studies.paired_run import Interrupted, compare_cases, continue_cases
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
 

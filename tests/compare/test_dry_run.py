@@ -14,8 +14,8 @@ from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.judge.closed_forms.memory import closed_form
 from compare.studies import paired_run
+from compare.studies.cases import Case, engine_cases
 from compare.studies.fitting import fitting
-from compare.studies.paired_run import Case, engine_cases
 from compare.studies.presets import spread
 
 

@@ -17,10 +17,11 @@ from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.progress import Reporter
-from compare.judge.ladder import RUNGS, worst_tensor
+from compare.judge.ladder import RUNGS
+from compare.judge.tensor_errors import worst_tensor
 from compare.studies import golden
+from compare.studies.cases import Settings
 from compare.studies.golden import EXPERIMENT, FOLDER, hold, read_golden
-from compare.studies.paired_run import Settings
 
 
 def layer_norm(x, scale, bias):

@@ -74,6 +74,20 @@ def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):
     assert climb(reference, make_record(tmp_path / "other", tiny, tensors=tensors)).failure.rung == "batch"
 
 
+def test_keys_of_dropout_are_those_that_were_asked_for(tmp_path, tiny):
+    drops = edited(tiny, {"model": {"dropout": 0.2}})
+    right = make_record(tmp_path / "right", drops)
+    assert climb(right, make_record(tmp_path / "same", drops)).passed
+    tensors = tensors_of(drops)
+    tensors[Rung.BATCH]["keys"] = tensors[Rung.BATCH]["keys"] + np.uint32(1)
+    wrong = climb(right, make_record(tmp_path / "wrong", drops, tensors=tensors))
+    assert wrong.failure.rung == REQUEST
+    assert "its dropout keys are not those of step 0" in wrong.failure.worst
+    del tensors[Rung.BATCH]["keys"]
+    without = climb(right, make_record(tmp_path / "without", drops, tensors=tensors))
+    assert "lack keys" in without.failure.worst
+
+
 @pytest.mark.parametrize(
     ("field", "step", "rung"),
     [

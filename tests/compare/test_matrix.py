@@ -1,4 +1,4 @@
-"""Every layout that an engine says it has, against one device in float64; and the grid itself."""
+"""Every layout of each engine in float64, with dropout, against one device; and the grid itself."""
 
 import json
 
@@ -26,7 +26,8 @@ TRAINED = {
 @pytest.mark.parametrize("engine", list(STUDIED))
 def test_layouts_equal_one_device(shardpair, engine):
     layouts = TRAINED[engine]
-    done = shardpair("matrix", "--engines", engine, "--layouts", *layouts, "--studies", "float64", "--json")
+    arguments = ("--engines", engine, "--layouts", *layouts, "--studies", "float64, dropout", "--json")
+    done = shardpair("matrix", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads(done.stdout)
     assert [cell["layout"] for cell in cells] == layouts
@@ -95,4 +96,4 @@ def test_page_shows_errors_reasons_and_failures():
     blind = msgspec.structs.replace(good, verdicts={"float64": unseen})
     assert not blind.passed
     assert cell_text(blind, "float64") == "2e-15 / ?"
-    assert set(STUDIES) == {"float64", "float32", "float64, SGD"}
+    assert set(STUDIES) == {"float64", "float32", "float64, SGD", "float64, dropout"}

@@ -11,6 +11,7 @@ from compare.contract.experiment import (
     Model,
     Precision,
     Train,
+    edited,
     load,
     revalidate,
 )
@@ -71,6 +72,8 @@ def test_activations_and_logits_of_one_device():
     # Korthikanti et al. count sbh (34 + 5as/h) bytes in 16 bits; 2 sbh and 3 as^2 b of them are for dropout.
     half = estimate_memory("torch-manual", spread(dtype="bfloat16")).by_kind
     assert half["activations"] == [L * S * B * H * (34 - 2 + (5 - 3) * A * S / H)]
+    drops = estimate_memory("torch-manual", edited(spread(dtype="bfloat16"), {"model": {"dropout": 0.1}}))
+    assert drops.by_kind["activations"] == [L * S * B * H * (34 + 5 * A * S / H)]
 
 
 def test_tensor_and_sequence_parallelism_split_activations():

@@ -20,7 +20,7 @@ from compare.contract.experiment import Data, Experiment, ExperimentError, Model
 from compare.contract.initial_weights import checked_weights, read_weights, starting_parameters
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import read_record, read_tensors
-from compare.contract.request import Request, Rung
+from compare.contract.request import Request, Resume, Rung
 from compare.contract.stream import OwnBatches
 from torchpar.convert import convert
 from torchpar.launcher.entry import start_ranks
@@ -255,3 +255,10 @@ def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
     seed = initial_parameters(experiment)["embedding.token"]
     np.testing.assert_allclose(given["embedding.token"], 1.5 * seed, rtol=1e-6)  # nanoGPT's are float32
     assert "--init_from init.safetensors" in (shardpair.folder / "runs" / "report.html").read_text()
+
+
+def test_own_weights_beside_a_checkpoint_are_refused():
+    resume = Resume(checkpoint="there", step=1, updates=1)
+    request = Request(engine="jax-manual", experiment=EXPERIMENT, resume=resume)
+    with pytest.raises(ExperimentError, match="the run goes on from there, which has its own"):
+        starting_parameters(request, own_weights())

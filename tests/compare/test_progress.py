@@ -20,7 +20,8 @@ from compare.execute.launch import EngineError, Prepared
 from compare.execute.pace import Cadence, Pace
 from compare.execute.progress import Reporter
 from compare.studies import paired_run
-from compare.studies.paired_run import Settings, compare_cases, continue_cases, engine_cases
+from compare.studies.cases import Settings, engine_cases
+from compare.studies.paired_run import compare_cases, continue_cases
 
 NAMES = ["jax-manual", "torch-manual", "torch-library"]
 

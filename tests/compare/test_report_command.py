@@ -13,9 +13,9 @@ from compare.contract.request import Request
 from compare.contract.sections import Data
 from compare.judge.comparison import Comparison
 from compare.present.report.repeat import EXPERIMENT, repeat_command
+from compare.studies.cases import Case, engine_cases, ladder_cases
 from compare.studies.faults import fault_cases
 from compare.studies.matrix import matrix_cases, study
-from compare.studies.paired_run import Case, engine_cases, ladder_cases
 from compare.studies.presets import spread
 
 

@@ -18,7 +18,8 @@ HALF, ALL = 3, 6
 
 @pytest.fixture
 def spec(tiny, shardpair) -> Experiment:
-    made = edited(tiny, {"train": {"max_iters": ALL}, "checkpoint": {"every": HALF}})
+    changes = {"model": {"dropout": 0.2}, "train": {"max_iters": ALL}, "checkpoint": {"every": HALF}}
+    made = edited(tiny, changes)
     (shardpair.folder / "tiny.toml").write_text(to_toml(made))
     return made
 
@@ -94,7 +95,8 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tm
     def refused(*arguments: str) -> str:
         done = shardpair(*arguments)
         assert done.returncode == 2, (arguments, done.stderr, done.stdout)
-        assert done.stderr.count("\n") == 1, done.stderr
+        changed = done.stderr.startswith("resumed with model.dropout = 0.0 instead of 0.2")
+        assert done.stderr.count("\n") == 1 + changed, done.stderr
         assert not (tmp_path / "no").exists()
         return done.stderr
 
@@ -114,6 +116,8 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tm
         *longer, "--init_from", str(next(given.glob("*.safetensors")))
     )
     peer = [word.replace("torch-manual", "nanogpt-loop") for word in longer]
+    assert "nanogpt-loop drops nothing" in refused(*peer)
+    peer += ["--model.dropout", "0"]
     assert "nanogpt-loop cannot begin with a checkpoint" in refused(*peer, "--checkpoint.every", "0")
     assert "nanogpt-loop saves no checkpoints" in refused(*peer)
     file = next(given.glob("*.safetensors"))

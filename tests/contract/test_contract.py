@@ -41,7 +41,14 @@ SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias
         ("[model]\nn_layer = 0", "`model.n_layer`"),
         ('[layout]\ngradient_sync = "magic"', "`layout.gradient_sync`"),
         ("[model]\nn_head = 3", "model.n_head = 3 does not divide model.n_embd = 128"),
-        ("[model]\ndropout = 0.1", "model.dropout"),
+        ("[model]\ndropout = 1e-6", "model.dropout = 1e-06 would drop nothing, or everything"),
+        ("[model]\ndropout = 0.1\nblock_size = 131072", "more weights of attention than counters"),
+        ("[train]\nloss_chunks = 3", "train.loss_chunks = 3 does not divide model.block_size = 128"),
+        ("[train]\nloss_chunks = 2\n[layout]\npp = 2", "raise layout.microbatches instead"),
+        (
+            "[train]\nloss_chunks = 2\n[layout]\ntp = 2\nsequence_parallel = true",
+            "train.loss_chunks = 2 with layout.sequence_parallel = true",
+        ),
         ("[layout]\ndp_replicate = 3", "train.batch_size = 16 is not divisible by layout.dp_replicate = 3"),
         (
             "[layout]\ndp_replicate = 2\ndp_shard = 16\nzero = 3",

@@ -189,7 +189,7 @@ def test_a_loss_that_goes_past_the_edits_is_refused(engine, layout, loss, says):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pieces_that_go_past_the_edits_are_refused(engine):
     def pieces(edit):
-        def layers(params, x):
+        def layers(params, x, batch, first):
             return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0]
 
         return Pieces(

@@ -34,7 +34,7 @@ def layer(x, w):
 
 PIECES = Pieces(
     embed=lambda params, batch: batch["x"] @ params["first"],
-    layers=lambda params, x: jax.lax.scan(layer, x, params["stack"])[0],
+    layers=lambda params, x, batch, first: jax.lax.scan(layer, x, params["stack"])[0],
     loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
 )
 
@@ -42,7 +42,7 @@ PIECES = Pieces(
 def plain(params, batch):
     """All of the batch, without a pipeline."""
     joined = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
-    return PIECES.loss(params, PIECES.layers(params, PIECES.embed(params, joined)), joined)
+    return PIECES.loss(params, PIECES.layers(params, PIECES.embed(params, joined), joined, 0), joined)
 
 
 # stages, microbatches, chunks: as many as stages, more, fewer, and numbers that do not divide

@@ -11,9 +11,10 @@ from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import data_parallel
 from jaxpar.comm.mesh import make_mesh
+from jaxpar.compilation import compile_step
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
-from jaxpar.train import compile_step, prepare
+from jaxpar.train import prepare
 
 GRID = {"dp": 2, "tp": 2}
 CASES = {

@@ -10,7 +10,8 @@ from scipy.special import erf
 from compare.contract.experiment import Experiment, Model, Precision
 from compare.contract.parameters import initial_parameters
 from jaxpar import weights
-from jaxpar.model import GPT, cross_entropy, make_loss
+from jaxpar.functional import make_loss
+from jaxpar.model import GPT, cross_entropy
 
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)

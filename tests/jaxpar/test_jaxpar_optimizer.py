@@ -10,9 +10,10 @@ from compare.contract.experiment import Experiment, Model, Optimizer, Precision
 from compare.contract.optimizer import global_norm as reference_norm
 from compare.contract.optimizer import reference_step
 from compare.contract.parameters import initial_parameters, parameter_table
+from compare.contract.progress import Progress
 from jaxpar import weights
+from jaxpar.compilation import device_scalars
 from jaxpar.optimizer import global_norm, make_optimizer, moments
-from jaxpar.train import device_scalars
 
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 TABLE = parameter_table(SPEC)
@@ -42,7 +43,11 @@ def test_equals_the_definition(optimizer):
         norm = global_norm(gradients)
         assert float(norm) == pytest.approx(reference_norm(named_gradients), rel=1e-14)
         updates, state = update(
-            gradients, state, params, grad_norm=norm, scalars=device_scalars(experiment, step)
+            gradients,
+            state,
+            params,
+            grad_norm=norm,
+            scalars=device_scalars(experiment, Progress(updates=step)),
         )
         params = optax.apply_updates(params, updates)
     assert set(moments(state)) == set(named_moments)
@@ -58,7 +63,7 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_weight_only():
     rule = make_optimizer(experiment.optimizer, decay=weights.decay_mask(SPEC, "matrices"))
     params = weights.from_canonical(initial_parameters(experiment), SPEC)
     gradients = jax.tree.map(np.ones_like, params)
-    state, update, scalars = rule.init(params), jax.jit(rule.update), device_scalars(experiment, 0)
+    state, update, scalars = rule.init(params), jax.jit(rule.update), device_scalars(experiment, Progress())
     for bad in (np.nan, np.inf):
         gradients["blocks"]["mlp"]["up"]["bias"][1, 0] = bad
         updates, _ = update(gradients, state, params, grad_norm=bad, scalars=scalars)
@@ -74,7 +79,7 @@ def test_decay_misses_what_the_table_does_not_decay():
     params = weights.from_canonical(initial_parameters(experiment), SPEC)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = rule.update(
-        zeros, rule.init(params), params, grad_norm=0.0, scalars=device_scalars(experiment, 0)
+        zeros, rule.init(params), params, grad_norm=0.0, scalars=device_scalars(experiment, Progress())
     )
     change = weights.to_canonical(updates, SPEC)
     for parameter in TABLE:

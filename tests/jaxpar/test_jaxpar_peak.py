@@ -9,7 +9,8 @@ import pytest
 from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.parameters import parameter_table
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.train import compile_step, prepare
+from jaxpar.compilation import compile_step
+from jaxpar.train import prepare
 
 SHARDS, DEPTHS = 4, (4, 12)
 ACTIVATIONS = 0.1

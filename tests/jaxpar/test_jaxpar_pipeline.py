@@ -61,7 +61,7 @@ def errors_of_the_example(*, fault: str = "", **shape) -> dict[str, float]:
 
     def whole(params, batch):
         one = jax.tree.map(np.concatenate, batch)
-        return pieces.loss(params, pieces.layers(params, pieces.embed(params, one)), one)
+        return pieces.loss(params, pieces.layers(params, pieces.embed(params, one), one, 0), one)
 
     expected, of_whole = jax.value_and_grad(whole)(params, batch)
     errors = {"loss": float(abs(value - expected))}

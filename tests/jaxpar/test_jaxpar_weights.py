@@ -8,7 +8,7 @@ from compare.contract.experiment import Experiment, Layout, Model, Precision
 from compare.contract.parameters import initial_parameters, parameter_table
 from jaxpar import weights
 from jaxpar.faults import plant
-from jaxpar.model import make_loss
+from jaxpar.functional import make_loss
 
 # More than ten layers: sorted as text, blocks.10 would come before blocks.2.
 SPEC = Model(n_layer=11, n_head=2, n_embd=8, block_size=6, vocab_size=11)

@@ -10,14 +10,16 @@ import numpy as np
 from compare.contract.communication import Communication
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
+from compare.contract.progress import Progress
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
+from jaxpar.compilation import compile_step, device_scalars
 from jaxpar.faults import plant
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.usage import resident_bytes
 from jaxpar.recording import gradients_at_rest
 from jaxpar.remat import resolve_remat
-from jaxpar.train import compile_step, device_scalars, prepare
+from jaxpar.train import prepare
 
 ACCUMULATION = 2
 
@@ -60,7 +62,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
         inputs, targets = open_corpus(spec).batch(spec, index)
         batch = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
         state.params, state.opt_state, metrics, gradients = step(
-            state.params, state.opt_state, batch, device_scalars(spec, index)
+            state.params, state.opt_state, batch, device_scalars(spec, Progress(updates=index))
         )
         numbers |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
         for kind, tree in {"gradient": gradients, "weight": state.params}.items():

@@ -63,3 +63,15 @@ TORCH_ZERO = {
     "zero1_replicated": Layout(dp_replicate=2, dp_shard=2, zero=1),
 }
 """torch-manual's stages of ZeRO."""
+
+TORCH_SHARED = {
+    "ddp": Layout(dp_replicate=4),
+    "tp": Layout(tp=4),
+    "tp_sp": Layout(dp_replicate=2, tp=2, sequence_parallel=True),
+    "fsdp_tp": Layout(dp_shard=2, zero=3, tp=2),
+    "pp": Layout(pp=4, **GPIPE),
+    "interleaved": Layout(pp=2, dp_replicate=2, schedule="interleaved", chunks=2, microbatches=2),
+    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
+    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
+}
+"""Both torch engines, whose state is spread over four ranks in as many ways."""

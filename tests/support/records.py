@@ -14,6 +14,7 @@ from compare.contract.optimizer import global_norm, moment_names
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
 from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.stream import keys_of_step
 from compare.judge.comparison import Comparison
 
 CORPUS = "00"
@@ -42,7 +43,7 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
     shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
     inputs_ABT = np.arange(np.prod(shape_ABT), dtype=np.int32).reshape(shape_ABT)
     tensors = {
-        Rung.BATCH: {"inputs": inputs_ABT, "targets": inputs_ABT + 1},
+        Rung.BATCH: {"inputs": inputs_ABT, "targets": inputs_ABT + 1, **keys_of_step(experiment, 0)},
         Rung.INITIAL_WEIGHTS: weights,
         Rung.GRADIENTS: noise,
         Rung.FIRST_WEIGHTS: {name: weights[name] + noise[name] for name in weights},

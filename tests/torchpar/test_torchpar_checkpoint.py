@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
-from layouts import GPIPE, TORCH_LIBRARY, TORCH_ZERO
+from layouts import TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
 from compare.contract.checkpoint.description import folder_name
@@ -27,21 +27,12 @@ from torchpar.weights import load_weights, moment_keys
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=6, vocab_size=51, bias=True)
-SHARED = {
-    "ddp": Layout(dp_replicate=4),
-    "tp": Layout(tp=4),
-    "fsdp_tp": Layout(dp_shard=2, zero=3, tp=2),
-    "pp": Layout(pp=4, **GPIPE),
-    "interleaved": Layout(pp=2, dp_replicate=2, schedule="interleaved", chunks=2, microbatches=2),
-    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
-    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
-}
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
 CASES = {
-    **{f"manual {name}": ("torch-manual", layout) for name, layout in SHARED.items()},
+    **{f"manual {name}": ("torch-manual", layout) for name, layout in TORCH_SHARED.items()},
     **{f"manual {name}": ("torch-manual", TORCH_ZERO[name]) for name in (*ZERO, "zero1_replicated")},
     "manual zero1_tp": ("torch-manual", Layout(dp_shard=2, zero=1, tp=2)),
-    **{f"library {name}": ("torch-library", layout) for name, layout in SHARED.items()},
+    **{f"library {name}": ("torch-library", layout) for name, layout in TORCH_SHARED.items()},
     **{f"library {name}": ("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")},
 }
 OPTIMIZERS = {

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from layouts import GPIPE, TORCH_LIBRARY, TORCH_ZERO
+from layouts import TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
 from compare.contract.experiment import Experiment, Layout, Model, Optimizer
@@ -21,28 +21,18 @@ from torchpar.weights import load_weights, to_arrays
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=7, vocab_size=51, bias=True)
-SHARED = {
-    "one replica each": Layout(dp_replicate=4),
-    "tp": Layout(tp=4),
-    "tp_sp": Layout(dp_replicate=2, tp=2, sequence_parallel=True),
-    "fsdp_tp": Layout(dp_shard=2, zero=3, tp=2),
-    "zero2_tp": Layout(dp_shard=2, zero=2, tp=2),
-    "pp": Layout(pp=4, **GPIPE),
-    "interleaved": Layout(pp=2, dp_replicate=2, schedule="interleaved", chunks=2, microbatches=2),
-    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
-    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
-}
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
 CASES = [
-    *(("torch-manual", layout) for layout in SHARED.values()),
+    *(("torch-manual", layout) for layout in TORCH_SHARED.values()),
     *(("torch-manual", TORCH_ZERO[name]) for name in (*ZERO, "zero1_replicated")),
     ("torch-manual", Layout(dp_shard=2, zero=1, tp=2)),
-    *(("torch-library", layout) for layout in SHARED.values()),
+    ("torch-manual", Layout(dp_shard=2, zero=2, tp=2)),
+    *(("torch-library", layout) for layout in TORCH_SHARED.values()),
     *(("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")),
 ]
 NAMES = [
-    *(f"manual {name}" for name in (*SHARED, *ZERO, "zero1_replicated", "zero1_tp")),
-    *(f"library {name}" for name in (*SHARED, *ZERO, "hybrid_zero1")),
+    *(f"manual {name}" for name in (*TORCH_SHARED, *ZERO, "zero1_replicated", "zero1_tp", "zero2_tp")),
+    *(f"library {name}" for name in (*TORCH_SHARED, *ZERO, "hybrid_zero1")),
 ]
 
 
@@ -82,7 +72,7 @@ def test_every_rank_holds_what_is_said(rank: int, engine: str, layout: Layout) -
 @pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "fsdp_tp"])
 @on_ranks
 def test_gradients_and_moments_are_cut_as_weights_are(rank: int, engine: str, name: str) -> None:
-    layout = (TORCH_ZERO | SHARED)[name]
+    layout = (TORCH_ZERO | TORCH_SHARED)[name]
     parallel, mesh = make_parallel(engine, layout, rank)
     tokens = torch.randint(51, (4, 8), generator=torch.Generator().manual_seed(rank // layout.tp))
     parallel.module(tokens[:, :-1], tokens[:, 1:])[1].backward()

@@ -63,11 +63,11 @@ def be_rank(number: int, port: int, folder: Path) -> int:
     os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
     run_passes = train.run_passes
 
-    def fail(run, inputs_ABT, targets_ABT):
+    def fail(run, batch):
         if number == 1 and run.state.step == 3:
             run.rank.at(3, "forward")
             raise ValueError("a bad batch")
-        return run_passes(run, inputs_ABT, targets_ABT)
+        return run_passes(run, batch)
 
     train.run_passes = fail
     sys.argv = ["torchpar", str(folder)]

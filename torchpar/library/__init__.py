@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from torchpar.library.tensor_parallel import complete_gradients, restore_order, 
 from torchpar.model import GPT
 from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
 from torchpar.remat import apply_remat, resolve_remat
+from torchpar.state import Batch
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
@@ -116,14 +117,20 @@ def _pipeline(
     )
 
     def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor, context: Context) -> torch.Tensor:
-            microbatches = len(inputs_ABT) * layout.microbatches
-            batch = (inputs_ABT.flatten(0, 1), targets_ABT.flatten(0, 1))
-            return function(*batch, microbatches=microbatches, context=context)
+        def call(batch: Batch, context: Context) -> torch.Tensor:
+            microbatches = len(batch.inputs_ABT) * layout.microbatches
+            inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
+            also = dict(zip(("keys_B2",), keys, strict=False))
+            return function(inputs, targets, also=also, microbatches=microbatches, context=context)
 
         return call
 
-    return as_pipeline(parallel, axis=mesh.pp, run=whole(pipeline.run), evaluate=whole(pipeline.evaluate))
+    return as_pipeline(
+        replace(parallel, divides_late=True),
+        axis=mesh.pp,
+        run=whole(pipeline.run),
+        evaluate=whole(partial(pipeline.run, forward_only=True)),
+    )
 
 
 def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -29,7 +29,12 @@ Context = Callable[[], AbstractContextManager]
 
 
 def run_pipeline(
-    schedule: Any, inputs: torch.Tensor | None, targets: torch.Tensor | None
+    schedule: Any,
+    inputs: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    *,
+    also: Mapping[str, torch.Tensor] = {},
+    forward_only: bool = False,
 ) -> list[torch.Tensor]:
     """Forward and backward of a batch: PyTorch's schedule computes, sends and receives.
 
@@ -37,6 +42,8 @@ def run_pipeline(
         schedule: one of `SINGLE` or `MULTI`, over this rank's stages.
         inputs: whole, on the rank that has the first stage; None on the others.
         targets: whole, on the rank that has the last stage; None on the others.
+        also: what else every stage takes, by keyword: whole, on all ranks.
+        forward_only: no backward.
 
     Returns:
         The microbatches' losses, on the rank that has the last stage.
@@ -44,7 +51,7 @@ def run_pipeline(
     losses: list[torch.Tensor] = []
     first = () if inputs is None else (inputs,)
     last = {} if targets is None else {"target": targets, "losses": losses}
-    schedule.step(*first, **last, return_outputs=False)
+    (schedule.eval if forward_only else schedule.step)(*first, **last, **also, return_outputs=False)
     return losses
 
 
@@ -84,14 +91,18 @@ class PipelineParallel:
         targets: torch.Tensor,
         *,
         microbatches: int,
+        also: Mapping[str, torch.Tensor] = {},
         context: Context = nullcontext,
+        forward_only: bool = False,
     ) -> torch.Tensor:
         """Forward and backward of a batch; adds the gradients of its mean loss to the parameters'.
 
         Args:
             inputs, targets: whole, on all ranks; cut along dim 0.
             microbatches: into how many.
+            also: what else every stage takes, by keyword; cut likewise.
             context: made anew around every forward, such as autocast.
+            forward_only: no backward, and no gradients.
 
         `microbatches` and `context` are those of the first step ever after.
 
@@ -100,27 +111,8 @@ class PipelineParallel:
         """
         self._made = self._made or self._make(microbatches, context)
         first, last = inputs if self._has_first else None, targets if self._has_last else None
-        return self._shared(run_pipeline(self._made, first, last), microbatches)
-
-    @torch.no_grad()
-    def evaluate(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        microbatches: int,
-        context: Context = nullcontext,
-    ) -> torch.Tensor:
-        """Forward alone. Arguments and result as of `run`."""
-        self._made = self._made or self._make(microbatches, context)
-        losses: list[torch.Tensor] = []
-        first = (inputs,) if self._has_first else ()
-        last = {"target": targets, "losses": losses} if self._has_last else {}
-        self._made.eval(*first, **last)
-        return self._shared(losses, microbatches)
-
-    def _shared(self, losses: list[torch.Tensor], microbatches: int) -> torch.Tensor:
-        """The mean of the last stage's losses, on all ranks."""
+        with torch.no_grad() if forward_only else nullcontext():
+            losses = run_pipeline(self._made, first, last, also=also, forward_only=forward_only)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for share in losses:
             total += share.detach() / microbatches

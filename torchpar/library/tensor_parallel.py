@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compare.contract.parameters import QKV
+from torchpar.dropout import split_rows
 from torchpar.model import GPT
 from torchpar.parallel_model import TensorsByName
 
@@ -79,6 +80,7 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
         },
     )
     model.transformer["wte"].weight = model.lm_head.weight  # each was distributed for itself: tied again
+    split_rows(model, mesh.get_local_rank(), sequence_parallel=sequence_parallel)
     _loss_parallel_on.enter_context(loss_parallel())
 
 

@@ -44,6 +44,7 @@ def run_pipeline(
     mail: Mailbox,
     axis: Axis,
     *,
+    also: Sequence[Sequence[torch.Tensor]] = (),
     finish: Callable[[int, int, torch.Tensor], torch.Tensor] = lambda stage, microbatch, y: y,
     forward_context: Context = nullcontext,
     no_sync: Context = nullcontext,
@@ -55,6 +56,7 @@ def run_pipeline(
         stages: this rank's, by number along the model.
         mail: holds what the first stage takes and then what the last one leaves.
         axis: the ranks.
+        also: what else every module takes, by microbatch.
         finish: from a stage's number, a microbatch and its module's output to the stage's output.
         forward_context: around every forward.
         no_sync: around every backward but each stage's last.
@@ -76,8 +78,10 @@ def run_pipeline(
                     mail.take(earlier)  # and nothing keeps it any longer
             case Forward(stage, m):
                 x, y = activation(stage, m), activation(stage + 1, m)
+                more = also[m] if also else ()
                 with forward_context():
-                    mail.put(y, stages[stage].forward(m, mail.take(x), finish=partial(finish, stage, m)))
+                    found = stages[stage].forward(m, mail.take(x), *more, finish=partial(finish, stage, m))
+                mail.put(y, found)
                 peak_in_flight = max(peak_in_flight, sum(held.in_flight for held in stages.values()))
             case Backward(stage, m, is_last):
                 of_y, of_x = gradient(stage, m), gradient(stage - 1, m)
@@ -212,6 +216,7 @@ class PipelineParallel:
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         *,
+        also: Sequence[Sequence[torch.Tensor]] = (),
         forward_context: Context = nullcontext,
     ) -> torch.Tensor:
         """Forward and backward of all microbatches; adds the gradients of their mean loss to the parameters'.
@@ -219,6 +224,7 @@ class PipelineParallel:
         Args:
             inputs: of each microbatch; on all ranks, which at least learn shapes from them.
             targets: of each microbatch; only the last stage looks at them.
+            also: of each microbatch, what every stage's module takes after its input: no gradients go there.
             forward_context: made anew around every forward, such as autocast.
 
         Returns:
@@ -251,6 +257,7 @@ class PipelineParallel:
             self._stages,
             mail,
             self._axis,
+            also=also,
             finish=finish,
             forward_context=forward_context,
             no_sync=self._no_sync,

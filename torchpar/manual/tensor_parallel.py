@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from compare.contract.communication import REPLICATED_GRADIENTS
 from compare.contract.parameters import QKV
 from torchpar.comm.collectives import Axis
+from torchpar.dropout import split_rows
 from torchpar.manual.megatron.mappings import (
     SEQUENCE_DIM,
     all_gather_to_region,
@@ -69,6 +70,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     if sequence_parallel:
         positions = model.get_submodule("transformer.wpe")
         positions.register_forward_pre_hook(lambda module, args: (scatter_to_region(args[0], axis, dim=0),))
+    split_rows(model, axis.rank, sequence_parallel=sequence_parallel)
     model.register_forward_pre_hook(_require_targets, with_kwargs=True)
     splits = _splits(model)
     whole = frozenset(name for name, _ in model.named_parameters() if name not in splits)
@@ -202,7 +204,8 @@ class RowParallelLinear(nn.Module):
             y = reduce_from_region(partial, self.axis)
         else:
             y = reduce_scatter_from_region(partial, self.axis, dim=self.sequence_dim)
-        return y if self.bias is None else y + self.bias
+        # In the dtype of the product, as an unsplit layer's under autocast.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:

@@ -11,6 +11,7 @@ DTYPES = {
     "float64": torch.float64,
     "tf32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
     "float32": torch.float32,
 }
 

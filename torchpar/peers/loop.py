@@ -1,19 +1,21 @@
 """The record of a peer's loop: the observer is called around its steps and never inside of them."""
 
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
 from compare.contract.host.facts import cpu_seconds
 from compare.contract.learning_rate import learning_rate
 from compare.contract.record import Recorder
+from compare.contract.stream import arrays_of_step
 from compare.contract.timing import Window
+from torchpar.on_device import now, to_device
 from torchpar.recording import Recording
 from torchpar.state import Run
-from torchpar.train import to_device
 
 
 class Peer(Protocol):
@@ -43,7 +45,7 @@ def follow(run: Run, peer: Peer, *, folder: Path, started_utc: str) -> None:
     timing = run.request.timing
     recording = Recording(run, Recorder(folder) if run.rank.rank == 0 else None, started_utc=started_utc)
     if run.request.ladder:
-        recording.begin(to_device(run, *run.corpus.batch(run.experiment, 0)))
+        recording.begin(to_device(run, arrays_of_step(run.corpus, run.experiment, 0)))
     while run.state.step < run.experiment.train.max_iters:
         if timing and timing.is_in_window(run.state.step):
             _window(run, peer, recording, steps=timing.window)
@@ -55,35 +57,40 @@ def follow(run: Run, peer: Peer, *, folder: Path, started_utc: str) -> None:
 def _step(run: Run, peer: Peer, recording: Recording) -> None:
     """One step, waited for. What a ladder writes down between its halves costs no time."""
     state = run.state
-    batch = run.corpus.batch(run.experiment, state.step)
+    arrays = arrays_of_step(run.corpus, run.experiment, state.step)
     run.rank.at(state.step, "forward")
     with recording.watch_step():
-        begun = _now(run)
-        loss = peer.gradients(*to_device(run, *batch))
-        seconds = _now(run) - begun
+        begun = now(run)
+        loss = _gradients(run, peer, arrays)
+        seconds = now(run) - begun
         recording.gradients_are_ready()
-        begun = _now(run)
+        begun = now(run)
         norm = peer.update(learning_rate(run.experiment.optimizer, state.updates))
-        seconds += _now(run) - begun
+        seconds += now(run) - begun
     recording.step_is_done(_mean_over_ranks(run, loss), norm, seconds=seconds)
-    state.step += 1
-    state.updates += 1
+    state.move_on(run.request.engine, run.experiment)
 
 
 def _window(run: Run, peer: Peer, recording: Recording, *, steps: int) -> None:
     """Steps that are not waited for, timed together."""
     state = run.state
-    batches = [run.corpus.batch(run.experiment, step) for step in range(state.step, state.step + steps)]
+    numbers = range(state.step, state.step + steps)
+    drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in numbers]
     done = []
-    begun, cpu_begun = _now(run), cpu_seconds()
-    for batch in batches:
+    begun, cpu_begun = now(run), cpu_seconds()
+    for arrays in drawn:
         run.rank.at(state.step, "forward")
-        loss = peer.gradients(*to_device(run, *batch))
-        done.append((loss, peer.update(learning_rate(run.experiment.optimizer, state.updates))))
-        state.step += 1
-        state.updates += 1
-    window = Window(steps=steps, wall_s=_now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
-    recording.window_is_done([(_mean_over_ranks(run, loss), norm) for loss, norm in done], window)
+        loss = _gradients(run, peer, arrays)
+        done.append((state.place, loss, peer.update(learning_rate(run.experiment.optimizer, state.updates))))
+        state.move_on(run.request.engine, run.experiment)
+    window = Window(steps=steps, wall_s=now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
+    means = [(place, _mean_over_ranks(run, loss), norm) for place, loss, norm in done]
+    recording.window_is_done(means, window)
+
+
+def _gradients(run: Run, peer: Peer, arrays: Mapping[str, np.ndarray]) -> torch.Tensor:
+    batch = to_device(run, arrays)
+    return peer.gradients(batch.inputs_ABT, batch.targets_ABT)
 
 
 def _mean_over_ranks(run: Run, loss: torch.Tensor) -> torch.Tensor:
@@ -95,9 +102,3 @@ def _mean_over_ranks(run: Run, loss: torch.Tensor) -> torch.Tensor:
         mean = loss.clone()
         data.all_reduce(mean, purpose=LOSS)
     return mean / data.size
-
-
-def _now(run: Run) -> float:
-    if run.mesh.device.type == "cuda":
-        torch.cuda.synchronize(run.mesh.device)
-    return time.perf_counter()

@@ -20,6 +20,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from compare.contract.experiment import Experiment
+from compare.contract.loss_scale import LossScale
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import parameter_table
 
@@ -53,6 +54,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batches drawn so far: the next one is `batch(step)`."""
     updates: Annotated[int, Meta(ge=0)]
     """Of the weights so far: what the schedule and Adam's bias correction follow."""
+    loss_scale: LossScale | UnsetType = UNSET
+    """What the next step's loss is multiplied by, in float16."""
     validation_loss: float | UnsetType = UNSET
     """Of the weights, if they were evaluated at this step."""
     corpus_sha256: str

@@ -8,6 +8,7 @@ from msgspec import UNSET
 from compare.contract.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.contract.checkpoint.saver import Part, Saver
 from compare.contract.evaluation import Evaluation
+from compare.contract.progress import Progress
 from compare.contract.request import Request
 
 
@@ -36,24 +37,25 @@ class Saving:
         self._every = choice.every
         self._saver = Saver(folder / CHECKPOINTS, devices, of=of, keep=choice.keep)
 
-    def step_is_done(self, *, step: int, updates: int, evaluation: Evaluation | None = None) -> None:
+    def step_is_done(self, progress: Progress, evaluation: Evaluation | None = None) -> None:
         """After a step, when the state has moved on; the next one may begin when it returns.
 
         Args:
-            step, updates: done so far.
+            progress: so far.
             evaluation: of the weights as they are.
 
         Raises:
             DiskFull, OSError: the checkpoint before could not be written.
         """
-        experiment = self._request.experiment
+        experiment, step = self._request.experiment, progress.step
         if not self._every or (step % self._every and step != experiment.train.max_iters):
             return
         checkpoint = Checkpoint(
             engine=self._request.engine,
             experiment=experiment,
             step=step,
-            updates=updates,
+            updates=progress.updates,
+            loss_scale=progress.loss_scale or UNSET,
             validation_loss=evaluation.validation if evaluation else UNSET,
             corpus_sha256=self._corpus_sha256,
         )

@@ -12,6 +12,7 @@ from compare.contract.experiment import Experiment, ExperimentError, Layout
 from compare.contract.host.facts import MissingPackageError
 
 DTYPES = ("float64", "float32", "bfloat16")
+LOSS_SCALED = (*DTYPES, "float16")
 PROJECT = "shardpair"
 
 
@@ -61,6 +62,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether it saves its full state, and begins with one that another engine saved."""
     evaluates: bool = False
     """Whether it can evaluate weights on held-out data."""
+    drops: bool = False
+    """Whether it has dropout (`compare.contract.dropout`)."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     impossible_faults: Mapping[str, str] = {}
@@ -101,6 +104,11 @@ class Engine(Struct, frozen=True, kw_only=True):
         if (interval := experiment.train.eval_interval) and not self.evaluates:
             raise ExperimentError(
                 f"train.eval_interval = {interval}: {self.name} evaluates nothing: set it to 0, or leave "
+                f"{self.name} out of --engines"
+            )
+        if (dropout := experiment.model.dropout) and not self.drops:
+            raise ExperimentError(
+                f"model.dropout = {dropout}: {self.name} drops nothing: set it to 0, or leave "
                 f"{self.name} out of --engines"
             )
         if (every := experiment.checkpoint.every) and not self.checkpoints:

@@ -1,6 +1,6 @@
 """The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
 
-from compare.contract.engines.engine import Engine, Side
+from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
 from compare.contract.engines.peers import JAX_PEERS
 
 INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person could forget or get wrong"
@@ -21,6 +21,8 @@ JAX = Side(
             name="jax-compiler",
             checkpoints=True,
             evaluates=True,
+            drops=True,
+            dtypes=LOSS_SCALED,
             side="jaxpar",
             folder="compiler",
             gradient_sync=("xla",),
@@ -53,6 +55,8 @@ JAX = Side(
             name="jax-manual",
             checkpoints=True,
             evaluates=True,
+            drops=True,
+            dtypes=LOSS_SCALED,
             side="jaxpar",
             folder="manual",
             gradient_sync=("naive", "flat", "bucketed"),

@@ -1,6 +1,6 @@
 """The side torchpar and its engines: torch-manual and torch-library; its peers are in `peers`."""
 
-from compare.contract.engines.engine import Engine, Side
+from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
 from compare.contract.engines.peers import TORCH_PEERS
 from compare.contract.experiment import Layout
 
@@ -35,6 +35,8 @@ TORCH = Side(
             name="torch-manual",
             checkpoints=True,
             evaluates=True,
+            drops=True,
+            dtypes=LOSS_SCALED,
             side="torchpar",
             folder="manual",
             is_reference=True,  # on one device: the plain module, no container, no collective
@@ -49,6 +51,8 @@ TORCH = Side(
             name="torch-library",
             checkpoints=True,
             evaluates=True,
+            drops=True,
+            dtypes=LOSS_SCALED,
             side="torchpar",
             folder="library",
             gradient_sync=("ddp",),

@@ -8,9 +8,9 @@ import msgspec
 from compare.contract.engines.registry import ENGINES
 from compare.contract.initial_weights import INIT
 from compare.judge.comparison import Comparison
+from compare.studies.cases import Case, engine_cases, ladder_cases
 from compare.studies.faults import fault_cases, planted
 from compare.studies.matrix import STUDIES, matrix_cases
-from compare.studies.paired_run import Case, engine_cases, ladder_cases
 
 EXPERIMENT = "experiment.toml"
 """The resolved experiment, saved beside the page."""

@@ -51,6 +51,8 @@ class Stage(NamedTuple):
     """All other parameters."""
     batch: Any
     """The microbatch: leaves (B, ...)."""
+    first_layer: jax.Array
+    """The number of its first layer among the model's."""
     is_first: jax.Array
     is_last: jax.Array
     accumulate: Callable[[Any, Any], Any]
@@ -122,7 +124,7 @@ class Stage(NamedTuple):
 
     def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
         """x after the stage's layers."""
-        return self.pieces.layers({**self.rest, self.stacked: layers}, x)
+        return self.pieces.layers({**self.rest, self.stacked: layers}, x, self.batch, self.first_layer)
 
     def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
         """The gradient of the loss by the last layer's output y."""

@@ -16,6 +16,7 @@ from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import GPTStages, OneStage
 from torchpar.manual.pipeline_parallel import PipelineParallel, evaluate_stages
 from torchpar.parallel_model import ParallelModel
+from torchpar.state import Batch
 
 
 def make_runner(
@@ -43,14 +44,11 @@ def make_runner(
             no_sync=parallel.no_sync,
         )
 
-    def run(
-        inputs_AbT: torch.Tensor,
-        targets_AbT: torch.Tensor,
-        forward_context: Callable[[], AbstractContextManager],
-    ) -> torch.Tensor:
-        inputs_MBT, targets_MBT = microbatches_of(inputs_AbT, targets_AbT, layout)
+    def run(batch: Batch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
+        inputs_MBT, targets_MBT, *keys_MB2 = microbatches_of(batch, layout)
         pipeline = make_pipeline(len(inputs_MBT))
-        return pipeline.run(inputs_MBT, targets_MBT, forward_context=forward_context)
+        also = list(zip(*keys_MB2, strict=True))
+        return pipeline.run(inputs_MBT, targets_MBT, also=also, forward_context=forward_context)
 
     return run
 
@@ -60,14 +58,12 @@ def make_evaluation(
 ) -> Callable[..., torch.Tensor]:
     """A function for `ParallelModel.evaluate_pipeline`. Arguments as of `make_runner`."""
 
-    def evaluate(
-        inputs_AbT: torch.Tensor,
-        targets_AbT: torch.Tensor,
-        forward_context: Callable[[], AbstractContextManager],
-    ) -> torch.Tensor:
+    def evaluate(batch: Batch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
+        inputs_MBT, targets_MBT = microbatches_of(batch, layout)
         return evaluate_stages(
             {stage: OneStage(parallel.module, stage) for stage in part.blocks_of},
-            *microbatches_of(inputs_AbT, targets_AbT, layout),
+            inputs_MBT,
+            targets_MBT,
             count=part.stages,
             loss=part.mean_loss,
             boundary=functools.partial(boundary, part=part, layout=layout),
@@ -78,13 +74,10 @@ def make_evaluation(
     return evaluate
 
 
-def microbatches_of(
-    inputs_AbT: torch.Tensor, targets_AbT: torch.Tensor, layout: Layout
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Inputs and targets of every microbatch (B, T) of a step."""
-    size = inputs_AbT.shape[1] // layout.microbatches
-    inputs_MBT, targets_MBT = (tensor.flatten(0, 1).split(size) for tensor in (inputs_AbT, targets_AbT))
-    return inputs_MBT, targets_MBT
+def microbatches_of(batch: Batch, layout: Layout) -> list[tuple[torch.Tensor, ...]]:
+    """Of a step's inputs (A, b, T), targets and keys, if it has any, every microbatch's (B, ...)."""
+    size = batch.inputs_ABT.shape[1] // layout.microbatches
+    return [tensor.flatten(0, 1).split(size) for tensor in batch if tensor is not None]
 
 
 def boundary(stage: int, ids_BT: torch.Tensor, *, part: GPTStages, layout: Layout) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Stage:
         self,
         microbatch: int,
         x: torch.Tensor,
-        *,
+        *also: torch.Tensor,
         finish: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
     ) -> torch.Tensor:
         """Run the module on one microbatch, and keep what its backward needs.
@@ -55,6 +55,7 @@ class Stage:
         Args:
             microbatch: its number.
             x: what the stage before it sent.
+            also: what else the module takes; it gets no gradient.
             finish: from the module's output to the stage's: the loss, on the last stage.
 
         Returns:
@@ -63,7 +64,7 @@ class Stage:
         x = x.detach().requires_grad_(x.is_floating_point())
         factors: list[Factors] = []
         with self._deferred.into(factors) if self._deferred else nullcontext():
-            y = finish(self.module(x))
+            y = finish(self.module(x, *also))
         self._activations[microbatch] = _Activations(x, y, factors)
         return y.detach()
 

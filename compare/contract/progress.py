@@ -1,0 +1,88 @@
+"""How far a training has come: the host's part of its state, in both frameworks."""
+
+import math
+from dataclasses import dataclass
+
+from msgspec import UNSET, Struct
+
+from compare.contract.divergence import DivergedError
+from compare.contract.experiment import Experiment
+from compare.contract.learning_rate import learning_rate
+from compare.contract.loss_scale import LossScale, next_scale
+from compare.contract.record import Step
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where training stood before a step: see `Progress`."""
+
+    step: int
+    updates: int
+    loss_scale: LossScale | None = None
+
+    def overflowed(self, grad_norm: float) -> bool:
+        """Whether the step from here, whose gradients have this norm, was skipped."""
+        return self.loss_scale is not None and not math.isfinite(grad_norm)
+
+    def record(
+        self,
+        experiment: Experiment,
+        *,
+        loss: float,
+        grad_norm: float,
+        seconds: float,
+        instrumented: bool = False,
+    ) -> Step:
+        """The line of the record for the step from here. A skipped step has a norm of 0."""
+        skipped = self.overflowed(grad_norm)
+        return Step(
+            step=self.step,
+            loss=loss,
+            grad_norm=0.0 if skipped else grad_norm,
+            lr=learning_rate(experiment.optimizer, self.updates),
+            step_time_ms=seconds * 1e3,
+            instrumented=instrumented,
+            loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
+            skipped=skipped,
+        )
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a training has come.
+
+    Attributes:
+        step: the place in the stream of data: the batch to come is `batch(step)`.
+        updates: of the weights so far: what the schedule and Adam's bias correction follow.
+        loss_scale: what the next step's loss is multiplied by, in float16.
+    """
+
+    step: int = 0
+    updates: int = 0
+    loss_scale: LossScale | None = None
+
+    @property
+    def place(self) -> Place:
+        """The same as data."""
+        return Place(step=self.step, updates=self.updates, loss_scale=self.loss_scale)
+
+    def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> None:
+        """After a step.
+
+        Args:
+            engine: its name.
+            experiment: that is trained.
+            grad_norm: of the step; needed only where there is a loss scale.
+
+        Raises:
+            DivergedError: gradients overflow at the smallest loss scale.
+        """
+        skipped = False
+        if self.loss_scale is not None:
+            assert grad_norm is not None
+            skipped = self.place.overflowed(grad_norm)
+            try:
+                self.loss_scale = next_scale(self.loss_scale, experiment.precision, overflowed=skipped)
+            except OverflowError as error:
+                raise DivergedError(f"{engine} diverged at step {self.step}: its {error}") from None
+        self.step += 1
+        self.updates += not skipped

@@ -1,0 +1,177 @@
+"""Comparisons of two records, one for each rung of the ladder: the worst error, and where it is.
+
+None means that there is nothing to compare: the runs did not leave it.
+"""
+
+import math
+from collections.abc import Callable
+
+from compare.contract.data import SPLITS
+from compare.contract.initial_weights import starting_sha256
+from compare.contract.optimizer import global_norm
+from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.record import Record, Step, read_tensors
+from compare.contract.request import Rung, rungs_asked_for
+from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
+
+
+def _compare_batch(reference: Record, candidate: Record) -> Found | None:
+    if reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256:
+        return math.inf, "the corpus is another one"
+    return _compare_tensors(reference, candidate, Rung.BATCH)
+
+
+def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
+    """Against the reference's, and both against what they were to begin with: the seed's weights, which are
+    bitwise the same everywhere, or those that were given."""
+    if begin_apart(reference, candidate):
+        for run in (candidate, reference):
+            if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
+                return math.inf, f"{run.manifest.engine} begins with other weights than its checkpoint has"
+        return _compare_weights(reference, candidate, Rung.INITIAL_WEIGHTS)
+    tensors = _compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
+    if tensors and tensors[0]:
+        return tensors
+    fingerprints = [run.manifest.initial_weights_sha256 for run in (candidate, reference)]
+    if fingerprints[0] != fingerprints[1]:
+        return math.inf, "their fingerprint is another one"
+    request = candidate.request
+    if request is None:
+        asked = fingerprint(initial_parameters(candidate.manifest.experiment))
+    else:
+        asked = starting_sha256(request)
+    if fingerprints[0] != asked:
+        given = bool(request and (request.init_from or request.resume))
+        source = "were given" if given else "the seed gives"
+        return math.inf, f"both runs begin with other weights than {source}"
+    return 0.0, ""
+
+
+def begin_apart(reference: Record, candidate: Record) -> bool:
+    """Whether each goes on from a checkpoint of its own."""
+    runs = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
+    return len(runs) == 2 and runs[0].checkpoint != runs[1].checkpoint
+
+
+def _compare_moments(reference: Record, candidate: Record) -> Found | None:
+    found = [
+        (error, f"{rung.value.removeprefix('first_')} of {worst}")
+        for rung in (Rung.FIRST_M, Rung.FIRST_V)
+        if (compared := _compare_tensors(reference, candidate, rung)) is not None
+        for error, worst in (compared,)
+    ]
+    return max(found) if found else None
+
+
+def _compare_tensors(reference: Record, candidate: Record, rung: Rung) -> Found | None:
+    expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
+    if not expected and not found:
+        return _missing(candidate, rung)
+    return worst_tensor(found, expected)
+
+
+def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found | None:
+    expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
+    if not expected and not found:
+        return _missing(candidate, rung)
+    if candidate.manifest.experiment.precision.dtype == "float64":
+        return worst_tensor(found, expected)
+    return worst_tensor(found, expected, select=without_key_bias)
+
+
+def _missing(candidate: Record, rung: Rung) -> Found | None:
+    """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
+    asked = rungs_asked_for(candidate.request) if candidate.request else ()
+    return (math.inf, "neither run left it") if rung in asked else None
+
+
+def _compare_norm(reference: Record, candidate: Record) -> Found:
+    """The first norm against the reference's, and each run's against the gradients that it left."""
+    worst = _worst_step(reference.steps[:1], candidate.steps[:1], "grad_norm")
+    for whose, run in (("", candidate), ("the reference's ", reference)):
+        gradients = read_tensors(run.folder, Rung.GRADIENTS)
+        if gradients and math.isfinite(worst[0]):
+            own, said = global_norm(gradients), run.steps[0].grad_norm
+            error = abs(said - own) / own if own else abs(said)
+            worst = max(worst, (error, f"step {run.steps[0].step}, against the norm of {whose}own gradients"))
+    return worst
+
+
+def _compare_first(field: str):
+    def compare(reference: Record, candidate: Record) -> Found:
+        return _worst_step(reference.steps[:1], candidate.steps[:1], field)
+
+    return compare
+
+
+def _compare_curve(field: str):
+    def compare(reference: Record, candidate: Record) -> Found:
+        if len(reference.steps) != len(candidate.steps):
+            return math.inf, f"{len(candidate.steps)} steps instead of {len(reference.steps)}"
+        return _worst_step(reference.steps, candidate.steps, field)
+
+    return compare
+
+
+def compare_evaluations(reference: Record, candidate: Record) -> Found | None:
+    """All losses of both splits; None if nobody evaluated."""
+    """Losses of both splits, after the same steps; None where neither run has any."""
+    if not reference.evaluations and not candidate.evaluations:
+        return None
+    if [one.step for one in reference.evaluations] != [one.step for one in candidate.evaluations]:
+        return math.inf, f"{len(candidate.evaluations)} evaluations instead of {len(reference.evaluations)}"
+    return _worst_number(
+        [
+            (f"{split} loss after step {found.step}", getattr(expected, split), getattr(found, split))
+            for expected, found in zip(reference.evaluations, candidate.evaluations, strict=True)
+            for split in SPLITS
+        ]
+    )
+
+
+def first_was_skipped(reference: Record, candidate: Record) -> bool:
+    """Whether neither's first step changed anything."""
+    return reference.steps[0].skipped and candidate.steps[0].skipped
+
+
+def compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
+    """Which steps were skipped, and every scale; None where there is none."""
+    if candidate.manifest.experiment.precision.dtype != "float16":
+        return None
+    for expected, found in zip(reference.steps, candidate.steps, strict=False):
+        if (expected.skipped, expected.loss_scale) != (found.skipped, found.loss_scale):
+            said = [f"{'skipped, ' * one.skipped}scale {one.loss_scale}" for one in (found, expected)]
+            return math.inf, f"step {found.step} is {said[0]} instead of {said[1]}"
+    return 0.0, f"{sum(step.skipped for step in candidate.steps)} steps skipped"
+
+
+def _worst_step(reference: list[Step], candidate: list[Step], field: str) -> Found:
+    steps = zip(reference, candidate, strict=True)
+    return _worst_number(
+        [(f"{field} of step {b.step}", getattr(a, field), getattr(b, field)) for a, b in steps]
+    )
+
+
+def _worst_number(numbers: list[tuple[str, float, float]]) -> Found:
+    """The largest relative error of some numbers: where each is, what is right, and what was found."""
+    worst = (-1.0, "")
+    for where, expected, found in numbers:
+        off = abs(found - expected) / abs(expected) if expected else abs(found)
+        if not math.isfinite(off):
+            return math.inf, f"{where} is {found} instead of {expected}"
+        worst = max(worst, (off, where), key=lambda one: one[0])
+    return worst
+
+
+COMPARE: dict[str, Callable[[Record, Record], Found | None]] = {
+    "batch": _compare_batch,
+    "initial_weights": _compare_initial_weights,
+    "loss": _compare_first("loss"),
+    "gradients": lambda *runs: _compare_tensors(*runs, Rung.GRADIENTS),
+    "grad_norm": _compare_norm,
+    "first_weights": lambda *runs: _compare_weights(*runs, Rung.FIRST_WEIGHTS),
+    "first_moments": _compare_moments,
+    "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
+    "loss_curve": _compare_curve("loss"),
+    "norm_curve": _compare_curve("grad_norm"),
+}

@@ -1,0 +1,126 @@
+"""Tables of what the scripts beside this file measured: each from its JSON, or a word that there is none."""
+
+from moves import read_moves
+from performance import BENCHES, read_performance
+from profiles import CLASSES, read_profiles
+from recipes import read_recipes
+from survival import read_survival
+from table_text import markdown
+
+from compare.terminal.units import error_text
+
+
+def moves() -> str:
+    """The differences of trainings that went on elsewhere."""
+    stored = read_moves()
+    if not stored:
+        return "Not measured yet: `make moves` measures it."
+    rows = []
+    for name, journeys in stored.items():
+        for journey in journeys:
+            off = [error_text(journey.difference[group]) for group in ("weights", "m", "v")]
+            engines = " > ".join(f"`{engine}`" for engine in journey.engines)
+            rows.append((name, engines, str(journey.dropout), *off))
+    return markdown(["journey", "engines", "dropout", "weights", "m", "v"], rows, numbers_from=2)
+
+
+def performance(name: str) -> str:
+    """A bench's tables, the command that makes them, and what is to be known; or that it was not run yet."""
+    stored = read_performance().get(name)
+    command = f"```sh\nshardpair {BENCHES[name]}\n```"
+    if stored is None:
+        return f"{command}\n\nNot measured yet: `make performance` measures it."
+    parts = [command]
+    for block in stored.blocks:
+        parts += [f"**{block.title}**", markdown(block.header, block.rows)]
+    words = [*stored.sentences, *(f"**{line}**" for line in stored.warnings)]
+    words += [f"Left out: {case}: {why}." for case, why in stored.left_out.items()]
+    if stored.command != f"shardpair {BENCHES[name]}":
+        words.append(f"**Measured with another command: `{stored.command}`.**")
+    return "\n\n".join([*parts, " ".join(words)])
+
+
+def agreement() -> str:
+    """Whether two benches of the same commit tell the same: how many of their intervals overlap."""
+    once, again = (read_performance().get(name) for name in ("torch-2-tensor", "torch-2-tensor-again"))
+    if once is None or again is None:
+        return "Not measured yet: `make performance` measures it."
+    of_rows = [
+        (f"{case}, {figure}", getattr(once.ratios[case], figure), getattr(again.ratios[case], figure))
+        for case in sorted(once.ratios.keys() & again.ratios.keys())
+        for figure in ("wall", "cpu")
+    ]
+    apart = [name for name, one, other in of_rows if not one.overlaps(other)]
+    source = f"Both of {once.git_commit[:12]}"
+    if once.git_commit != again.git_commit:
+        source = f"Of {once.git_commit[:12]} and {again.git_commit[:12]}"
+    return f"{source}: {len(of_rows) - len(apart)} of {len(of_rows)} intervals overlap" + (
+        f"; apart are {', '.join(apart)}." if apart else "."
+    )
+
+
+def endings() -> str:
+    """What is left after kills and stops."""
+    stored = read_survival()
+    if stored is None:
+        return "Not measured yet: `make survival` measures it."
+    rows = [
+        (
+            f"`{one.engine}`",
+            one.fault,
+            one.moment,
+            one.message.removeprefix("shardpair: "),
+            str(one.exit_code),
+            f"{one.seconds:.1f}",
+            str(one.left),
+            f"step {one.newest}, whole" if one.newest else "none yet",
+        )
+        for one in stored.endings
+    ]
+    header = ["engine", "fault", "when", "last line", "exit code", "seconds to end", "processes left"]
+    return markdown([*header, "newest checkpoint"], rows)
+
+
+def refusals() -> str:
+    """What damaged checkpoints are met with."""
+    stored = read_survival()
+    if stored is None:
+        return "Not measured yet: `make survival` measures it."
+    rows = [
+        (one.damage, one.message.removeprefix("shardpair: error: "), str(one.exit_code), "nothing")
+        for one in stored.refusals
+        if one.unchanged
+    ]
+    return markdown(["damage", "message", "exit code", "changed on disk"], rows)
+
+
+def recipes(name: str) -> str:
+    """What came of one of nanoGPT's recipes."""
+    stored = read_recipes().get(name)
+    if stored is None:
+        return "Not trained yet: `make recipes` does it."
+    engines = list(stored.evaluations)
+    rows = [
+        [str(step), *("{:.4f} / {:.4f}".format(*stored.evaluations[engine][step]) for engine in engines)]
+        for step in stored.evaluations[engines[0]]
+    ]
+    table = markdown(["after steps", *(f"`{engine}`" for engine in engines)], rows, numbers_from=1)
+    words = ", ".join(f"{key} = {value}" for key, value in stored.settings.items())
+    return f"{table}\n\n{words}. {stored.minutes:.1f} minutes for all engines. {stored.verdict}"
+
+
+def profiles() -> str:
+    """Where the time of a step of jaxpar goes."""
+    stored = read_profiles()
+    if not stored:
+        return "Not measured yet: `make profiles` measures it."
+    header = ["of a step's operations", *(f"`{p.engine}` {p.preset}, {p.devices}" for p in stored)]
+    totals = [sum(p.operations_ms.values()) for p in stored]
+    rows = [
+        [words, *(f"{p.operations_ms[name] / total:.0%}" for p, total in zip(stored, totals, strict=True))]
+        for name, words in CLASSES.items()
+    ]
+    rows.append(["their sum, ms", *(f"{total:.0f}" for total in totals)])
+    rows.append(["CPU time of a step, ms", *(f"{p.cpu_ms:.0f}" for p in stored)])
+    rows.append(["wall time of a step, ms", *(f"{p.wall_ms:.0f}" for p in stored)])
+    return markdown(header, rows)

@@ -1,0 +1,133 @@
+"""Dropout by counters, as `compare.contract.dropout` defines it: elementwise, so that it is split as x is.
+
+A model's modules are given a `Noise`, or None where nothing is to be dropped.
+
+Legend: B sequences, 2 the words of a key, R rows, N the last dim, G groups of four in it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike
+
+from compare.contract.dropout import (
+    BITS,
+    LANES,
+    OUTSIDE,
+    PARITY,
+    ROTATIONS,
+    ROUNDS,
+    Site,
+    kept_scale,
+    site_number,
+    threshold,
+)
+
+Part = Callable[[], ArrayLike]
+"""Which of the equal parts of x's rows this device has, in their order."""
+
+
+class Noise(NamedTuple):
+    """What decides, with the place in a layer, which elements are dropped."""
+
+    keys_B2: jax.Array
+    """Of the sequences, uint32."""
+    layer: jax.Array
+    """Counted from 1, uint32; `OUTSIDE` for what is in none."""
+
+    @classmethod
+    def of(cls, keys_B2: jax.Array | None, layer: ArrayLike = OUTSIDE) -> "Noise | None":
+        """The noise in a layer; None without keys."""
+        return None if keys_B2 is None else cls(keys_B2, jnp.asarray(layer).astype(jnp.uint32))
+
+    @property
+    def next_layer(self) -> "Noise":
+        """The same in the layer after."""
+        return self._replace(layer=self.layer + jnp.uint32(1))
+
+
+def whole() -> int:
+    """The part of one that has all rows."""
+    return 0
+
+
+class Dropout(nnx.Module):
+    """Dropout at one place of the model, or of each layer.
+
+    Attributes:
+        rate: of what is dropped.
+        site: the place.
+        part: which of the parts of x's rows is here. Where tensor parallelism by hand splits them it puts
+            another there (`split_rows`).
+    """
+
+    def __init__(self, rate: float, site: Site):
+        self.rate, self.site = rate, site
+        self.part: Part = whole
+
+    def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
+        """x (B, ..., N) with some elements dropped and the others scaled."""
+        return x if noise is None else x * self.factor(x.shape[1:], noise, dtype=x.dtype)
+
+    def factor(self, shape: tuple[int, ...], noise: Noise, *, dtype: Any) -> jax.Array:
+        """What x (B, *shape) is multiplied by: 0, or one over the share that is kept."""
+        first_row = jnp.asarray(self.part()).astype(jnp.uint32) * jnp.uint32(math.prod(shape[:-1]))
+        site = site_number(noise.layer, self.site)
+        kept = is_kept(noise.keys_B2, site, shape, rate=self.rate, first_row=first_row)
+        return jnp.where(kept, jnp.asarray(kept_scale(self.rate), dtype), jnp.zeros((), dtype))
+
+
+def split_rows(model: Any, part: Part, *, sequence_parallel: bool) -> None:
+    """Say which rows a device has that tensor parallelism gives some of the heads, or of the positions."""
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, Dropout) and (module.site == Site.ATTENTION or sequence_parallel):
+            module.part = part
+
+
+def is_kept(
+    keys_B2: jax.Array,
+    site: jax.Array | int,
+    shape: tuple[int, ...],
+    *,
+    rate: float,
+    first_row: jax.Array | int = 0,
+) -> jax.Array:
+    """Which elements are kept: bool (B, *shape).
+
+    Args:
+        keys_B2: of the sequences, uint32.
+        site: from `site_number`.
+        shape: of a sequence's elements that are here.
+        rate: of what is dropped.
+        first_row: number of the first row that is here (of all dims but the last, flattened) in the whole
+            sequence, where devices have consecutive ones.
+    """
+    groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
+    row_R1 = (jnp.arange(rows, dtype=jnp.uint32) + jnp.uint32(first_row))[:, None]
+    counter_RG = row_R1 * jnp.uint32(groups) + jnp.arange(groups, dtype=jnp.uint32)
+    counter = counter_RG.reshape(1, *shape[:-1], groups)
+    keys = keys_B2.reshape(-1, 2, *[1] * len(shape))
+    words = threefry((keys[:, 0], keys[:, 1]), jnp.uint32(site), counter)
+    lanes = [half for word in words for half in (word & 0xFFFF, word >> BITS)]
+    bits = jnp.stack(lanes, axis=-1).reshape(-1, *shape[:-1], groups * LANES)
+    return bits[..., : shape[-1]] >= threshold(rate)
+
+
+def threefry(
+    key: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 of every pair of counter words, all uint32, broadcast against each other."""
+    keys = [*key, key[0] ^ key[1] ^ jnp.uint32(PARITY)]
+    x, y = first + keys[0], second + keys[1]
+    for block in range(ROUNDS // 4):
+        for rotation in ROTATIONS[block % 2]:
+            x = x + y
+            y = (y << rotation) | (y >> (32 - rotation))
+            y = y ^ x
+        x = x + keys[(block + 1) % 3]
+        y = y + keys[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x, y

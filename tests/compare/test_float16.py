@@ -1,0 +1,35 @@
+"""float16 with dynamic loss scaling: the same steps are skipped in every engine, on several layouts."""
+
+import pytest
+
+from compare.contract.checkpoint.description import CHECKPOINTS, folder_name
+from compare.contract.checkpoint.reader import read_description
+from compare.contract.experiment import edited, to_toml
+from compare.contract.record import read_record
+
+ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+LAYOUTS = {
+    "fsdp_tp": ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"),
+    "ddp_pp": ("--layout.dp_replicate", "2", "--layout.pp", "2", "--layout.schedule", "gpipe"),
+}
+STEPS = 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_engine_skips_the_same_steps(tiny, shardpair, layout):
+    forced = {"dtype": "float16", "loss_scale": 2.0**20}
+    spec = edited(tiny, {"precision": forced, "train": {"max_iters": STEPS}, "checkpoint": {"every": 4}})
+    (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
+    done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *ENGINES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "steps skipped, last loss scale" in done.stdout
+    runs = [shardpair.folder / "run" / engine for engine in ENGINES]
+    seen = [[(step.skipped, step.loss_scale) for step in read_record(run).steps] for run in runs]
+    assert seen[1:] == seen[:-1]
+    skipped = [was for was, _ in seen[0]]
+    assert any(skipped)
+    assert not all(skipped)
+    for run in runs:
+        saved = read_description(run / CHECKPOINTS / folder_name(STEPS))
+        assert (saved.step, saved.updates) == (STEPS, STEPS - sum(skipped))
+        assert saved.loss_scale

@@ -1,0 +1,40 @@
+"""Cross-entropy in parts: the same loss and gradients on every engine, and no logits that exist whole."""
+
+import numpy as np
+
+from compare.contract.experiment import edited, to_toml
+from compare.contract.record import Record, read_record, read_tensors
+from compare.contract.request import Rung
+
+ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+ONE_OF_EACH = ("torch-manual", "jax-compiler")
+V, T, B = 4096, 64, 4
+FSDP_TP = ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2")
+
+
+def test_logits_in_parts_change_no_number_and_take_less_memory(tiny, shardpair):
+    sizes = {"n_embd": 16, "n_head": 2, "block_size": T, "vocab_size": V}
+    spec = edited(tiny, {"model": sizes, "train": {"batch_size": B, "max_iters": 2}})
+    (shardpair.folder / "wide.toml").write_text(to_toml(spec))
+
+    def trained(name: str, engines: tuple[str, ...], *arguments: str) -> dict[str, Record]:
+        done = shardpair("run", "wide.toml", "--engines", *engines, "--run_dir", name, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "with torch-manual on 11 rungs" in done.stdout
+        return {engine: read_record(shardpair.folder / name / engine) for engine in engines}
+
+    whole = trained("whole", ONE_OF_EACH)
+    parts = trained("parts", ONE_OF_EACH, "--train.loss_chunks", "8")
+    spread = trained("spread", ENGINES, "--train.loss_chunks", "4", *FSDP_TP)
+    for record in (*parts.values(), *spread.values()):
+        right = whole["torch-manual"]
+        losses = [[step.loss for step in one.steps] for one in (record, right)]
+        np.testing.assert_allclose(*losses, rtol=1e-12)
+        found, expected = (read_tensors(one.folder, Rung.GRADIENTS) for one in (record, right))
+        for name in expected:
+            error = np.abs(found[name] - expected[name]).max() / np.abs(expected[name]).max()
+            assert error < 1e-10, name
+    logits = 8 * B * T * V
+    for engine in ONE_OF_EACH:
+        before, after = (runs[engine].manifest.peak_memory_bytes[0] for runs in (whole, parts))
+        assert before - after > 1.5 * logits, engine  # they and their gradient, of which an eighth is left

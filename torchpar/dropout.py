@@ -1,0 +1,106 @@
+"""Dropout by counters, as `compare.contract.dropout` defines it.
+
+PyTorch has no arithmetic of unsigned words: they are int32, whose sums wrap around just so, and whose shifts
+to the right are cleared of the sign that they bring in.
+
+Legend: B sequences, 2 the words of a key; G groups of four in the last dim.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from compare.contract.dropout import (
+    BITS,
+    LANES,
+    OUTSIDE,
+    PARITY,
+    ROTATIONS,
+    ROUNDS,
+    Site,
+    kept_scale,
+    site_number,
+    threshold,
+)
+
+HALF = 2**BITS - 1
+
+
+class Dropout(nn.Module):
+    """Dropout at one place of the model.
+
+    Args:
+        rate: of what is dropped.
+        site: the place.
+        layer: which it is in, counted from 1; `OUTSIDE` if in none.
+
+    Attributes:
+        part: which of the equal parts of x's rows this rank has, in their order: see `split_rows`.
+    """
+
+    def __init__(self, rate: float, site: Site, layer: int = OUTSIDE):
+        super().__init__()
+        self.rate, self.site, self.number = rate, site, site_number(layer, site)
+        self.part = 0
+
+    def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, ..., N) with some elements dropped and the others scaled; without keys x itself."""
+        if keys_B2 is None:
+            return x
+        shape = tuple(x.shape[1:])
+        first_row = self.part * math.prod(shape[:-1])
+        kept = is_kept(keys_B2, self.number, shape, rate=self.rate, first_row=first_row)
+        return torch.where(kept, x * kept_scale(self.rate), 0.0)
+
+
+def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
+    """Say which rows a rank has that tensor parallelism gives some of the heads, or of the positions."""
+    for module in model.modules():
+        if isinstance(module, Dropout) and (module.site == Site.ATTENTION or sequence_parallel):
+            module.part = part
+
+
+@torch.no_grad()
+def is_kept(
+    keys_B2: torch.Tensor, site: int, shape: tuple[int, ...], *, rate: float, first_row: int = 0
+) -> torch.Tensor:
+    """Which elements are kept: bool (B, *shape).
+
+    Args:
+        keys_B2: of the sequences: their words' bits as int32.
+        site: from `site_number`.
+        shape: of a sequence's elements that are here.
+        rate: of what is dropped.
+        first_row: number of the first row that is here (of all dims but the last, flattened) in the whole
+            sequence, where ranks have consecutive ones.
+    """
+    groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
+    numbers = torch.arange(first_row * groups, (first_row + rows) * groups, device=keys_B2.device)
+    site_1 = torch.tensor([_signed(site)], dtype=torch.int32, device=keys_B2.device)
+    words = threefry((keys_B2[:, :1], keys_B2[:, 1:]), site_1, numbers.to(torch.int32)[None])
+    lanes = [half for word in words for half in (word & HALF, (word >> BITS) & HALF)]
+    bits = torch.stack(lanes, dim=-1).view(len(keys_B2), *shape[:-1], groups * LANES)
+    return bits[..., : shape[-1]] >= threshold(rate)
+
+
+def threefry(
+    key: tuple[torch.Tensor, torch.Tensor], first: torch.Tensor, second: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Threefry-2x32 of every pair of counter words, all int32, broadcast against each other."""
+    keys = [*key, key[0] ^ key[1] ^ _signed(PARITY)]
+    x, y = torch.broadcast_tensors(first + keys[0], second + keys[1])
+    x, y = x.clone(), y.clone()
+    for block in range(ROUNDS // 4):
+        for rotation in ROTATIONS[block % 2]:
+            x.add_(y)
+            carried = (y >> (32 - rotation)).bitwise_and_(2**rotation - 1)
+            y.bitwise_left_shift_(rotation).bitwise_or_(carried).bitwise_xor_(x)
+        x.add_(keys[(block + 1) % 3])
+        y.add_(keys[(block + 2) % 3]).add_(block + 1)
+    return x, y
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word."""
+    return word - 2**32 if word >= 2**31 else word

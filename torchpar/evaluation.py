@@ -1,0 +1,41 @@
+"""Evaluation on both splits, between steps."""
+
+import functools
+
+import numpy as np
+import torch
+
+from compare.contract.communication import LOSS
+from compare.contract.evaluation import Evaluation, evaluate, is_due
+from torchpar.on_device import autocast, to_device
+from torchpar.recording import Recording
+from torchpar.state import Run
+
+
+def evaluate_if_due(run: Run, recording: Recording) -> Evaluation | None:
+    """Evaluate the weights where that is due, and record it; all ranks together."""
+    if not is_due(run.experiment, run.state.step):
+        return None
+    with run.mesh.traffic.paused():
+        loss_of = functools.partial(mean_loss, run)
+        evaluation = evaluate(run.experiment, run.corpus, run.state.step, loss_of)
+    run.parallel.end_evaluation()
+    recording.evaluated(evaluation)
+    return evaluation
+
+
+@torch.no_grad()
+def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
+    """The mean loss of a global batch, a scalar, without gradients."""
+    run.rank.at(run.state.step, "evaluation")
+    data, batch = run.mesh.data, to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
+    if run.parallel.evaluate_pipeline:
+        loss = run.parallel.evaluate_pipeline(batch, functools.partial(autocast, run))
+    else:
+        with autocast(run):
+            losses = [run.parallel.module(*one)[1] for one in batch.passes()]
+        loss = torch.stack(losses).mean()
+    if data.size > 1:
+        data.all_reduce(loss, purpose=LOSS)
+        loss /= data.size
+    return loss

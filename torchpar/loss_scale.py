@@ -1,0 +1,52 @@
+"""Loss scaling, as `compare.contract.loss_scale` has it: before backward, and after it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from compare.contract.experiment import Experiment
+from compare.contract.progress import Progress
+from torchpar.parallel_model import ParallelModel, local
+
+
+def scale_loss(loss: nn.Module, progress: Progress, *, parts: int = 1) -> None:
+    """From now on gradients of what this module returns are as many times larger as the scale then says.
+
+    Args:
+        loss: returns a mean loss.
+        progress: where the scale is read at every call.
+        parts: of how many microbatches a loss is one that is not divided by their number before backward:
+            they would overflow sooner than those that are.
+    """
+
+    def scaled(module: nn.Module, arguments: tuple, value: torch.Tensor) -> torch.Tensor:
+        assert progress.loss_scale is not None
+        return _ScaleGradient.apply(value, progress.loss_scale.scale / parts)
+
+    loss.register_forward_hook(scaled)
+
+
+def undivided_parts(parallel: ParallelModel, experiment: Experiment) -> int:
+    """The microbatches of a step, where backward does not begin with a share of the mean; else 1."""
+    in_step = experiment.layout.microbatches * experiment.train.gradient_accumulation_steps
+    return in_step if parallel.divides_late else 1
+
+
+@torch.no_grad()
+def unscale_gradients(parallel: ParallelModel, scale: float) -> None:
+    """Divide this rank's gradients by the scale; what overflowed is not finite."""
+    gradients = [local(p.grad) for p in parallel.parameters.values() if p.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, scale)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.scale, None
