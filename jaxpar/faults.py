@@ -31,7 +31,7 @@ from compare.contract.faults import (
     Fault,
     find_fault,
 )
-from jaxpar import manual, optimizer, weights
+from jaxpar import dropout, manual, optimizer, weights
 from jaxpar.comm import collectives
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
@@ -130,6 +130,16 @@ def moved_weight() -> AbstractContextManager:
     return patch.object(weights, "from_canonical", moved)
 
 
+def unscaled_dropout() -> AbstractContextManager:
+    """What is kept is not scaled up."""
+    return patch.object(dropout, "kept_scale", lambda rate: 1.0)
+
+
+def same_dropout_on_every_rank() -> AbstractContextManager:
+    """No device is told which rows are its own."""
+    return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
+
+
 MANUAL, BOTH = ("manual",), ("compiler", "manual")
 _gradients = partial(wrong_collectives, "all_reduce", axis=DP_REPLICATE, purpose=GRADIENTS)
 _row_products = partial(wrong_collectives, "all_reduce", "reduce_scatter", axis=TP, purpose=ACTIVATIONS)
@@ -147,4 +157,6 @@ FAULTS = (
     Fault("wrong_optimizer_shard", MANUAL, SHARDS, wrong_optimizer_shard),
     Fault("overwritten_microbatch", MANUAL, STAGES, overwritten_microbatch),
     Fault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
+    Fault("unscaled_dropout", BOTH, ANY_LAYOUT, unscaled_dropout),
+    Fault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
 )

@@ -13,14 +13,14 @@ from compare.contract.experiment import Experiment
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.parameters import fingerprint, parameter_count
 from compare.contract.progress import Place
-from compare.contract.record import Manifest, Recorder
+from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Request, Rung
 from compare.contract.stream import OwnBatches
 from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
-from jaxpar.measure.usage import PACKAGES, peak_memory, resident_bytes, threads
+from jaxpar.measure.usage import PACKAGES, first_device, memory_in_use, peak_memory, resident_bytes, threads
 from jaxpar.optimizer import moments
 from jaxpar.remat import Remat
 from jaxpar.state import TrainState
@@ -125,21 +125,29 @@ class Recording:
             cpu_time_s=cpu_seconds(),
             peak_memory_bytes=peak_memory_bytes,
             peak_memory_method=peak_memory_method,
-            resident_bytes={
-                "parameters": resident_bytes(self._state.params, devices),
-                "gradients": resident_bytes(gradients_at_rest(self._sharded, self._state), devices),
-                "optimizer": resident_bytes(self._state.opt_state, devices),
-            },
+            resident_bytes=self._at_rest(devices),
             windows=self._windows,
         )
         self._recorder.finish(manifest, communications(hlo, experiment.layout.axes))
+
+    def _at_rest(self, devices: list[jax.Device]) -> dict[str, list[int]]:
+        trees = {
+            "parameters": self._state.params,
+            "gradients": gradients_at_rest(self._sharded, self._state),
+            "optimizer": self._state.opt_state,
+        }
+        held = {kind: resident_bytes(tree, devices) for kind, tree in trees.items()}
+        if self._sharded.moments_at_rest is not None:
+            held[ON_HOST] = resident_bytes(self._state.opt_state, devices, on_host=True)
+        return held
 
     def _note(self, place: Place, metrics: Any, window: Window) -> None:
         seconds = window.wall_s / window.steps
         if place.step == self._request.first_step:
             self._first_step_s = seconds
         loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        done = place.record(self._experiment, loss=loss, grad_norm=grad_norm, seconds=seconds)
+        memory = memory_in_use(first_device(self._state.params))
+        done = place.record(self._experiment, loss=loss, grad_norm=grad_norm, seconds=seconds, memory=memory)
         self._recorder.step(done)
         end_if_diverged(self._request.engine, done, where=self._first_weight_not_finite)
 

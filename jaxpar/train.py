@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step, device_scalars
 from jaxpar.evaluation import make_evaluation
 from jaxpar.functional import make_loss, make_pieces
+from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
 from jaxpar.recording import Recording
@@ -190,12 +192,14 @@ def prepare(
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     problem = make_problem(experiment, remat=remat)
     sharded = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
+    if experiment.layout.offload == "optimizer":
+        sharded = with_moments_on_host(sharded)
+    at_rest = sharded.moments_at_rest or sharded.moments
     if checkpoint:
-        return sharded, _restored(checkpoint, sharded, optimizer, model)
+        return sharded, _restored(checkpoint, sharded, optimizer, model, moments_at_rest=at_rest)
     named = initial_parameters(experiment) if initial is None else initial
     params = jax.device_put(sharded.pad(weights.from_canonical(named, model)), sharded.params)
-    moments = state_like(optimizer, params, sharded.moments)
-    opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, at_rest))(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
 
 
@@ -204,12 +208,14 @@ def _restored(
     sharded: ShardedStep,
     optimizer: optax.GradientTransformationExtraArgs,
     model: Model,
+    *,
+    moments_at_rest: Any,
 ) -> TrainState:
     """The state of a checkpoint under this layout."""
     read = functools.partial(read_tree, checkpoint, placements=sharded.placements, model=model)
     params = read(WEIGHTS, shardings=sharded.params)
     empty = jax.eval_shape(optimizer.init, params)
-    found = {group: read(group, shardings=sharded.moments) for group in moments(empty)}
+    found = {group: read(group, shardings=moments_at_rest) for group in moments(empty)}
     return TrainState(
         params=params,
         opt_state=with_moments(empty, found),

@@ -36,6 +36,8 @@ class ShardedStep:
     batch: Sharding
     """Of each (A, B, T) array of the batch."""
     scalars: Sharding
+    moments_at_rest: Any = None
+    """Like `moments`: where they are between two steps, if that is elsewhere."""
     compiler_options: dict[str, Any] = field(default_factory=dict)
 
     def pad(self, tree: Any) -> Any:

@@ -11,6 +11,7 @@ from compare.contract.learning_rate import learning_rate
 from compare.contract.optimizer import CLIP_EPS
 from compare.contract.parameters import decays, parameter_table
 from torchpar.comm.collectives import Axis
+from torchpar.offload import on_host
 from torchpar.parallel_model import ParallelModel, local
 from torchpar.weights import nanogpt_name
 
@@ -23,6 +24,10 @@ def unwrapped(
 ) -> torch.optim.Optimizer:
     """The optimizer as PyTorch has it: what a sharding wrapper stands in for."""
     return optimizer_cls(params, **kwargs)
+
+
+def _as_it_is(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    return optimizer_cls
 
 
 def make_optimizer(
@@ -44,6 +49,7 @@ def make_optimizer(
         separate_groups: names that get a group of their own.
     """
     config = experiment.optimizer
+    place = on_host if experiment.layout.offload == "optimizer" else _as_it_is
     groups: dict[tuple[float, str], list[nn.Parameter]] = {}
     for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
@@ -55,8 +61,8 @@ def make_optimizer(
     lr = learning_rate(config, 0)
     if config.name == "adamw":
         betas = (config.beta1, config.beta2)
-        return wrap(params, torch.optim.AdamW, lr=lr, betas=betas, eps=config.eps, fused=True)
-    return wrap(params, torch.optim.SGD, lr=lr, momentum=config.momentum, fused=True)
+        return wrap(params, place(torch.optim.AdamW), lr=lr, betas=betas, eps=config.eps, fused=True)
+    return wrap(params, place(torch.optim.SGD), lr=lr, momentum=config.momentum, fused=True)
 
 
 def optimizer_step(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchpar.comm.collectives import Axis
+from torchpar.offload import host_tensors
 
 TensorsByName = Mapping[str, torch.Tensor]
 Gather = Callable[[TensorsByName], TensorsByName]
@@ -104,9 +105,10 @@ class ParallelModel:
         return [holder.grad for holder in holders if holder.grad is not None]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """All tensors that this rank's optimizer keeps: moments, and its own counts of steps."""
-        entries = self.optimizer.state.values()
-        return [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
+        """What this rank's optimizer keeps on the device: moments, and its own counts of steps."""
+        elsewhere = {id(tensor) for tensor in host_tensors(self.optimizer)}
+        values = (value for entry in self.optimizer.state.values() for value in entry.values())
+        return [value for value in values if torch.is_tensor(value) and id(value) not in elsewhere]
 
     def moments(self, key: str) -> TensorsByName:
         """This rank's pieces of one tensor of the optimizer's state, such as exp_avg."""
@@ -117,7 +119,8 @@ class ParallelModel:
         state = self.optimizer.state
         kept = {name: p for name, p in self.parameters.items() if self.keeps_moments(name)}
         return {
-            name: state[p][key] if state.get(p) else torch.zeros_like(p.detach()) for name, p in kept.items()
+            name: state[p][key].to(p.device) if state.get(p) else torch.zeros_like(p.detach())
+            for name, p in kept.items()
         }
 
     def keeps_moments(self, name: str) -> bool:

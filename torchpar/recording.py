@@ -16,13 +16,14 @@ from compare.contract.evaluation import Evaluation
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.parameters import parameter_count
 from compare.contract.progress import Place
-from compare.contract.record import Manifest, Recorder
+from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Rung
 from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import CommunicationMode, of_the_busiest
-from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, resident_bytes, track_peak
+from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, memory_in_use, resident_bytes, track_peak
+from torchpar.offload import host_tensors
 from torchpar.parallel_model import TensorsByName, local
 from torchpar.remat import resolve_remat
 from torchpar.state import Batch, Run
@@ -76,7 +77,8 @@ class Recording:
         resident = [*modules, *parallel.parameters.values(), *parallel.optimizer_state()]
         mesh.traffic.clear()
         mode = CommunicationMode(mesh.axes, own_calls=mesh.traffic, default_purpose=GRADIENTS)
-        with track_peak(mesh.device, map(local, resident), parallel.transient) as peak, mode:
+        elsewhere = host_tensors(parallel.optimizer)
+        with track_peak(mesh.device, map(local, resident), parallel.transient, elsewhere) as peak, mode:
             yield
         counted = mesh.traffic if ENGINES[self._run.request.engine].counts_own_calls else mode.seen
         self._ledger = counted.ledger(mesh.sizes)
@@ -130,6 +132,7 @@ class Recording:
             loss=loss.item(),
             grad_norm=norm.item(),
             seconds=seconds,
+            memory=memory_in_use(run.mesh.device),
             instrumented=place.step == self._instrumented,
         )
         if self._recorder:
@@ -189,8 +192,11 @@ class Recording:
     def _resident(self) -> dict[str, int]:
         """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
         parallel = self._run.parallel
-        return {
+        held = {
             "parameters": resident_bytes([*parallel.module.parameters(), *parallel.parameters.values()]),
             "gradients": self._gradient_bytes,
             "optimizer": resident_bytes(parallel.optimizer_state()),
         }
+        if self._run.experiment.layout.offload != "none":
+            held[ON_HOST] = resident_bytes(host_tensors(parallel.optimizer))
+        return held

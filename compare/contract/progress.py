@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct
 
 from compare.contract.divergence import DivergedError
 from compare.contract.experiment import Experiment
+from compare.contract.host.facts import MemoryUse
 from compare.contract.learning_rate import learning_rate
 from compare.contract.loss_scale import LossScale, next_scale
 from compare.contract.record import Step
@@ -30,6 +31,7 @@ class Place(Struct, frozen=True, kw_only=True):
         loss: float,
         grad_norm: float,
         seconds: float,
+        memory: MemoryUse | None = None,
         instrumented: bool = False,
     ) -> Step:
         """The line of the record for the step from here. A skipped step has a norm of 0."""
@@ -40,6 +42,9 @@ class Place(Struct, frozen=True, kw_only=True):
             grad_norm=0.0 if skipped else grad_norm,
             lr=learning_rate(experiment.optimizer, self.updates),
             step_time_ms=seconds * 1e3,
+            tokens_per_s=experiment.tokens_per_step / seconds if seconds else UNSET,
+            memory_bytes=memory.now if memory else UNSET,
+            peak_memory_bytes=memory.peak if memory else UNSET,
             instrumented=instrumented,
             loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
             skipped=skipped,

@@ -45,6 +45,10 @@ STEPS_PART = STEPS + ".part"
 EVALUATIONS = "evaluations.jsonl"
 
 
+ON_HOST = "host"
+"""The kind of `Manifest.resident_bytes` that is in the host's memory."""
+
+
 class Step(Struct, frozen=True, kw_only=True):
     """Numbers and cost of one optimizer step."""
 
@@ -58,6 +62,13 @@ class Step(Struct, frozen=True, kw_only=True):
     step_time_ms: float
     """Wall time from the batch on the host to the updated weights, blocked upon; in a window of a timed run
     the mean over the window."""
+    tokens_per_s: float | UnsetType = UNSET
+    """Of the step, or of its window."""
+    memory_bytes: int | UnsetType = UNSET
+    """In use after the step: of a GPU what its allocator gave out, on rank 0; of a CPU what rank 0's process
+    has in RAM, which in JAX is all devices'."""
+    peak_memory_bytes: int | UnsetType = UNSET
+    """The most so far, of the same."""
     loss_scale: float | UnsetType = UNSET
     """What the loss was multiplied by, in float16."""
     skipped: bool = False
@@ -98,7 +109,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     peak_memory_method: str
     """How it was measured, in words."""
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
-    """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters)."""
+    """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters). With
+    `layout.offload` also host: what a device's share of the host's memory is."""
     windows: list[Window] = field(default_factory=list)
     """Of a timed run."""
 

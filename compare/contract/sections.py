@@ -166,6 +166,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Recompute activations in backward: none, all but matrix products (dots), or everything (full).
     auto is what is fastest in each framework: dots under XLA's scan, none in eager PyTorch."""
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep the optimizer's moments in the host's memory: they are on the device for the update only."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -203,3 +205,13 @@ class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     precision: Precision = Precision()
     layout: Layout = Layout()
     checkpoint: Checkpoints = Checkpoints()
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Rows of an optimizer step, over all passes and devices."""
+        return self.train.gradient_accumulation_steps * self.train.batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all passes and devices."""
+        return self.sequences_per_step * self.model.block_size

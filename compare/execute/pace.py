@@ -136,9 +136,7 @@ class Pace:
 
     def _tokens(self) -> list[str]:
         experiment, step_s = self._requests[self.name].experiment, self._step_s()
-        train = experiment.train
-        tokens = train.gradient_accumulation_steps * train.batch_size * experiment.model.block_size
-        return [f"{tokens / step_s:,.0f} tokens/s"] if step_s else []
+        return [f"{experiment.tokens_per_step / step_s:,.0f} tokens/s"] if step_s else []
 
 
 class Cadence:

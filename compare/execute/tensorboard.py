@@ -21,17 +21,20 @@ def require_tensorboard(folder: str) -> None:
 
 def scalars(step: Step, experiment: Experiment) -> dict[str, float]:
     """What is drawn of a step, by its name in TensorBoard."""
-    train, seconds = experiment.train, step.step_time_ms / 1e3
-    sequences = train.gradient_accumulation_steps * train.batch_size
+    seconds = step.step_time_ms / 1e3
     found = {
         "train/loss": step.loss,
         "train/grad_norm": step.grad_norm,
         "train/lr": step.lr,
         "speed/step_time_ms": step.step_time_ms,
-        "speed/samples_per_s": sequences / seconds,
-        "speed/tokens_per_s": sequences * experiment.model.block_size / seconds,
+        "speed/samples_per_s": experiment.sequences_per_step / seconds,
+        "speed/tokens_per_s": experiment.tokens_per_step / seconds,
     }
-    return found | ({"train/loss_scale": step.loss_scale} if step.loss_scale else {})
+    if step.loss_scale:
+        found["train/loss_scale"] = step.loss_scale
+    if step.memory_bytes and step.peak_memory_bytes:
+        found["memory/bytes"], found["memory/peak_bytes"] = step.memory_bytes, step.peak_memory_bytes
+    return found
 
 
 class EventFile:

@@ -16,7 +16,6 @@ from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record
 from compare.contract.request import Platform
 from compare.contract.timing import Timing, Window
-from compare.judge.closed_forms.flops import tokens_per_step
 
 BENCH = "bench.json"
 MOST_FAILURES = 2
@@ -52,11 +51,6 @@ class BenchCase(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Unique in its bench."""
         return f"{self.label}.{self.block}"
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step over all devices."""
-        return tokens_per_step(self.experiment)
 
     @property
     def products(self) -> str:

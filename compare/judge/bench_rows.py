@@ -126,7 +126,7 @@ def _row(result: BenchResult, case: BenchCase, own: Mapping[int, Measurement]) -
         return estimate(found) if found and baseline != case else None
 
     wall_ms = median(lambda one: one.wall_ms)
-    tokens_per_s = case.tokens_per_step / wall_ms * 1e3
+    tokens_per_s = case.experiment.tokens_per_step / wall_ms * 1e3
     flops_per_s = tokens_per_s * model_flops_per_token(case.experiment)
     devices, of_ceiling, mfu = case.experiment.layout.devices, None, None
     if ceiling := result.ceilings.get(case.products):

@@ -52,8 +52,6 @@ def steady_times_ms(record: Record) -> list[float]:
 def cost_of(record: Record) -> Cost:
     """Reduce a record to its row of the table."""
     manifest, times_ms = record.manifest, steady_times_ms(record)
-    train = manifest.experiment.train
-    tokens = train.gradient_accumulation_steps * train.batch_size * manifest.experiment.model.block_size
     median_ms = statistics.median(times_ms)
     return Cost(
         engine=manifest.engine,
@@ -67,7 +65,7 @@ def cost_of(record: Record) -> Cost:
         skipped_steps=_skipped_steps(record.steps),
         step_time_ms_median=median_ms,
         step_time_ms_p95=sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
-        tokens_per_s=tokens / (median_ms / 1000),
+        tokens_per_s=manifest.experiment.tokens_per_step / (median_ms / 1000),
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,
         cpu_time_s=manifest.cpu_time_s,

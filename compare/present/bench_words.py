@@ -50,7 +50,8 @@ def block_title(result: BenchResult, block: str) -> str:
     """A block's name, what is split over what, and the tokens of a step."""
     case = next(case for case in result.cases if case.block == block)
     words = layout_in_words(case.experiment, result.platform)
-    return f"{block}: {words}, {case.tokens_per_step:,} tokens a step, {case.experiment.precision.dtype}"
+    tokens, dtype = case.experiment.tokens_per_step, case.experiment.precision.dtype
+    return f"{block}: {words}, {tokens:,} tokens a step, {dtype}"
 
 
 def in_one_line(result: BenchResult) -> str:

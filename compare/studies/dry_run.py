@@ -33,6 +33,8 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
     memory: dict[str, float]
     """Bytes of the fullest device by kind: parameters, gradients and optimizer at rest, in closed form;
     activations and logits as an upper estimate."""
+    on_host: float
+    """Bytes of the same device that `layout.offload` keeps in the host's memory."""
     refusal: str
     """Why it cannot run here; empty if it can."""
 
@@ -106,6 +108,8 @@ def show(planned: Plan, *, as_json: bool) -> int:
     console = results_console()
     console.print(to_toml(planned.experiment))
     console.print(_table(planned.cases))
+    if host := max(case.on_host for case in planned.cases):
+        console.print(f"layout.offload: {human_bytes(host)} of a device's state are in the host's memory")
     for name, why in planned.left_out.items():
         console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True)
     for case in planned.cases:
@@ -154,6 +158,7 @@ def _planned(case: Case, platform: str) -> PlannedCase:
         steps=experiment.train.max_iters,
         gradient_sync="" if refusal else engine.gradient_sync_for(experiment.layout),
         memory={kind: by_device[fullest] for kind, by_device in estimate.by_kind.items()},
+        on_host=estimate.on_host[fullest],
         refusal=refusal,
     )
 

@@ -132,14 +132,28 @@ FAULTS = {
             description="the two ends of a pipeline do not add their gradients of the tied embedding",
             preset="pp",
         ),
+        Fault(
+            name="unscaled_dropout",
+            rung="loss",
+            description="what dropout keeps is not scaled up",
+        ),
+        Fault(
+            name="same_dropout_on_every_rank",
+            rung="loss",
+            description="each rank of tp drops in its heads what the first drops in its own",
+            preset="tp",
+        ),
     )
 }
+DROPOUT = 0.2
+"""With which everything is run, unless the experiment has its own."""
 
 
 def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str], devices: int) -> list[Case]:
     """The unsharded reference, then one case for each fault in each engine that can make it.
 
-    Two optimizer steps are enough: every rung up to the moments is climbed in the first.
+    Two optimizer steps are enough: every rung up to the moments is climbed in the first. Without dropout some
+    faults would change nothing.
 
     Raises:
         ExperimentError: an unknown fault, or a batch that the devices do not divide.
@@ -147,7 +161,8 @@ def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str],
     check_names("--names", "fault", names, FAULTS)
     if devices < 2:
         raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
-    short = edited(experiment, {"train": {"max_iters": 2}})
+    dropout = experiment.model.dropout or DROPOUT
+    short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
     cases = [Case(name="reference", engine=REFERENCE, experiment=spread(short, "single"))]
     for fault in (FAULTS[name] for name in names or FAULTS):
         preset, of_preset = (
@@ -156,7 +171,7 @@ def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str],
         sharded = spread(short, preset, of_preset)
         for engine in engines:
             if fault.name not in ENGINES[engine].impossible_faults:
-                ENGINES[engine].require(sharded.layout)
+                ENGINES[engine].require_experiment(sharded)
                 cases.append(_plant(fault, engine, sharded))
     return cases
 

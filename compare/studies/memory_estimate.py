@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.parameters import parameter_count, storage_dtype
+from compare.contract.record import ON_HOST
 from compare.execute.machine import gpu_memory_bytes, memory_bytes
 from compare.judge.closed_forms.memory import closed_form
 from compare.terminal.units import human_bytes
@@ -30,6 +31,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     engine: str
     by_kind: dict[str, list[float]]
     """For each of KINDS, bytes on each device in the order of the mesh."""
+    on_host: list[float]
+    """What `layout.offload` keeps of each device's state in the host's memory."""
     initial_weights: int
     """On the host: every process draws all of them."""
     batch: int
@@ -51,15 +54,18 @@ def estimate_memory(engine: str, experiment: Experiment) -> MemoryEstimate:
     Returns:
         Bytes by kind and device.
     """
-    train, layout = experiment.train, experiment.layout
+    layout = experiment.layout
     stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
     # Cross-entropy is computed in float32 at least.
     logits = _logits(experiment, itemsize=storage_dtype(experiment).itemsize)
-    tokens = train.gradient_accumulation_steps * train.batch_size * experiment.model.block_size
+    tokens = experiment.tokens_per_step
+    state = closed_form(engine, experiment)
+    on_host = state.pop(ON_HOST, [0.0] * layout.devices)
     return MemoryEstimate(
         engine=engine,
+        on_host=on_host,
         by_kind={
-            **closed_form(engine, experiment),
+            **state,
             "activations": [_activations(experiment, stage) for stage in stages],
             "logits": [2 * logits / layout.tp if stage == layout.pp - 1 else 0.0 for stage in stages],
         },
@@ -83,6 +89,7 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
     logits = _logits(experiment, itemsize=COMPUTE_BYTES[experiment.precision.dtype])
     if platform == "cpu":
         parameters, optimizer = (sum(sizes) for sizes in zip(*state, strict=True))
+        optimizer += sum(estimate.on_host)
         held = {"parameters": parameters, "optimizer state": optimizer}
         _refuse(engine, held | {"one batch": estimate.batch}, memory_bytes(), "this machine")
         _refuse(engine, held | {"logits": logits}, memory_bytes(), "this machine")

@@ -15,7 +15,7 @@ from compare.contract.engines.registry import REFERENCE
 from compare.contract.host.facts import cores
 from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record
-from compare.judge.closed_forms.flops import model_flops_per_token, tokens_per_step
+from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import Comparison
 from compare.judge.costs import cost_of, steady_times_ms
 from compare.judge.ladder import Verdict
@@ -162,7 +162,7 @@ def _rows(plan: SweepPlan, comparisons: Sequence[tuple[Comparison, Sequence[Reco
 def _row(record: Record, strategy: str, verdict: Verdict | None) -> Row:
     experiment, cost = record.manifest.experiment, cost_of(record)
     mean_ms = statistics.fmean(steady_times_ms(record))
-    tokens_per_s = tokens_per_step(experiment) / (mean_ms / 1e3)
+    tokens_per_s = experiment.tokens_per_step / (mean_ms / 1e3)
     return Row(
         engine=cost.engine,
         strategy=strategy,

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from compare.contract.host.facts import cores
+from compare.contract.host.facts import MemoryUse, cores, process_memory
+from jaxpar.offload import is_on_host
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 
@@ -31,10 +32,31 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
     return [planned] * len(devices), "XLA's buffer assignment of one step: argument + temp + output - alias"
 
 
-def resident_bytes(tree: Any, devices: list[jax.Device]) -> list[int]:
-    """Bytes of a tree's shards on each device; leaves have shape, dtype and sharding."""
+def first_device(tree: Any) -> jax.Device:
+    """The one with the lowest number, of those that hold a tree of arrays."""
+    return min(jax.tree.leaves(tree)[0].sharding.device_set, key=lambda device: device.id)
+
+
+def memory_in_use(device: jax.Device) -> MemoryUse:
+    """Of a GPU; of a CPU that of the process, which has all devices' arrays."""
+    statistics = device.memory_stats()
+    if not statistics:
+        return process_memory()
+    return MemoryUse(now=statistics["bytes_in_use"], peak=statistics["peak_bytes_in_use"])
+
+
+def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = False) -> list[int]:
+    """Bytes of a tree's shards on each device; leaves have shape, dtype and sharding.
+
+    Args:
+        tree: of arrays, or of shapes with shardings.
+        devices: in the order of the result.
+        on_host: count each device's shards in the host's memory instead.
+    """
     total = dict.fromkeys(devices, 0)
     for leaf in jax.tree.leaves(tree):
+        if is_on_host(leaf) != on_host:
+            continue
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for device in leaf.sharding.device_set:
             total[device] += size

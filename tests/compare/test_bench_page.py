@@ -72,7 +72,7 @@ def test_figures_are_medians_over_rounds(tiny):
     ((row,),) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
     assert (row.wall_ms, row.wall_ms_least, row.wall_ms_most) == pytest.approx((12.0, 10.0, 30.0))
     assert (row.cpu_ms, row.single_ms) == pytest.approx((24.0, 13.2))
-    assert row.tokens_per_s == pytest.approx(case.tokens_per_step / 0.012)
+    assert row.tokens_per_s == pytest.approx(case.experiment.tokens_per_step / 0.012)
 
 
 def test_a_column_that_nobody_has_a_figure_for_is_left_out(result):

@@ -5,7 +5,7 @@ import pytest
 from compare.contract.experiment import edited, load
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Manifest
-from compare.judge.closed_forms.flops import model_flops_per_token, tokens_per_step
+from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.peaks import PEAKS, model_flops_utilization, peak_flops
 
 GPT2 = load("gpt2-124m")
@@ -44,7 +44,7 @@ def test_a_layout_or_precision_changes_no_count():
 
 
 def test_tokens_of_a_step_are_those_of_all_passes():
-    assert tokens_per_step(GPT2) == 5 * 96 * 1024
+    assert GPT2.tokens_per_step == 5 * 96 * 1024
 
 
 @pytest.mark.parametrize(

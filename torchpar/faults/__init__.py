@@ -53,6 +53,8 @@ FAULTS = (
     Fault("overwritten_microbatch", MANUAL, ANY_LAYOUT, manual_faults.overwritten_microbatch),
     Fault("overwritten_microbatch", LIBRARY, SUMMED_BY_AUTOGRAD, library_faults.overwritten_microbatch),
     Fault("stale_tied_copy", BOTH, STAGES, partial(sent_zeros, **_tied_gradients)),
+    Fault("unscaled_dropout", BOTH, ANY_LAYOUT, run_faults.unscaled_dropout),
+    Fault("same_dropout_on_every_rank", BOTH, SPLIT_LAYERS, run_faults.same_dropout_on_every_rank),
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from compare.contract.axes import AXES
-from torchpar import train
+from torchpar import dropout, train
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import local
 from torchpar.state import Run
@@ -65,6 +65,22 @@ def zeroed_before_each_pass() -> AbstractContextManager:
             parallel.module.register_forward_pre_hook(zero)
 
     return spoiled(zero_inside)
+
+
+def unscaled_dropout() -> AbstractContextManager:
+    """What is kept is not scaled up."""
+    return patch.object(dropout, "kept_scale", lambda rate: 1.0)
+
+
+def same_dropout_on_every_rank() -> AbstractContextManager:
+    """No rank knows which rows are its own."""
+
+    def forget(run: Run) -> None:
+        for module in run.parallel.module.modules():
+            if isinstance(module, dropout.Dropout):
+                module.part = 0
+
+    return spoiled(forget)
 
 
 def norm_counts_replicas_twice() -> AbstractContextManager:

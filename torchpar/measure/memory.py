@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from compare.contract.host.facts import MemoryUse, process_memory
 from torchpar.parallel_model import local
 
 CPU_METHOD = "bytes of all tensors alive at once (weights, gradients, optimizer, buckets, activations)"
@@ -24,13 +25,20 @@ class StorageMode(TorchDispatchMode):
     Args:
         resident: tensors that are there already, the optimizer's among them.
         transient: tensors whose storage is resized while this runs, which no operator shows.
+        elsewhere: tensors that are not on the device, and do not count.
 
     Attributes:
         peak: the most bytes alive at once.
     """
 
-    def __init__(self, resident: Iterable[torch.Tensor], transient: Iterable[torch.Tensor] = ()):
+    def __init__(
+        self,
+        resident: Iterable[torch.Tensor],
+        transient: Iterable[torch.Tensor] = (),
+        elsewhere: Iterable[torch.Tensor] = (),
+    ):
         super().__init__()
+        self._elsewhere = {storage._cdata: storage for storage in map(_storage, elsewhere)}
         self._alive: dict[int, tuple[weakref.ref, int]] = {}
         self._current = self.peak = 0
         self._transient = {storage._cdata: storage for storage in map(_storage, transient)}
@@ -52,6 +60,8 @@ class StorageMode(TorchDispatchMode):
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = _storage(tensor)
         key = storage._cdata
+        if key in self._elsewhere:
+            return
         if key in self._alive or key in self._transient:
             self.peak = max(self.peak, self._current + self._transient_bytes)
             return
@@ -74,7 +84,10 @@ class PeakMemory:
 
 @contextmanager
 def track_peak(
-    device: torch.device, resident: Iterable[torch.Tensor], transient: Iterable[torch.Tensor] = ()
+    device: torch.device,
+    resident: Iterable[torch.Tensor],
+    transient: Iterable[torch.Tensor] = (),
+    elsewhere: Iterable[torch.Tensor] = (),
 ) -> Generator[PeakMemory]:
     """Find the peak of what runs inside. The tensors are those of `StorageMode` (CPU only)."""
     peak = PeakMemory()
@@ -83,9 +96,16 @@ def track_peak(
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated(device)
     else:
-        with StorageMode(resident, transient) as mode:
+        with StorageMode(resident, transient, elsewhere) as mode:
             yield peak
         peak.bytes = mode.peak
+
+
+def memory_in_use(device: torch.device) -> MemoryUse:
+    """What the allocator gave out of a GPU; of a CPU what this process has in RAM."""
+    if device.type != "cuda":
+        return process_memory()
+    return MemoryUse(now=torch.cuda.memory_allocated(device), peak=torch.cuda.max_memory_allocated(device))
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:

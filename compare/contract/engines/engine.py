@@ -58,6 +58,10 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     no_gpu: str = ""
     """Why it runs on the CPU only; empty if it does not."""
+    offloads: bool = False
+    """Whether it can keep moments in the host's memory."""
+    no_offload: str = ""
+    """Why it cannot."""
     checkpoints: bool = False
     """Whether it saves its full state, and begins with one that another engine saved."""
     evaluates: bool = False
@@ -142,6 +146,9 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(f"--platform gpu: {self.name} runs on the CPU only: {self.no_gpu}")
         if layout.zero and layout.zero not in self.zero:
             raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
+        if layout.offload != "none" and not self.offloads:
+            why = self.no_offload or f"{self.name} keeps all of its state on the device"
+            raise ExperimentError(f"layout.offload = {layout.offload}: {why}")
         if layout.tp > 1 and not self.tp:
             raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
         if layout.tp > 1 and layout.zero in self.no_zero_with_tp:

@@ -3,7 +3,9 @@
 from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
 from compare.contract.engines.peers import JAX_PEERS
 
-INSERTED_BY_XLA = "XLA inserts every reduction: there is none that a person could forget or get wrong"
+INSERTED_BY_XLA = (
+    "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
+)
 
 
 JAX = Side(
@@ -22,6 +24,7 @@ JAX = Side(
             checkpoints=True,
             evaluates=True,
             drops=True,
+            offloads=True,
             dtypes=LOSS_SCALED,
             side="jaxpar",
             folder="compiler",
@@ -46,6 +49,7 @@ JAX = Side(
                         "wrong_optimizer_shard",
                         "overwritten_microbatch",
                         "stale_tied_copy",
+                        "same_dropout_on_every_rank",
                     ),
                     INSERTED_BY_XLA,
                 ),
@@ -56,6 +60,7 @@ JAX = Side(
             checkpoints=True,
             evaluates=True,
             drops=True,
+            offloads=True,
             dtypes=LOSS_SCALED,
             side="jaxpar",
             folder="manual",

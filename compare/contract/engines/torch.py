@@ -36,6 +36,7 @@ TORCH = Side(
             checkpoints=True,
             evaluates=True,
             drops=True,
+            offloads=True,
             dtypes=LOSS_SCALED,
             side="torchpar",
             folder="manual",
@@ -52,6 +53,8 @@ TORCH = Side(
             checkpoints=True,
             evaluates=True,
             drops=True,
+            no_offload="PyTorch moves moments to the host only along with parameters, gradients and update "
+            "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
             dtypes=LOSS_SCALED,
             side="torchpar",
             folder="library",

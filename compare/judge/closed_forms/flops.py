@@ -31,9 +31,3 @@ def model_flops_per_token(experiment: Experiment) -> float:
     head = model.vocab_size * model.n_embd
     attention = 2 * model.n_layer * model.block_size * model.n_embd
     return 6.0 * (weights + head + attention)
-
-
-def tokens_per_step(experiment: Experiment) -> int:
-    """Tokens of an optimizer step, over all devices."""
-    train = experiment.train
-    return train.gradient_accumulation_steps * train.batch_size * experiment.model.block_size

@@ -4,7 +4,7 @@
                            last one the final norm and its own copy of the token embedding, the tied head
     parameters             / dp_shard from ZeRO-3 on; FSDP2's ZeRO-2 keeps shards between steps, too
     gradients              / dp_shard from ZeRO-2 on
-    optimizer              its moments, / dp_shard from ZeRO-1 on
+    optimizer              its moments, / dp_shard from ZeRO-1 on; none with offload, but as much on the host
 
 Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), whose row biases and norms
 every device of tp repeats.
@@ -17,6 +17,7 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, Layout
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.contract.record import ON_HOST
 
 KINDS = ("parameters", "gradients", "optimizer")
 TOLERANCE = 0.05
@@ -33,7 +34,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
     split_from = SHARDED_FROM | {"parameters": ENGINES[engine].shards_parameters_from}
-    return {
+    held = {
         kind: [
             itemsize
             * copies[kind]
@@ -43,6 +44,9 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
         ]
         for kind in KINDS
     }
+    if layout.offload == "optimizer":
+        held |= {ON_HOST: held["optimizer"], "optimizer": [0.0] * layout.devices}
+    return held
 
 
 def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]]) -> float:
@@ -52,12 +56,13 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
     All devices together are held to it both ways.
     """
     worst = 0.0
-    for kind in KINDS:
+    for kind in expected:
         if not any(expected[kind]):
-            worst = max(worst, float(any(measured[kind])))
+            worst = max(worst, float(any(measured.get(kind, ()))))
             continue
-        whole = sum(measured[kind]) / sum(expected[kind]) - 1
-        each = max(got / want - 1 for got, want in zip(measured[kind], expected[kind], strict=True))
+        found = measured.get(kind) or [0] * len(expected[kind])
+        whole = sum(found) / sum(expected[kind]) - 1
+        each = max(got / want - 1 for got, want in zip(found, expected[kind], strict=True))
         worst = max((worst, whole, each), key=abs)
     return worst
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from compare.contract.record import Record
+from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.present.report.tables import Row, Table, Text, upright
 from compare.terminal.units import human_bytes
@@ -32,6 +32,11 @@ class AtRest(Struct, frozen=True, kw_only=True):
         return {kind: self.measured[kind][self.device] for kind in KINDS}
 
     @property
+    def on_host(self) -> int:
+        """Bytes of the fullest device's state that are in the host's memory."""
+        return self.measured.get(ON_HOST, [0] * self.devices)[self.device]
+
+    @property
     def expected(self) -> dict[str, float]:
         """Bytes that the fullest device should hold, by kind."""
         return {kind: self.closed_form[kind][self.device] for kind in KINDS}
@@ -50,6 +55,8 @@ def memory_table(names: list[str], held: Sequence[AtRest | None]) -> Table:
     """Bytes at rest of the fullest device, by kind, each beside its closed form."""
     rows = [Row(Text(kind), [_kind_cell(one, [kind]) for one in held]) for kind in KINDS]
     rows.append(Row(Text("all"), [_kind_cell(one, KINDS) for one in held], is_total=True))
+    if any(one.on_host for one in held if one):
+        rows.append(Row(Text("in the host's memory"), [_host_cell(one) for one in held]))
     return upright(Table(name="Memory at rest, by kind", corner="fullest device", columns=names, rows=rows))
 
 
@@ -57,6 +64,10 @@ def _kind_cell(held: AtRest | None, kinds: Sequence[str]) -> Text:
     if held is None:
         return Text("not recorded")
     return _beside(sum(held.fullest[kind] for kind in kinds), sum(held.expected[kind] for kind in kinds))
+
+
+def _host_cell(held: AtRest | None) -> Text:
+    return Text("not recorded") if held is None else Text(human_bytes(held.on_host))
 
 
 def _beside(measured: float, expected: float) -> Text:

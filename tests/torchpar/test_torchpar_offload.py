@@ -1,0 +1,83 @@
+"""Any optimizer, its state in the host's memory: the same numbers, a chunk of parameters at a time."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchpar.offload import host_tensors, on_host
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+}
+
+
+def two_groups(module: nn.Module) -> list[dict]:
+    return [
+        {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in module.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3) -> None:
+    for x in torch.randn(steps, 4, 8, generator=torch.Generator().manual_seed(0)):
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def modules():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    module.append(nn.Linear(8, 8).requires_grad_(False))
+    return module, copy.deepcopy(module)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("chunk_bytes", [1, 600, 10**9])
+def test_it_updates_as_the_optimizer_does(modules, monkeypatch, name, chunk_bytes):
+    optimizer_cls, options = OPTIMIZERS[name]
+    usual, moved = modules
+    train(usual, optimizer_cls(two_groups(usual), **options))
+    offloaded = on_host(optimizer_cls)
+    monkeypatch.setattr(offloaded, "chunk_bytes", chunk_bytes)
+    optimizer = offloaded(two_groups(moved), **options)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    train(moved, optimizer)
+    assert all(torch.equal(*pair) for pair in zip(usual.parameters(), moved.parameters(), strict=True))
+    assert [group["params"] for group in optimizer.param_groups] == groups
+
+
+def test_its_state_is_at_home_between_two_steps_and_stays_where_it_is(modules):
+    module, _ = modules
+    optimizer = on_host(torch.optim.AdamW)(two_groups(module), lr=1e-2)
+    assert host_tensors(optimizer) == []
+    train(module, optimizer, steps=1)
+    homes = {id(tensor) for tensor in host_tensors(optimizer)}
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert homes == {id(value) for value in state}
+    assert len(homes) == 3 * 4  # a step and two moments of each trained parameter
+    train(module, optimizer, steps=2)
+    assert {id(tensor) for tensor in host_tensors(optimizer)} == homes
+
+
+def test_a_saved_state_comes_back(modules):
+    one, other = modules
+    first, second = (on_host(torch.optim.AdamW)(two_groups(module), lr=1e-2) for module in modules)
+    train(one, first)
+    other.load_state_dict(one.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(one, first)
+    train(other, second)
+    assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_an_optimizer_as_it_is_has_nothing_on_the_host(modules):
+    module, _ = modules
+    optimizer = torch.optim.AdamW(module.parameters())
+    train(module, optimizer)
+    assert host_tensors(optimizer) == []

@@ -1,0 +1,137 @@
+"""Offload by hand: moments rest in the host's memory, and are on the device for their update only.
+
+    fetch        the moments of some parameters, while those before them are updated
+    update       these parameters, as the optimizer does
+    send back    their moments
+
+On a GPU the host's memory is pinned, and a stream of its own copies beside what the device computes. On a CPU
+host and device share one memory, and nothing is won: the same copies are made, so that it can be tried.
+
+ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so that the numbers are the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+CHUNK_BYTES = 64_000_000
+"""Of parameters whose moments come together; two such chunks are on the device at once."""
+
+
+class StateOnHost(torch.optim.Optimizer):
+    """Put before an optimizer that treats parameters one by one, it moves their state: see `on_host`."""
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._start()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, whose state is its own."""
+        super().__setstate__(state)
+        self._start()
+
+    def _start(self) -> None:
+        """Where the state is in the host's memory, by parameter and key; and the stream that copies it."""
+        self._homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        device = self.param_groups[0]["params"][0].device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own step, a chunk of parameters after the other. Returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, chunks = self.param_groups, list(self._chunks())
+        try:
+            for number, (options, parameters) in enumerate(chunks):
+                if not number:
+                    self._fetch(parameters)
+                self._wait_for_copies()
+                if number + 1 < len(chunks):
+                    self._fetch(chunks[number + 1][1])
+                self.param_groups = [{**options, "params": parameters}]
+                super().step()
+                self._send_back(parameters)
+        finally:
+            self.param_groups = groups
+        if self._copies:
+            self._copies.synchronize()  # who reads the state reads the host's memory
+        return loss
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """The state's tensors that are in the host's memory."""
+        return [
+            value
+            for parameter, state in self.state.items()
+            for key, value in state.items()
+            if self._is_at_home(parameter, key, value)
+        ]
+
+    def _chunks(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """Parameters that have a gradient, `chunk_bytes` or more at a time, with their group's options."""
+        for group in self.param_groups:
+            chunk: list[torch.Tensor] = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    chunk.append(parameter)
+                if sum(one.nbytes for one in chunk) >= self.chunk_bytes:
+                    yield group, chunk
+                    chunk = []
+            if chunk:
+                yield group, chunk
+
+    def _fetch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Begin to copy the state of these parameters to their device. At first there is none."""
+        with self._copying():
+            for parameter in parameters:
+                for key, value in self.state[parameter].items():
+                    if self._is_at_home(parameter, key, value):
+                        there = torch.empty_like(value, device=parameter.device, pin_memory=False)
+                        self.state[parameter][key] = there.copy_(value, non_blocking=True)
+
+    def _wait_for_copies(self) -> None:
+        """Let the device compute with what was fetched."""
+        if self._copies:
+            torch.cuda.current_stream().wait_stream(self._copies)
+
+    def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Begin to copy the state of these parameters, as it was updated, to the host."""
+        if self._copies:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        with self._copying():
+            for parameter in parameters:
+                homes = self._homes.setdefault(parameter, {})
+                for key, value in self.state[parameter].items():
+                    if torch.is_tensor(value) and value.device == parameter.device:
+                        homes[key] = self.state[parameter][key] = self._sent(value, homes.get(key))
+
+    def _sent(self, value: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
+        """The tensor in the host's memory that takes a value; the one of the last step if there is one."""
+        if self._copies:
+            value.record_stream(self._copies)
+        if home is None:
+            home = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+        return home.copy_(value, non_blocking=True)
+
+    def _copying(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._copies) if self._copies else nullcontext()
+
+    def _is_at_home(self, parameter: torch.Tensor, key: str, value: Any) -> bool:
+        return torch.is_tensor(value) and self._homes.get(parameter, {}).get(key) is value
+
+
+def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class of optimizers whose state rests in the host's memory."""
+    return type(f"{optimizer_cls.__name__}OnHost", (StateOnHost, optimizer_cls), {})
+
+
+def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What of an optimizer's state is in the host's memory; of one that wraps another, of that."""
+    inner = getattr(optimizer, "inner", optimizer)
+    return inner.host_tensors() if isinstance(inner, StateOnHost) else []
