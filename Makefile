@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix mirror measure moves survival recipes profiles performance gpu-bench docs clean
+.PHONY: help demo test test-fast lint format check faults matrix mirror measure moves survival recipes precisions savings profiles performance gpu-bench docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -61,6 +61,14 @@ survival: $(READY)  ## kill, stop and damage runs and checkpoints; docs/survival
 
 recipes: $(READY)  ## nanoGPT's small recipes in every engine; docs/recipes.json, docs/recipe.png
 	$(BIN)/python docs/recipes.py
+	$(BIN)/python docs/make_docs.py
+
+precisions: $(READY)  ## loss curves in three precisions in every engine; docs/precisions.json, docs/precisions.png
+	$(BIN)/python docs/precisions.py
+	$(BIN)/python docs/make_docs.py
+
+savings: $(READY)  ## what of a device's memory each setting saves; docs/savings.json
+	$(BIN)/python docs/savings.py
 	$(BIN)/python docs/make_docs.py
 
 profiles: $(READY)  ## where the time of jaxpar's steps goes, on an idle machine; docs/profiles.json

@@ -2,12 +2,14 @@
 
 from moves import read_moves
 from performance import BENCHES, read_performance
+from precisions import DTYPES, STEPS, between_engines, from_float32, read_precisions
 from profiles import CLASSES, read_profiles
 from recipes import read_recipes
+from savings import read_savings
 from survival import read_survival
 from table_text import markdown
 
-from compare.terminal.units import error_text
+from compare.terminal.units import error_text, human_bytes
 
 
 def moves() -> str:
@@ -107,6 +109,40 @@ def recipes(name: str) -> str:
     table = markdown(["after steps", *(f"`{engine}`" for engine in engines)], rows, numbers_from=1)
     words = ", ".join(f"{key} = {value}" for key, value in stored.settings.items())
     return f"{table}\n\n{words}. {stored.minutes:.1f} minutes for all engines. {stored.verdict}"
+
+
+def precisions() -> str:
+    """How far losses in 16 bits are from those in 32, and engines from each other."""
+    stored = read_precisions()
+    if not stored:
+        return "Not trained yet: `make precisions` does it."
+    rows = [
+        (
+            dtype,
+            f"{next(iter(curves.losses.values()))[-1]:.4f}",
+            "" if dtype == DTYPES[0] else f"{from_float32(stored, dtype).max():.1e}",
+            f"{between_engines(curves).max():.1e}",
+            str(max(curves.skipped.values())),
+            curves.verdict,
+        )
+        for dtype, curves in stored.items()
+    ]
+    header = [f"{STEPS} steps", "last loss", "furthest from float32", "between engines", "skipped", "verdict"]
+    return markdown(header, rows)
+
+
+def savings() -> str:
+    """What a device holds with each setting."""
+    stored = read_savings()
+    if not stored:
+        return "Not measured yet: `make savings` measures it."
+    engines = list(next(iter(stored.values())))
+    rows = []
+    for setting, held in stored.items():
+        kept = [", ".join(map(human_bytes, (held[name].peak, held[name].at_rest))) for name in engines]
+        host = {human_bytes(one.on_host) for one in held.values()}
+        rows.append([f"`{setting}`", *kept, " or ".join(sorted(host))])
+    return markdown(["setting", *(f"`{engine}`: peak, at rest" for engine in engines), "on the host"], rows)
 
 
 def profiles() -> str:

@@ -2,8 +2,8 @@
 
 Runs that save after every step, of two engines on two devices, are ended in every way, at every moment; what
 is kept is what was said, the exit code, how long it took to end, and whether the newest checkpoint is whole.
-And a checkpoint is damaged in every way, and resumed. It takes some minutes. The same, on more engines, are
-tests.
+A disk fills up while they save, for which root mounts a small one. And a checkpoint is damaged in every way,
+and resumed. It takes some minutes. The same, on more engines, are tests.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ SIGNALS = {
     "SIGTERM": ("shardpair", signal.SIGTERM),
 }
 PATIENCE_S = 120
+FULL, DISK_MB, KEPT = "the disk is full", 16, 1000
 # A script in the background ignores Ctrl-C, and so would what it starts.
 HEARS = """
 import os, signal, sys
@@ -59,7 +60,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     """The last line of standard error."""
     exit_code: int
     seconds: float
-    """From the fault to the end."""
+    """From the fault to the end; of a full disk, from the start."""
     left: int
     """Processes that were still there."""
     newest: int
@@ -138,9 +139,6 @@ def end_by(fault: str, engine: str, moment: str, folder: Path) -> Ending:
         seconds = time.monotonic() - begun
         errors.seek(0)
         lines = errors.read().strip().splitlines()
-    found = checkpoints_in(own)
-    if found:
-        CheckpointReader(found[max(found)]).verify()
     return Ending(
         engine=engine,
         fault=fault,
@@ -149,8 +147,46 @@ def end_by(fault: str, engine: str, moment: str, folder: Path) -> Ending:
         exit_code=code,
         seconds=seconds,
         left=len(alive),
-        newest=max(found, default=0),
+        newest=newest_whole(own),
     )
+
+
+def newest_whole(folder: Path) -> int:
+    """Step of the newest checkpoint, which is read; 0 where there is none."""
+    found = checkpoints_in(folder)
+    if found:
+        CheckpointReader(found[max(found)]).verify()
+    return max(found, default=0)
+
+
+def fill_disk(engine: str, folder: Path) -> Ending:
+    """Let a run save into a disk that is soon full."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], check=True)
+    try:
+        command = [*SHARDPAIR, "run", "demo", "--engines", engine, "--run_dir", str(folder / "run"), *SIZES]
+        begun = time.monotonic()
+        process = psutil.Popen(
+            [*command, *LAYOUT, "--checkpoint.keep", str(KEPT)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        wait_for(lambda: shutil.disk_usage(folder).free < DISK_MB * 1e6 / 2 or process.poll() is not None)
+        family = process.children(recursive=True)
+        lines = process.communicate(timeout=PATIENCE_S)[1].decode().strip().splitlines()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        return Ending(
+            engine=engine,
+            fault=FULL,
+            moment=MOMENTS[2],
+            message=lines[-1].replace(str(folder) + "/", ""),
+            exit_code=process.returncode,
+            seconds=time.monotonic() - begun,
+            left=len(alive),
+            newest=newest_whole(folder / "run" / engine / CHECKPOINTS),
+        )
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def flipped(checkpoint: Path) -> None:
@@ -235,6 +271,9 @@ def main() -> None:
                     print(endings[-1], file=sys.stderr, flush=True)
                     if endings[-1].newest:
                         whole = checkpoints_in(folder / engine / CHECKPOINTS)[endings[-1].newest]
+            if os.geteuid() == 0:
+                endings.append(fill_disk(engine, Path(scratch) / f"disk-{engine}"))
+                print(endings[-1], file=sys.stderr, flush=True)
         assert whole
         for number, damage in enumerate(DAMAGES):
             folder = Path(scratch) / f"damaged-{number}"

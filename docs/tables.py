@@ -8,7 +8,17 @@ from pathlib import Path
 
 import msgspec
 from measured import Errors, Measured, read_measured
-from measured_tables import agreement, endings, moves, performance, profiles, recipes, refusals
+from measured_tables import (
+    agreement,
+    endings,
+    moves,
+    performance,
+    precisions,
+    profiles,
+    recipes,
+    refusals,
+    savings,
+)
 from performance import BENCHES
 from recipes import SETTINGS
 from table_text import markdown
@@ -229,6 +239,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-agreement": agreement,
     "profiles": profiles,
+    "precisions": precisions,
+    "savings": savings,
     "endings": endings,
     "refusals": refusals,
     **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},

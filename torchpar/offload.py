@@ -49,12 +49,11 @@ class StateOnHost(torch.optim.Optimizer):
                 loss = closure()
         groups, chunks = self.param_groups, list(self._chunks())
         try:
+            arrival = self._fetch(chunks[0][1]) if chunks else None
             for number, (options, parameters) in enumerate(chunks):
-                if not number:
-                    self._fetch(parameters)
-                self._wait_for_copies()
+                self._wait_for(arrival)
                 if number + 1 < len(chunks):
-                    self._fetch(chunks[number + 1][1])
+                    arrival = self._fetch(chunks[number + 1][1])
                 self.param_groups = [{**options, "params": parameters}]
                 super().step()
                 self._send_back(parameters)
@@ -86,19 +85,24 @@ class StateOnHost(torch.optim.Optimizer):
             if chunk:
                 yield group, chunk
 
-    def _fetch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin to copy the state of these parameters to their device. At first there is none."""
+    def _fetch(self, parameters: Sequence[torch.Tensor]) -> "torch.cuda.Event | None":
+        """Begin to copy the state of these parameters to their device. At first there is none.
+
+        Returns:
+            What happens when it is there; None if it is already.
+        """
         with self._copying():
             for parameter in parameters:
                 for key, value in self.state[parameter].items():
                     if self._is_at_home(parameter, key, value):
                         there = torch.empty_like(value, device=parameter.device, pin_memory=False)
                         self.state[parameter][key] = there.copy_(value, non_blocking=True)
+        return self._copies.record_event() if self._copies else None
 
-    def _wait_for_copies(self) -> None:
-        """Let the device compute with what was fetched."""
-        if self._copies:
-            torch.cuda.current_stream().wait_stream(self._copies)
+    def _wait_for(self, arrival: "torch.cuda.Event | None") -> None:
+        """Let the device compute with what was fetched, and no sooner."""
+        if arrival:
+            torch.cuda.current_stream().wait_event(arrival)
 
     def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
         """Begin to copy the state of these parameters, as it was updated, to the host."""

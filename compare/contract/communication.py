@@ -59,6 +59,14 @@ class Communication(Struct, frozen=True, kw_only=True):
     """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
     purpose: str = ""
     """What it is for: one of the purposes above."""
+    group_size: int = 0
+    """Devices that speak with each other; 0 where it is not told. This and what follows only in a ledger of a
+    function or a module (`compare.contract.ledger`), which has a row for each place in the program."""
+    dtype: str = ""
+    phase: str = ""
+    """forward, backward or update; "" if that cannot be told."""
+    source: str = ""
+    """The place in the program: file and line, the operation, or the module."""
 
 
 def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:

@@ -50,6 +50,6 @@ def next_scale(before: LossScale, precision: Precision, *, overflowed: bool) -> 
         if before.hysteresis > 1:
             return replace(before, good_steps=0, hysteresis=before.hysteresis - 1)
         return LossScale(scale=max(before.scale / FACTOR, precision.min_loss_scale), hysteresis=patience)
-    if before.good_steps + 1 == precision.loss_scale_window:
+    if before.good_steps + 1 >= precision.loss_scale_window:  # a training that went on may have a shorter one
         return LossScale(scale=min(before.scale * FACTOR, LARGEST_LOSS_SCALE), hysteresis=patience)
     return replace(before, good_steps=before.good_steps + 1)

@@ -114,7 +114,6 @@ def _compare_curve(field: str):
 
 
 def compare_evaluations(reference: Record, candidate: Record) -> Found | None:
-    """All losses of both splits; None if nobody evaluated."""
     """Losses of both splits, after the same steps; None where neither run has any."""
     if not reference.evaluations and not candidate.evaluations:
         return None

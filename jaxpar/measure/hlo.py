@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from compare.contract.communication import OF_DERIVATIVE, SAID
 from jaxpar.measure.replica_groups import replica_groups
+from jaxpar.measure.source_lines import Line, SourceLines
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -33,6 +34,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
 _REMATTED = "rematted_computation"
+_COMMUNICATES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,9 @@ class Collective:
         purpose: from the named scope `for_PURPOSE` around what made it (the innermost one counts), or of
             its derivative, if that is what it is; or "".
         backward: whether autodiff made it: it is the derivative of something, and no forward computed anew.
+        dtypes: of the arrays, as HLO has them: f32, bf16.
+        op_name: of the operation in JAX that it is made of: the path of scopes and transforms.
+        source: the line of the program, if the module tells.
     """
 
     kind: str
@@ -57,15 +62,82 @@ class Collective:
     share: tuple[int, int] = (1, 1)
     purpose: str = ""
     backward: bool = False
+    dtypes: tuple[str, ...] = ()
+    op_name: str = ""
+    source: Line | None = None
 
 
-def collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
-    """Every collective instruction that a module runs, with the number of its calls."""
-    computations, entry = _computations(hlo)
+class UnreadableError(ValueError):
+    """An instruction that cannot be counted. The message is one line with its source, if that is known."""
+
+
+def collectives(
+    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
+) -> list[Collective]:
+    """Every collective instruction that a module runs, with the number of its calls.
+
+    Args:
+        hlo: `compiled.as_text()`.
+        axis_sizes: mesh axes with their sizes, in the order of the mesh.
+        problems: takes a line for each instruction that cannot be counted, which is then left out or, in a
+            loop of unknown length, counted as if that ran once; by default it is an error.
+
+    Raises:
+        UnreadableError: without `problems`, a collective in a loop of unknown length, or replica groups in an
+            unknown spelling.
+    """
+    module = _Module(hlo, axis_sizes, problems)
     return [
         replace(found, calls=found.calls * found.share[0] // found.share[1])
-        for found in _walk(entry, computations, axis_sizes, times=1)
+        for found in module.walk(module.entry, times=1)
     ]
+
+
+class _Module:
+    """The text of a module, by computations."""
+
+    def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None):
+        self._computations, self.entry = _computations(hlo)
+        self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
+
+    def walk(self, name: str, *, times: int) -> Iterator[Collective]:
+        """The collectives that a computation runs, and the computations that it calls."""
+        for text in self._computations[name]:
+            opcode = _opcode(text)
+            if opcode.removesuffix("-start") in KINDS:
+                yield from self._read(text, opcode, times)
+            elif opcode.endswith("-done"):
+                continue  # its start was counted
+            elif opcode.startswith(_COMMUNICATES):
+                self._object(f"{opcode} is an operation that the ledger does not know", text)
+            else:
+                called = _called(text)
+                inner = [found for other in called for found in self.walk(other, times=times)]
+                if opcode == "while" and inner:
+                    trips = self._trip_count(text, inner)
+                    inner = [replace(found, calls=found.calls * trips) for found in inner]
+                yield from inner
+
+    def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
+        try:
+            found = _collective(text, opcode, self._axis_sizes)
+        except ValueError as error:
+            self._object(str(error), text)
+        else:
+            yield replace(found, calls=times, source=self._sources.of(text))
+
+    def _trip_count(self, text: str, inner: list[Collective]) -> int:
+        if match := _TRIP_COUNT.search(text):
+            return int(match[1])
+        kinds = ", ".join(sorted({found.kind for found in inner}))
+        self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
+        return 1
+
+    def _object(self, problem: str, text: str) -> None:
+        line = f"{problem}, at {self._sources.of(text) or text[:120]}"
+        if self._problems is None:
+            raise UnreadableError(line)
+        self._problems.append(line)
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -80,23 +152,6 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
         elif name and (instruction := _INSTRUCTION.match(line)):
             computations[name].append(instruction[1])
     return computations, entry
-
-
-def _walk(
-    name: str, computations: dict[str, list[str]], axis_sizes: Mapping[str, int], *, times: int
-) -> Iterator[Collective]:
-    for text in computations[name]:
-        opcode = _opcode(text)
-        if opcode.removesuffix("-start") in KINDS:
-            yield replace(_collective(text, opcode, axis_sizes), calls=times)
-        elif not opcode.endswith("-done"):  # its start was counted
-            inner = [
-                c for called in _called(text) for c in _walk(called, computations, axis_sizes, times=times)
-            ]
-            if opcode == "while" and inner:
-                trips = _trip_count(text)
-                inner = [replace(collective, calls=collective.calls * trips) for collective in inner]
-            yield from inner
 
 
 def _opcode(text: str) -> str:
@@ -114,18 +169,12 @@ def _called(text: str) -> list[str]:
     return names
 
 
-def _trip_count(text: str) -> int:
-    match = _TRIP_COUNT.search(text)
-    if not match:
-        raise ValueError(f"a loop with a collective in it has no known trip count: {text[:120]}")
-    return int(match[1])
-
-
 def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collective:
     kind = KINDS[opcode.removesuffix("-start")]
     groups = replica_groups(text, axis_sizes)
     shapes = text[: text.index(f" {opcode}(")]
-    arrays = [_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shapes)]
+    found = _ARRAY.findall(shapes)
+    arrays = [_bytes(dtype, dims) for dtype, dims in found]
     if opcode == "collective-permute-start":
         arrays = arrays[1:2]  # (operand, result, two context words)
     elif opcode in ("all-gather-start", "reduce-scatter-start", "all-to-all-start"):
@@ -142,6 +191,8 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         share=(int(turns), int(of_turns)),
         purpose=_purpose(op_name[1] if op_name else "", backward=backward),
         backward=backward,
+        dtypes=tuple(dict.fromkeys(dtype for dtype, dims in found if dtype != "u32" or len(found) == 1)),
+        op_name=op_name[1] if op_name else "",
     )
 
 

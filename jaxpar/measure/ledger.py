@@ -5,8 +5,13 @@ of the full (gathered) tensor.
 """
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 from compare.contract.axes import PP, TP, joined
 from compare.contract.communication import (
@@ -18,10 +23,12 @@ from compare.contract.communication import (
     Communication,
     ring_wire_bytes,
 )
+from compare.contract.ledger import Ledger
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.replica_groups import groups_along
 
 SCALAR = 8  # bytes of a float64
+_PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
 def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communication]:
@@ -58,6 +65,52 @@ def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communicatio
         for key in sorted(calls)
         for kind, axis, purpose in [key]
     ]
+
+
+def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
+    """What one call of a function communicates: a row for each collective that XLA made of it.
+
+    Args:
+        function: jitted or not, with `shard_map` or without. It is compiled, and does not run.
+        arguments: its own: arrays, or `ShapeDtypeStruct`s with shardings.
+        mesh: names the axes.
+
+    Raises:
+        ValueError: the function runs on another number of devices than the mesh has.
+    """
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    hlo = jitted.lower(*arguments).compile().as_text()
+    assert hlo, "XLA keeps no text of the compiled function"
+    partitions = _PARTITIONS.search(hlo)
+    devices = int(partitions[1]) if partitions else 1
+    if devices not in (1, mesh.size):
+        raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
+    problems: list[str] = []
+    found = collectives(hlo, mesh.shape, problems=problems)
+    differentiates = any("jvp(" in collective.op_name for collective in found)
+    rows = [_row(collective, mesh.shape, differentiates=differentiates) for collective in found]
+    return Ledger(rows=[row for row in rows if row.group_size > 1], problems=problems)
+
+
+def _row(collective: Collective, axis_sizes: Mapping[str, int], *, differentiates: bool) -> Communication:
+    axis, group_size = _axis(collective, axis_sizes)
+    size = sum(collective.arrays)
+    phase = ""
+    if differentiates:
+        of_forward = "jvp(" in collective.op_name and "transpose(" not in collective.op_name
+        phase = "forward" if of_forward else "backward" if "transpose(" in collective.op_name else "update"
+    return Communication(
+        kind=collective.kind,
+        axis=axis,
+        purpose=collective.purpose,
+        calls=collective.calls,
+        bytes=collective.calls * size,
+        wire_bytes=collective.calls * ring_wire_bytes(collective.kind, size, group_size),
+        group_size=group_size,
+        dtype=", ".join(collective.dtypes),
+        phase=phase,
+        source=": ".join(str(part) for part in (collective.source, collective.op_name) if part),
+    )
 
 
 def _inferred_purpose(collective: Collective, axis: str) -> str:

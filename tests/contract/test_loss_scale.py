@@ -35,6 +35,8 @@ def test_an_overflow_halves_and_a_window_without_one_doubles():
     forgiven = scales("..x....")  # the first overflow is, and counting begins anew
     assert forgiven == [64, 64, 64, 64, 64, 64, 128]
     assert scales("xx.xx.") == [64, 64, 32, 32, 32, 16]
+    scale = LossScale(scale=64.0, good_steps=5)  # of a training whose window was longer
+    assert next_scale(scale, HALF, overflowed=False).scale == 128
     impatient = Precision(dtype="float16", loss_scale=64.0)
     assert scales("xx.", impatient) == [64, 32, 16]
 

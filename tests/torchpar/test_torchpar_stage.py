@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchpar.manual.pipeline.deferred_weight_gradients import DeferredWeightGradients
 from torchpar.manual.pipeline.stage import Stage
+from torchpar.manual.pipeline.weight_gradients import WeightGradients
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -136,9 +136,36 @@ def test_a_frozen_first_stage_has_nothing_to_do_in_backward(splits):
     assert stage.in_flight == 0
 
 
+def test_products_add_up_where_the_gradients_are():
+    stage = Stage(layer := nn.Linear(3, 4), splits_backward=False)
+    expected, where = None, None
+    for m, x in enumerate(torch.randn(3, 2, 3)):
+        stage.backward(m, torch.ones_like(stage.forward(m, x)))
+        assert layer.weight.grad is not None
+        assert where in (None, layer.weight.grad.data_ptr())
+        where = layer.weight.grad.data_ptr()
+        expected = (0 if expected is None else expected) + torch.ones(4, 2) @ x
+    torch.testing.assert_close(layer.weight.grad, expected)
+    torch.testing.assert_close(layer.bias.grad, torch.full((4,), 6.0))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_called_for_each_microbatch(splits, hook):
+    layer, seen = nn.Linear(3, 4), []
+    for parameter in layer.parameters():
+        getattr(parameter, hook)(lambda tensor: seen.append(tensor.shape))
+    stage = Stage(layer, splits_backward=splits)
+    for m in range(2):
+        stage.backward(m, torch.ones_like(stage.forward(m, torch.ones(2, 3))))
+        if splits:
+            stage.backward_weight(m)
+    assert sorted(seen) == [(4,), (4,), (4, 3), (4, 3)]
+
+
 def test_a_second_derivative_through_deferred_gradients_is_an_error():
     factors, layer, x = [], nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
-    with DeferredWeightGradients(layer).into(factors):
+    with WeightGradients(layer).into(factors.append):
         y = layer(x)
     with pytest.raises(RuntimeError, match="differentiated only once"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

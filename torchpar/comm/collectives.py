@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchpar.comm.chunks import chunk_slices
-from torchpar.comm.counter import Call, Traffic
+from torchpar.comm.counter import Call, Traffic, observed
 from torchpar.comm.handles import CompletedWork, Work, WorkGroup, WorkThen
 
 T = TypeVar("T")
@@ -212,10 +212,12 @@ class Axis:
                 raise ValueError(
                     f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        self.traffic.add(Call(kind, self.name, purpose), full.nbytes)
+        call = Call(kind, self.name, purpose)
+        self.traffic.add(call, full.nbytes)
         self.traffic.purpose = purpose
         try:
-            yield
+            with observed(call, full, self.size):
+                yield
         finally:
             self.traffic.purpose = ""
 

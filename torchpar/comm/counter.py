@@ -3,7 +3,9 @@
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import torch
 
 from compare.contract.communication import Communication, ring_wire_bytes
 
@@ -14,6 +16,34 @@ class Call(NamedTuple):
     kind: str
     axis: str
     purpose: str
+
+
+class Observer(Protocol):
+    """Somebody who wants to know of every call, whatever mesh it is of."""
+
+    def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
+        """A call over a (gathered) tensor begins; what it sends itself comes before `ends`."""
+        ...
+
+    def ends(self) -> None:
+        """It has been handed on."""
+        ...
+
+
+observers: list[Observer] = []
+
+
+@contextmanager
+def observed(call: Call, full: torch.Tensor, ranks: int) -> Generator[None]:
+    """Tell the observers of a call that is made inside."""
+    watching = list(observers)
+    for observer in watching:
+        observer.begins(call, full, ranks)
+    try:
+        yield
+    finally:
+        for observer in watching:
+            observer.ends()
 
 
 class Traffic:

@@ -4,6 +4,7 @@ Patching torch.distributed would miss what the library wrappers send from C++.
 """
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -74,23 +75,48 @@ class CommunicationMode(TorchDispatchMode):
             return NotImplemented  # DTensor first: what it makes of the operator comes back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional") and not self._own_calls.is_paused:
-            self._count(func, args, kwargs, result)
+        if not self._own_calls.is_paused and (seen := call_of(func, args, kwargs, result)):
+            self._count(seen)
         return result
 
-    def _count(self, func, args, kwargs, result) -> None:
-        name = func.overloadpacket.__name__.replace("_", "")
-        if name in _IGNORED:
-            return
-        # The full tensor is what goes in or what comes out, whichever is larger.
-        size = max(_nbytes((args, kwargs)), _nbytes(result))
-        if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
-            size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
-        group = _group_name((*args, *kwargs.values()))
-        assert group in self._axis_names, f"{name} over process group {group!r}, which is no axis of the mesh"
-        kind, axis = _KINDS.get(name, name), self._axis_names[group]
-        purpose = self._own_calls.purpose or _WRAPPERS.get((axis, kind), self._default_purpose)
-        self.seen.add(Call(kind, axis, purpose), size)
+    def _count(self, seen: "SeenCall") -> None:
+        assert seen.group in self._axis_names, (
+            f"{seen.kind} over process group {seen.group!r}, which is no axis of the mesh"
+        )
+        axis = self._axis_names[seen.group]
+        purpose = self._own_calls.purpose or _WRAPPERS.get((axis, seen.kind), self._default_purpose)
+        self.seen.add(Call(seen.kind, axis, purpose), seen.bytes)
+
+
+class SeenCall(NamedTuple):
+    """A collective as the dispatcher sees it."""
+
+    kind: str
+    group: str
+    """Name of the process group."""
+    bytes: int
+    """Of the full (gathered) tensor."""
+    dtype: str
+
+
+def call_of(func: Any, args: tuple, kwargs: dict, result: object) -> SeenCall | None:
+    """What an operator communicates; None if it does not, or only takes what somebody else sends."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func.overloadpacket.__name__.replace("_", "")
+    if name in _IGNORED:
+        return None
+    # The full tensor is what goes in or what comes out, whichever is larger.
+    size = max(_nbytes((args, kwargs)), _nbytes(result))
+    if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
+        size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
+    dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return SeenCall(
+        kind=_KINDS.get(name, name),
+        group=_group_name((*args, *kwargs.values())),
+        bytes=size,
+        dtype=", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+    )
 
 
 def of_the_busiest(ledgers: Iterable[list[Communication]]) -> list[Communication]:

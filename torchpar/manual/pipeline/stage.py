@@ -1,17 +1,17 @@
 """One stage of a pipeline: forward and backward of one microbatch at a time, for any module.
 
 Backward is one task, or two: gradients of the stage's input first, which the stage before it waits for, and
-those of linear layers' weights later. Gradients add up over microbatches, as autograd adds them.
+those of linear layers' weights later. Gradients add up over microbatches: those of linear layers' weights in
+the product that makes them, all others as autograd adds them.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from torchpar.manual.pipeline.deferred_weight_gradients import DeferredWeightGradients, Factors, accumulate
+from torchpar.manual.pipeline.weight_gradients import Factors, WeightGradients, add_up
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Stage:
     """
 
     def __init__(self, module: nn.Module, *, splits_backward: bool):
-        self.module = module
-        self._deferred = DeferredWeightGradients(module) if splits_backward else None
+        self.module, self._splits = module, splits_backward
+        self._of_weights = WeightGradients(module, spares_hooks=not splits_backward)
         self._activations: dict[int, _Activations] = {}
         self._factors: dict[int, list[Factors]] = {}
 
@@ -63,7 +63,7 @@ class Stage:
         """
         x = x.detach().requires_grad_(x.is_floating_point())
         factors: list[Factors] = []
-        with self._deferred.into(factors) if self._deferred else nullcontext():
+        with self._of_weights.into(factors.append if self._splits else add_up):
             y = finish(self.module(x, *also))
         self._activations[microbatch] = _Activations(x, y, factors)
         return y.detach()
@@ -80,12 +80,14 @@ class Stage:
         """
         kept = self._activations.pop(microbatch)
         if kept.y.requires_grad:  # else the stage is frozen, and its input is no floating-point tensor
-            with self._deferred.into(kept.factors) if self._deferred else nullcontext():
+            with self._of_weights.into(kept.factors.append if self._splits else add_up):
                 torch.autograd.backward(kept.y, gradient)
-        if self._deferred:
+        if self._splits:
             self._factors[microbatch] = kept.factors
         return kept.x.grad
 
     def backward_weight(self, microbatch: int) -> None:
         """Add the weight gradients that `backward` left, where they are a task of their own."""
-        accumulate(self._factors.pop(microbatch))
+        factors = self._factors.pop(microbatch)
+        while factors:
+            add_up(factors.pop())

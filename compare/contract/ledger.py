@@ -1,0 +1,100 @@
+"""What a function or a module communicates, held against what its author expects.
+
+ledger = jaxpar.ledger(step, *arguments, mesh=mesh)        # any function that JAX can jit
+with torchpar.ledger(mesh) as ledger:                      # any module and its wrappers
+    loss(model(x)).backward()
+
+print(ledger)
+assert_communication(ledger, {("all_reduce", "data"): 4 * parameters})
+"""
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from compare.contract.communication import Communication
+
+SCALAR = 8
+"""Bytes: of a float64."""
+
+Expected = Mapping[tuple[str, ...], float | None]
+"""Logical bytes by (kind, axis) or (kind, axis, purpose); None for any."""
+
+
+class UnexpectedCommunicationError(AssertionError):
+    """A ledger is not what was expected. The message has a line for each difference, with its source."""
+
+
+class Ledger(Struct, kw_only=True):
+    """What was communicated, a row for each place in the program that does it.
+
+    Logical bytes are those of the full (gathered) tensor, on one device, in one call of the function or
+    within the context.
+    """
+
+    rows: list[Communication] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, and where it is: then all else is here, and the ledger is incomplete."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if everything could be read."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        """A line for each row, then what is missing."""
+        rows, problems = map(_line, self.rows), (f"INCOMPLETE: {problem}" for problem in self.problems)
+        return "\n".join(line.rstrip() for line in (_LINE.format(*_HEADER), *rows, *problems))
+
+
+_HEADER = ("operation", "axis", "ranks", "calls", "bytes", "dtype", "phase", "for", "source")
+_LINE = "{:<15} {:<14} {:>5} {:>6} {:>14} {:<9} {:<9} {:<22} {}"
+
+
+def _line(row: Communication) -> str:
+    figures = (row.group_size, f"{row.calls:,}", f"{row.bytes:,}")
+    return _LINE.format(row.kind, row.axis, *figures, row.dtype, row.phase, row.purpose, row.source)
+
+
+def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
+    """Nothing was communicated but this, and all of this was.
+
+    Args:
+        ledger: of a function or a context.
+        expected: bytes by kind and axis, or by kind, axis and purpose.
+        scalars: whether numbers that go alone, such as a loss, count, too.
+
+    Raises:
+        UnexpectedCommunicationError: something is missing, too much or too little, or could not be read.
+    """
+    if lines := differences(ledger, expected, scalars=scalars):
+        raise UnexpectedCommunicationError("\n".join(lines))
+
+
+def differences(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> list[str]:
+    """What `assert_communication` objects to, a line each: the unexpected first."""
+    rows = [row for row in ledger.rows if scalars or row.bytes > SCALAR * row.calls]
+    asked = {key: [row for row in rows if _is_of(row, key)] for key in expected}
+    matched = {id(row) for found in asked.values() for row in found}
+    lines = [f"unexpected: {in_words(row)}" for row in rows if id(row) not in matched]
+    for key, size in expected.items():
+        found, name = asked[key], f"{key[0]} over {' for '.join(key[1:])}"
+        total = sum(row.bytes for row in found)
+        if not found:
+            lines.append(f"missing: {name}" + (f", {size:,.0f} bytes" if size is not None else ""))
+        elif size is not None and total != size:
+            lines.append(f"{name}: {total:,} bytes instead of {size:,.0f}:")
+            lines += [f"    {in_words(row)}" for row in found]
+    return lines + [f"incomplete: {problem}" for problem in ledger.problems]
+
+
+def in_words(row: Communication) -> str:
+    """One row as a clause: what, how much, how often, and where."""
+    times = "once" if row.calls == 1 else f"{row.calls} times"
+    of = f", for {row.purpose}" if row.purpose else ""
+    where = f", from {row.source}" if row.source else ""
+    return f"{row.kind} over {row.axis} {times}, {row.bytes:,} bytes{of}{where}"
+
+
+def _is_of(row: Communication, key: tuple[str, ...]) -> bool:
+    return key == (row.kind, row.axis, row.purpose)[: len(key)]

@@ -1,0 +1,74 @@
+"""Source lines of instructions, from the tables of stack frames in the text of an HLO module.
+
+    FileNames              1 "model.py"
+    FunctionNames          1 "loss"
+    FileLocations          1 {file_name_id=1 function_name_id=1 line=5 ...}
+    StackFrames            1 {file_location_id=1 parent_frame_id=1}
+
+A frame's parent has the number before `parent_frame_id`; 0 is none. Older XLA writes file and line at the
+instruction.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_NUMBER = re.compile(r"(\w+)=(\d+)")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_INLINE = re.compile(r'source_file="([^"]*)".*?source_line=(\d+)')
+OWN_WRAPPERS = Path(__file__).parents[1] / "comm"
+"""Every collective of jaxpar is called there: who called it is of interest."""
+
+
+class Line(NamedTuple):
+    """A place in a program."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        """file.py:12 (function), the file without its folders."""
+        return f"{Path(self.file).name}:{self.line}" + (f" ({self.function})" if self.function else "")
+
+
+class SourceLines:
+    """Where the instructions of a module come from.
+
+    Args:
+        hlo: its text.
+    """
+
+    def __init__(self, hlo: str):
+        tables = {name: dict(_ENTRY.findall(body)) for name, body in _TABLE.findall(hlo)}
+        files, functions = ({k: v.strip('"') for k, v in tables.get(name, {}).items()} for name in NAMES)
+        self._lines: dict[str, Line] = {}
+        for number, text in tables.get("FileLocations", {}).items():
+            of = dict(_NUMBER.findall(text))
+            file, function = files.get(of["file_name_id"], ""), functions.get(of["function_name_id"], "")
+            self._lines[number] = Line(file, int(of["line"]), function)
+        self._frames = {
+            number: dict(_NUMBER.findall(text)) for number, text in tables.get("StackFrames", {}).items()
+        }
+
+    def of(self, instruction: str) -> Line | None:
+        """The innermost line that is not in jaxpar's own wrappers of collectives; None if nothing tells."""
+        if inline := _INLINE.search(instruction):
+            return Line(inline[1], int(inline[2]))
+        match = _FRAME.search(instruction)
+        stack = self._stack(match[1]) if match else []
+        outside = [line for line in stack if Path(line.file).parent != OWN_WRAPPERS]
+        return (outside or stack or [None])[0]
+
+    def _stack(self, frame: str) -> list[Line]:
+        """A frame and its callers, the innermost first."""
+        lines = []
+        while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):
+            lines.append(self._lines[entry["file_location_id"]])
+            frame = str(int(entry.get("parent_frame_id", "1")) - 1)
+        return lines
+
+
+NAMES = ("FileNames", "FunctionNames")
