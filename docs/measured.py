@@ -1,5 +1,7 @@
 """`make measure`: run check, golden and faults again, and keep their errors in docs/measured.json.
 
+    python docs/measured.py faults        # one of them
+
 The docs quote these numbers. It takes a while: about 90 trainings of a tiny model, one after another.
 """
 
@@ -58,7 +60,7 @@ def kept(outcomes: dict[str, bytes]) -> Measured:
     """The part of the commands' JSON that is kept, by study."""
     decoded = {name: msgspec.json.decode(text, type=_Outcome) for name, text in outcomes.items()}
     versions: dict[str, str] = {}
-    for of_case in decoded["check_float64"].versions:
+    for of_case in (one for outcome in decoded.values() for one in outcome.versions):
         versions |= {name: of_case[name] for name in ("python", "jax", "torch") if name in of_case}
     return Measured(
         versions=versions,
@@ -82,19 +84,22 @@ def write(measured: Measured) -> None:
     MEASURED.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
 
 
-def main() -> int:
-    """Measure, and write. Returns the exit code: 0 if every command passed."""
+def main(names: list[str]) -> int:
+    """Measure these, or all, and write. Returns the exit code: 0 if every command passed."""
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, command in COMMANDS.items():
+        for name in names or COMMANDS:
+            command = COMMANDS[name]
             shardpair = [sys.executable, "-m", "compare", *command, "--json", "--run_dir", f"{folder}/{name}"]
             done = subprocess.run(shardpair, stdout=subprocess.PIPE, check=False)
             if done.returncode:
                 return done.returncode
             outcomes[name] = done.stdout
-    write(kept(outcomes))
+    found = kept(outcomes)
+    earlier = read_measured().studies if names else {}
+    write(Measured(versions=found.versions, studies=earlier | found.studies))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
