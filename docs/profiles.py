@@ -23,6 +23,7 @@ CASES = (
     ("jax-manual", "ddp", 4),
     ("jax-manual", "zero1", 4),
     ("jax-manual", "fsdp", 4),
+    ("jax-manual", "tp", 2),
     ("jax-compiler", "zero1", 4),
 )
 CLASSES = {

@@ -4,6 +4,7 @@ A strategy then reads like its description, and a collective can be swapped ever
 its purpose, in a named scope that the ledger reads back.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,16 +36,27 @@ def axis_size(axis: str) -> int:
     return lax.axis_size(axis)
 
 
+def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def _is_varying(x: jax.Array, axis: str) -> bool:
+    """Whether JAX counts x as each device's own along an axis; if it does not tell, it may be."""
+    kinds = getattr(jax.typeof(x), "mat", jax.typeof(x))
+    return axis in getattr(kinds, "varying", getattr(kinds, "vma", (axis,)))
+
+
 def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
     """The sum of x over a mesh axis, or several, on every device of it."""
+    # A sum over one device is nothing, and XLA on a CPU copies all of x for it.
+    axes = [name for name in _names(axis) if axis_size(name) > 1 or _is_varying(x, name)]
     with ledger_scope(purpose):
-        return lax.psum(x, axis)
+        return lax.psum(x, tuple(axes)) if axes else x
 
 
 def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
     """The mean of x over a mesh axis, or several, on every device of it."""
-    with ledger_scope(purpose):
-        return lax.pmean(x, axis)
+    return all_reduce(x, axis, purpose=purpose) / math.prod(map(axis_size, _names(axis)))
 
 
 def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
@@ -57,8 +69,11 @@ def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
     """Mark values that are equal along an axis as each device's own. Its transpose is an all-reduce.
 
     Autodiff of a use of an invarying value by varying data inserts a psum of its gradient at that use.
-    Of a value marked varying the gradient stays local, and reducing it is up to us.
+    Of a value marked varying the gradient stays local, and reducing it is up to us. Along an axis of one
+    device nothing is anyone's own: there is nothing to mark.
     """
+    if axis_size(axis) == 1:
+        return tree
     with ledger_scope(purpose):
         return jax.tree.map(lambda x: lax.pcast(x, axis, to="varying"), tree)
 

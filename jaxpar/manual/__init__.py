@@ -52,7 +52,7 @@ def parallelize(
             uses parameters past the edits (`jaxpar.tracing.edits`).
     """
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
-    batch_spec = P(None, BATCH)
+    batch_spec = P(None, tuple(axis for axis in BATCH if mesh.shape[axis] > 1))
     at_rest = specs(placements, sharded=layout.zero == 3)
     sharded = specs(placements, sharded=True)
     moments = state_like(optimizer, problem.shapes, sharded)
@@ -240,7 +240,6 @@ def _synchronize(gradients: Any, placements: Any, layout: Layout) -> Any:
         gradients = tensor_parallel.sum_partial_gradients(gradients, placements)
     if layout.pp > 1:
         gradients = pipeline_parallel.sum_tied_gradients(gradients, placements)
-    # One replica: a psum over one device is nothing, and XLA removes it.
     method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
     # A bucket has leaves of one kind: joined with one that is split, a repeated one would count as split.
     return map_alike(
