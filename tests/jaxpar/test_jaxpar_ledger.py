@@ -209,3 +209,17 @@ def test_data_parallel_closed_form(gradient_sync):
     assert found["gradients"].bytes == size
     assert found["gradients"].wire_bytes == pytest.approx(2 * 3 / 4 * size, abs=found["gradients"].calls)
     assert (found["loss"].calls, found["loss"].bytes) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(dp_replicate=4), Layout(dp_shard=4, zero=1), Layout(tp=2)]
+)
+def test_nothing_is_reduced_over_axes_of_one_device(layout):
+    """XLA on a CPU would copy what it reduces."""
+    experiment = Experiment(
+        model=Model(n_layer=2, n_head=2, n_embd=16, block_size=8), train=Train(batch_size=4), layout=layout
+    )
+    mesh = make_mesh(layout, platform="cpu")
+    sharded, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
+    hlo = compile_step(sharded, state, experiment).as_text()
+    assert all(max(map(len, found.groups)) > 1 for found in collectives(hlo, mesh.shape))
