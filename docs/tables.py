@@ -31,7 +31,7 @@ from compare.contract.engines.registry import PEERS, STUDIED
 from compare.contract.experiment import Layout
 from compare.contract.schedules import SCHEDULES, make_schedule
 from compare.judge.ladder import REQUEST, RUNGS
-from compare.judge.tolerances import TOLERANCES
+from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.presets import PRESETS, preset_layout
@@ -112,8 +112,12 @@ def schedules() -> str:
 
 def tolerances() -> str:
     """The limit of every rung, by dtype."""
-    rows = ([rung, *(f"{TOLERANCES[dtype][rung].limit:g}" for dtype in TOLERANCES)] for rung in RUNGS)
+    rows = ([rung, *(_limit(TOLERANCES[dtype][rung]) for dtype in TOLERANCES)] for rung in RUNGS)
     return markdown(["rung", *TOLERANCES], rows)
+
+
+def _limit(tolerance: Tolerance) -> str:
+    return f"{tolerance.limit:g}" + (f", {tolerance.steps} steps" if tolerance.steps else "")
 
 
 def worst(errors: Iterable[Errors], rung: str) -> str:

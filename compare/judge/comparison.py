@@ -91,10 +91,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
         others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         if not all(verdict.compared_tensors for verdict in self.verdicts):
-            return (
-                f"the losses of {others} agree with those of {self.cases[0]}; gradients and weights were "
-                f"not compared"
-            )
+            what = "gradients and weights"
+            if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
+                what = "the gradients of the first step, which overflowed and was skipped,"
+            return f"the losses of {others} agree with those of {self.cases[0]}; {what} were not compared"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
         return f"{others} {agree} with {self.cases[0]} on {rungs} rungs"
 

@@ -26,6 +26,7 @@ from compare.judge.rungs import (
     compare_evaluations,
     compare_loss_scales,
     first_was_skipped,
+    shortened,
 )
 from compare.judge.tolerances import SAME_OVERFLOWS, Tolerance, tolerances_for
 
@@ -127,11 +128,14 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
     skipped = {}
     for rung in RUNGS[1:]:
         nothing_done = rung in OF_FIRST_STEP and first_was_skipped(reference, candidate)
-        compared = None if nothing_done else COMPARE[rung](reference, candidate)
+        runs = [shortened(run, tolerances[rung].steps) for run in (reference, candidate)]
+        compared = None if nothing_done else COMPARE[rung](*runs)
         if compared is None:
             skipped[rung] = _why_skipped(rung, candidate)
             continue
         error, worst = compared
+        if len(runs[1].steps) < len(candidate.steps):
+            worst += f", of the first {len(runs[1].steps)} steps, as no later one was compared"
         results.append(_result(rung, error, worst, tolerances[rung]))
     if scaled := compare_loss_scales(reference, candidate):
         results.append(_result(LOSS_SCALE, *scaled, SAME_OVERFLOWS))

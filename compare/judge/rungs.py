@@ -6,6 +6,8 @@ None means that there is nothing to compare: the runs did not leave it.
 import math
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from compare.contract.data import SPLITS
 from compare.contract.initial_weights import starting_sha256
 from compare.contract.optimizer import global_norm
@@ -13,6 +15,11 @@ from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Rung, rungs_asked_for
 from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
+
+
+def shortened(run: Record, steps: int) -> Record:
+    """The record with so many of its first steps; 0 for all."""
+    return replace(run, steps=run.steps[:steps]) if steps else run
 
 
 def _compare_batch(reference: Record, candidate: Record) -> Found | None:

@@ -15,6 +15,8 @@ class Tolerance(Struct, frozen=True):
 
     limit: float
     reason: str
+    steps: int = 0
+    """Of so many first steps only; 0 for all. The verdict says so."""
 
 
 _EXACT = Tolerance(0.0, "copied, never computed: bitwise equal")
@@ -79,7 +81,12 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
         "first_moments": Tolerance(1e-1, "gradients, and their squares: twice their error; 2.5e-2 measured"),
         "later_weights": Tolerance(2.1, "as after the first step; worst measured 1.1"),
         "loss_curve": Tolerance(2e-2, "rounding fed back at every step; 5e-5 over 20 steps measured"),
-        "norm_curve": Tolerance(1e-1, "the same, through the gradients; 9e-4 over 20 steps measured"),
+        "norm_curve": Tolerance(
+            1e-1,
+            "the same, through the gradients; 2e-3 over 20 steps measured. Later ones are not held: in the "
+            "same engine a change of 1e-7 in the initial weights moves the norm of one of 200 steps by 0.6",
+            steps=20,
+        ),
     },
     "float16": {
         "request": _ASKED,

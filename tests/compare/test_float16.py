@@ -23,6 +23,7 @@ def test_every_engine_skips_the_same_steps(tiny, shardpair, layout):
     done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *ENGINES)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps skipped, last loss scale" in done.stdout
+    assert "the first step, which overflowed and was skipped, were not compared" in done.stdout
     runs = [shardpair.folder / "run" / engine for engine in ENGINES]
     seen = [[(step.skipped, step.loss_scale) for step in read_record(run).steps] for run in runs]
     assert seen[1:] == seen[:-1]

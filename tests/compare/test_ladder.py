@@ -11,7 +11,7 @@ from records import make_record, make_steps, tensors_of
 
 from compare.contract.experiment import edited
 from compare.contract.request import Rung
-from compare.judge.ladder import REQUEST, RUNGS, climb
+from compare.judge.ladder import REQUEST, RUNGS, Verdict, climb
 from compare.judge.tensor_errors import relative_error, worst_tensor
 from compare.judge.tolerances import TOLERANCES
 
@@ -106,6 +106,23 @@ def test_a_wrong_scalar_fails_at_its_rung(tmp_path, tiny, reference, field, step
     assert f"step {step}" in verdict.failure.worst
     assert ("diverged" in verdict.sentence()) == math.isnan(value)
     assert rung in [result.rung for result in verdict.rungs if not result.passed]
+
+
+def test_in_bfloat16_norms_are_held_while_rounding_has_not_grown_and_the_verdict_says_so(tmp_path, tiny):
+    spec = edited(tiny, {"precision": {"dtype": "bfloat16"}, "train": {"max_iters": 25}})
+    held = TOLERANCES["bfloat16"]["norm_curve"].steps
+    right = make_record(tmp_path / "right", spec)
+
+    def verdict_with(step: int) -> Verdict:
+        steps = make_steps(spec)
+        steps[step] = msgspec.structs.replace(steps[step], grad_norm=2 * steps[step].grad_norm)
+        return climb(right, make_record(tmp_path / str(step), spec, steps=steps))
+
+    assert verdict_with(held - 1).failure.rung == "norm_curve"
+    later = verdict_with(held)
+    assert later.passed
+    (norms,) = [result for result in later.rungs if result.rung == "norm_curve"]
+    assert norms.worst.endswith(f"of the first {held} steps, as no later one was compared")
 
 
 def test_a_norm_that_both_runs_get_wrong_is_not_that_of_their_gradients(tmp_path, tiny):
