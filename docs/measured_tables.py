@@ -2,7 +2,16 @@
 
 from moves import read_moves
 from performance import BENCHES, read_performance
-from precisions import DTYPES, STEPS, between_engines, from_float32, read_precisions
+from precisions import (
+    DTYPES,
+    ENGINES,
+    NEARBY,
+    STEPS,
+    apart,
+    between_engines,
+    from_float32,
+    read_precisions,
+)
 from profiles import CLASSES, read_profiles
 from recipes import read_recipes
 from savings import read_savings
@@ -122,12 +131,14 @@ def precisions() -> str:
             f"{next(iter(curves.losses.values()))[-1]:.4f}",
             "" if dtype == DTYPES[0] else f"{from_float32(stored, dtype).max():.1e}",
             f"{between_engines(curves).max():.1e}",
+            f"{apart(curves.nearby, curves.losses[ENGINES[0]]).max():.1e}" if curves.nearby else "not run",
             str(max(curves.skipped.values())),
             curves.verdict,
         )
         for dtype, curves in stored.items()
     ]
-    header = [f"{STEPS} steps", "last loss", "furthest from float32", "between engines", "skipped", "verdict"]
+    header = [f"{STEPS} steps", "last loss", "furthest from float32", "between engines"]
+    header += [f"weights changed by {NEARBY:g}", "skipped", "verdict"]
     return markdown(header, rows)
 
 

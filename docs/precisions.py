@@ -1,7 +1,10 @@
 """`make precisions`: nanoGPT's CPU recipe in float32, bfloat16 and float16; docs/precisions.json.
 
-Every engine trains 200 steps in each, held against torch-manual in the same precision; docs/precisions.png
-has the losses, and how far apart they are: what engines differ by beside what the precision costs.
+    python docs/precisions.py bfloat16        # one of them; float16 takes most of the time, half an hour
+
+Every engine trains 200 steps in each, held against torch-manual in the same precision, and torch-manual once
+more from weights that are changed by a part in 10^7. docs/precisions.png has the losses, and how far apart
+they are: what engines differ by, beside what the precision costs and what training makes of any difference.
 """
 
 import sys
@@ -12,9 +15,12 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 from msgspec import Struct
+from safetensors.numpy import save_file
 
 from compare.api import experiment, run
+from compare.contract.experiment import Experiment
 from compare.contract.json_files import write_json
+from compare.contract.parameters import initial_parameters
 from compare.present.report.canvas import colour
 from compare.present.report.saved import save_figure
 
@@ -25,6 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 STEPS = 200
 SETTINGS = {"train": {"max_iters": STEPS}, "optimizer": {"lr_decay_iters": STEPS, "warmup_iters": 10}}
 SMOOTH = 10
+NEARBY = 1e-7
 WIDTHS = (6.0, 3.0, 1.0)  # where curves coincide, one shows in the other
 
 
@@ -36,6 +43,8 @@ class Curves(Struct, frozen=True, kw_only=True):
     """By engine, of every step."""
     skipped: dict[str, int]
     """Steps whose gradients overflowed, by engine."""
+    nearby: list[float] = []
+    """Losses of the first engine from initial weights that are changed by `NEARBY`."""
 
 
 def read_precisions() -> dict[str, Curves]:
@@ -61,12 +70,33 @@ def from_float32(stored: dict[str, Curves], dtype: str) -> np.ndarray:
     return apart(stored[dtype].losses[ENGINES[0]], stored[DTYPES[0]].losses[ENGINES[0]])
 
 
+def changed_weights(spec: Experiment, path: Path) -> Path:
+    """Write the seed's weights, each moved by `NEARBY` of itself, up or down."""
+    signs = np.random.default_rng(0)
+    weights = {
+        name: (weight * (1 + NEARBY * signs.choice([-1, 1], weight.shape))).astype(weight.dtype)
+        for name, weight in initial_parameters(spec).items()
+    }
+    save_file(weights, path)
+    return path
+
+
 def train(dtype: str) -> Curves:
     """One precision, in all engines on one device."""
-    with tempfile.TemporaryDirectory() as scratch:
-        spec = experiment("cpu", precision={"dtype": dtype}, **SETTINGS)
-        result = run(spec, engines=list(ENGINES), preset="single", run_dir=Path(scratch) / dtype)
+    with tempfile.TemporaryDirectory() as name:
+        scratch, spec = Path(name), experiment("cpu", precision={"dtype": dtype}, **SETTINGS)
+        result = run(spec, engines=list(ENGINES), preset="single", run_dir=scratch / dtype)
+        changed = changed_weights(spec, scratch / "changed.safetensors")
+        nearby = run(
+            spec,
+            engines=list(ENGINES[:1]),
+            preset="single",
+            ladder=False,
+            run_dir=scratch / "nearby",
+            init_from=changed,
+        )
         return Curves(
+            nearby=nearby[ENGINES[0]].loss.tolist(),
             verdict=result.sentence(),
             losses={training.name: training.loss.tolist() for training in result},
             skipped={t.name: sum(step.skipped for step in t.record.steps) for t in result},
@@ -82,10 +112,13 @@ def draw(stored: dict[str, Curves], figure: Figure) -> None:
         right.plot(smoothed(between_engines(curves)), "--", color=own, label=f"{dtype}: engines")
         if number:
             right.plot(smoothed(from_float32(stored, dtype)), color=own, label=f"{dtype}: from float32")
+        if curves.nearby:
+            off = apart(curves.nearby, curves.losses[ENGINES[0]])
+            right.plot(smoothed(off), ":", color=own, label=f"{dtype}: weights changed by {NEARBY:g}")
     left.set(xlabel="step", ylabel=f"loss (nats), mean of {SMOOTH}")
     right.set(xlabel="step", ylabel=f"relative difference of losses, mean of {SMOOTH}", yscale="log")
     left.legend()
-    right.legend(fontsize="small", ncols=2)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
 
 
 def smoothed(values: object) -> np.ndarray:
@@ -93,15 +126,15 @@ def smoothed(values: object) -> np.ndarray:
     return np.convolve(np.asarray(values), np.ones(SMOOTH) / SMOOTH, mode="valid")
 
 
-def main() -> None:
-    """Train all, and keep what comes of them."""
-    stored = {}
-    for dtype in DTYPES:
+def main(names: list[str]) -> None:
+    """Train in these precisions, or in all, and keep what comes of them."""
+    stored = read_precisions() if names else {}
+    for dtype in names or DTYPES:
         stored[dtype] = train(dtype)
         print(f"{dtype}: {stored[dtype].verdict}", file=sys.stderr, flush=True)
     write_json(PRECISIONS, stored)
-    save_figure(PICTURE, lambda figure: draw(stored, figure), size=(10, 4))
+    save_figure(PICTURE, lambda figure: draw(stored, figure), size=(12, 4))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
