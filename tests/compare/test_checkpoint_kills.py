@@ -7,7 +7,7 @@ import time
 import processes
 import psutil
 import pytest
-from processes import PATIENCE_S, assert_gone, wait_for
+from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
 from compare.contract.checkpoint.reader import CheckpointReader
@@ -27,7 +27,7 @@ KILLS = 3
 
 def victim(engine: str, side: psutil.Process) -> psutil.Process:
     """A rank, or all there is."""
-    ranks = sorted(side.children(), key=lambda process: process.pid)
+    ranks = in_order(side.children())
     return ranks[1] if engine.startswith("torch") else side
 
 

@@ -8,7 +8,7 @@ import subprocess
 import processes
 import psutil
 import pytest
-from processes import PATIENCE_S, assert_gone, wait_for
+from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract.record import STEPS_PART, read_failure
 
@@ -47,7 +47,7 @@ class Running:
     @property
     def ranks(self) -> list[psutil.Process]:
         """The forked ranks of a torch engine, in order."""
-        return sorted(self.side.children(), key=lambda process: process.pid)
+        return in_order(self.side.children())
 
     def end(self) -> tuple[int, str]:
         """Wait for the end. Returns the exit code and stderr; neither a process nor a remain may be left."""

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 
 import psutil
 import pytest
@@ -31,6 +31,11 @@ os.environ[MARK] = str(os.getpid())  # a worker of pytest-xdist is a process of 
 FAILED = pytest.StashKey[bool]()
 """Of a test: whether it has failed."""
 _strangers: set[int] = set()  # processes that were looked at and are not ours
+
+
+def in_order(started: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Processes in the order in which they began. By number alone they are not: the numbers begin anew."""
+    return sorted(started, key=lambda process: (process.create_time(), process.pid))
 
 
 def start(command: list[str], **options) -> subprocess.Popen:
