@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import SingleDeviceSharding
 
 from compare.contract.boxes import Box
 from compare.contract.checkpoint.description import WEIGHTS
@@ -61,6 +62,10 @@ def read_tree(
         for shard, device, at in leaf_parts(parameters, how[path], sharding, is_stacked=path[0] == STACKED):
             if device in on and math.prod(shard.shape):
                 on[device][at] = reader.read(group, shard.name, Box(shard.offset, shard.shape))
-        arrays = [jax.device_put(array, device) for device, array in on.items()]
+        kind = sharding.memory_kind  # perhaps the host's
+        arrays = [
+            jax.device_put(array, SingleDeviceSharding(device, memory_kind=kind))
+            for device, array in on.items()
+        ]
         placed[path] = jax.make_array_from_single_device_arrays(stored, sharding, arrays)
     return unflatten_dict(placed)

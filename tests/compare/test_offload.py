@@ -45,3 +45,18 @@ def test_an_engine_that_cannot_says_what_it_has_instead(shardpair):
     done = shardpair("run", "demo", "--engines", "torch-library", "--layout.offload", "optimizer")
     assert done.returncode == 2
     assert "layout.offload = optimizer: PyTorch moves moments to the host only along with" in done.stderr
+
+
+def test_a_training_goes_on_with_its_moments_on_the_host(tiny, shardpair):
+    (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
+    arguments = ("--layout.dp_shard", "2", "--layout.zero", "1", "--layout.offload", "optimizer")
+    begun = ("run", "tiny.toml", "--engines", *ENGINES, *arguments, "--run_dir", "begun")
+    done = shardpair(*begun, "--train.max_iters", "2", "--checkpoint.every", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    more = ("resume", "begun", "--engines", *ENGINES, "--train.max_iters", "4", "--run_dir", "gone-on")
+    done = shardpair(*more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for engine in ENGINES:
+        assert set(
+            read_record(shardpair.folder / "gone-on" / engine).manifest.resident_bytes["optimizer"]
+        ) == {0}
