@@ -4,6 +4,7 @@
     steps.jsonl               one `Step` a line
     evaluations.jsonl         one `Evaluation` a line, if there are any
     ledger.json               what one steady step communicated: a list of `Communication`
+    timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
     manifest.json             how it was run and what it cost; written last, so that its presence means
                               that the record is complete
@@ -36,6 +37,7 @@ from compare.contract.host.disk import full_disk_named, remove_leftovers, write_
 from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.tensors import RecordError, Tensors, garbled
+from compare.contract.timeline import TIMELINE, Timeline
 from compare.contract.timing import Window
 
 T = TypeVar("T")
@@ -133,6 +135,8 @@ class Record(Struct, frozen=True, kw_only=True):
     steps: list[Step]
     ledger: list[Communication] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    timeline: Timeline | None = None
+    """Of a profiled run."""
     request: Request | None = None
     """What was asked for; None for numbers that no engine of ours made."""
 
@@ -180,6 +184,10 @@ class Recorder:
         with full_disk_named(self.folder), (self.folder / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
 
+    def timeline(self, timeline: Timeline) -> None:
+        """Leave the timeline of the profiled step."""
+        write_json(self.folder / TIMELINE, timeline)
+
     def finish(self, manifest: Manifest, ledger: list[Communication]) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
@@ -190,7 +198,7 @@ class Recorder:
 
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
-    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER]
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, TIMELINE]
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
@@ -241,5 +249,6 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         steps=read_steps(folder / STEPS),
         ledger=read_own_json(folder / LEDGER, list[Communication]),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
+        timeline=read_own_json(folder / TIMELINE, Timeline) if (folder / TIMELINE).exists() else None,
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

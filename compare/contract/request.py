@@ -73,6 +73,10 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Begin where a checkpoint was; unset to begin at step 0."""
     timing: Timing | UnsetType = UNSET
     """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
+    profile: bool = False
+    """Leave the timeline of one step (`compare.contract.timeline`)."""
+    silent: bool = False
+    """Communicate nothing, for the time of a twin: its numbers mean nothing."""
     fault: str = ""
     """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 

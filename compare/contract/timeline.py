@@ -1,0 +1,87 @@
+"""Timeline of one step: what each device did and when, as RUN_DIR/timeline.json.
+
+Only a profiled run (`Request.profile`) leaves one: watching costs time.
+"""
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+TIMELINE = "timeline.json"
+PROFILED_STEP = 3
+"""Counted from the run's first step: the first are like no other, and the instruments watch the third."""
+
+Kind = Literal["forward", "backward", "update", "communication"]
+COMPUTE: tuple[Kind, ...] = ("forward", "backward", "update")
+
+
+class Span(Struct, frozen=True, kw_only=True):
+    """Something that a device did without a break."""
+
+    kind: Kind
+    name: str
+    """What it was, for people: the microbatch, the operation."""
+    begin_us: float
+    """Since the earliest span of all devices."""
+    duration_us: float
+    microbatch: int = -1
+    """-1 where there are none, or it cannot be told."""
+    chunk: int = 0
+    """Which of the rank's stages, with interleaving."""
+    operation: str = ""
+    """Of communication: its kind as in the ledger; axis and purpose below as there, where they are told."""
+    axis: str = ""
+    purpose: str = ""
+
+    @property
+    def end_us(self) -> float:
+        """When it was over."""
+        return self.begin_us + self.duration_us
+
+
+class Lane(Struct, frozen=True, kw_only=True):
+    """One device's spans, in the order in which they begin. Communication may lie beside compute."""
+
+    device: int
+    """In the order of the mesh."""
+    spans: list[Span] = field(default_factory=list)
+
+
+class Timeline(Struct, frozen=True, kw_only=True):
+    """One step of all devices, on one clock."""
+
+    step: int
+    wall_us: float
+    """From the step's begin to its end, on the device that took longest."""
+    lanes: list[Lane] = field(default_factory=list)
+    method: str = ""
+    """How it was measured, in words, and what it cannot tell."""
+
+
+def communication_us(lane: Lane) -> float:
+    """Time in which a device communicates: spans that lie over each other count once."""
+    return _covered(_intervals(lane, ("communication",)))
+
+
+def exposed_us(lane: Lane) -> float:
+    """Time in which a device communicates and computes nothing meanwhile."""
+    compute = _intervals(lane, COMPUTE)
+    return _covered([*compute, *_intervals(lane, ("communication",))]) - _covered(compute)
+
+
+def idle_us(lane: Lane, wall_us: float) -> float:
+    """Time in which a device neither computes nor communicates."""
+    return max(0.0, wall_us - _covered(_intervals(lane, (*COMPUTE, "communication"))))
+
+
+def _intervals(lane: Lane, kinds: tuple[Kind, ...]) -> list[tuple[float, float]]:
+    return [(span.begin_us, span.end_us) for span in lane.spans if span.kind in kinds]
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
