@@ -17,11 +17,12 @@ from compare.terminal.console import coloured, results_console
 from compare.terminal.layout_words import layout_in_words
 
 NONE, AS_EXPECTED = "\N{EN DASH}", "="
-PREAMBLE = """Written by `make ledger`, not by hand: what each engine sends in one step of `check`, in float64,
-beside the closed form of its layout (`compare/judge/closed_forms/communication.py`). Logical bytes of a
-device: those of the full tensors, and of a pipeline by stage. = is the closed form to the byte, and - is
-nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's / PyTorch's. A
-pattern explains a figure only if it gives its bytes. Numbers that go alone, such as the loss, are left out."""
+PREAMBLE = """Written by `make ledger`, not by hand: what each engine sends in one step of `check`, in
+float64, beside the closed form of its layout (`compare/judge/closed_forms/communication.py`). Logical bytes
+of a device: those of the full tensors, and of a pipeline by stage. = is the closed form to the byte, a dash
+nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's /
+PyTorch's. A pattern explains a figure only if it gives its bytes. Numbers that go alone, such as the loss,
+are left out."""
 ROW_COLUMNS = (
     "operation",
     "axis",

@@ -90,10 +90,10 @@ class LedgerMode(TorchDispatchMode):
         observers.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         observers.remove(self)
-        self._modules.__exit__(*error)
+        self._modules.__exit__(exc_type, exc_val, exc_tb)
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         """Note one of torchpar's own collectives; what it sends itself is part of it."""
