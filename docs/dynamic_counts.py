@@ -91,7 +91,7 @@ def count_layout(engine: str, preset: str, experiment: Experiment) -> LayoutCoun
     """One layout."""
     layout = experiment.layout
     executions, hlo = watch(engine, experiment)
-    rows = dynamic_counts(executions.events, hlo, layout.axes, devices=layout.devices)
+    rows = dynamic_counts(executions.events, hlo, layout.axes)
     return LayoutCounts(
         engine=engine,
         preset=preset,

@@ -1,21 +1,18 @@
 """Which microbatch a device works on at a turn of the loop over microbatches, or over a pipeline's ticks.
 
-Known beforehand: the schedule is a table (jax-manual), or follows from the number of the tick (jax-compiler).
+Known beforehand: an engine's `turns.py` says what its pipeline does.
 """
 
+import importlib
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from compare.contract.axes import PP
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, Layout
-from compare.contract.schedules import make_schedule
 from compare.contract.timeline import Kind
-from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, lock_step
-
-KINDS: dict[int, Kind] = {FORWARD: "forward", BACKWARD: "backward"}
 
 
 class Work(NamedTuple):
@@ -34,48 +31,26 @@ class Schedule(NamedTuple):
     turns: int
     """Of the loop; 0 if there is none over microbatches."""
     work: Callable[[int, int, bool], Work]
-    """(device, turn, whether the loop is of backward alone) -> its work."""
+    """(device, turn, whether the loop is of backward alone) -> its work; of a pipeline's engine by the place
+    along pp."""
 
 
 def make_turns(engine: str, experiment: Experiment) -> Schedule:
     """The loop over microbatches that an engine makes of an experiment.
 
     Args:
-        engine: jax-manual or jax-compiler.
+        engine: of this side, or a peer.
         experiment: its layout, and how many passes are accumulated.
     """
     layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
     if layout.pp == 1:
         return Schedule(passes if passes > 1 else 0, lambda device, turn, backward: Work(turn))
-    count = passes * layout.microbatches
-    names, sizes = list(layout.axes), tuple(layout.axes.values())
-    stages = np.indices(sizes)[names.index(PP)].ravel()
-    if engine == "jax-manual":
-        ticks = lock_step(
-            make_schedule(layout.schedule, ranks=layout.pp, microbatches=count, chunks=layout.chunks)
-        )
-        return Schedule(len(ticks.tasks.kind), partial(_of_ticks, ticks, stages))
-    return Schedule(_rolls(layout, count), partial(_of_rolls, layout, count, stages))
+    of_engine = importlib.import_module(f"jaxpar.{ENGINES[engine].folder}.turns")
+    turns, work = of_engine.make_turns(layout, passes * layout.microbatches)
+    stages = _stages(layout)
+    return Schedule(turns, lambda device, turn, backward: work(int(stages[device]), turn, backward))
 
 
-def _of_ticks(ticks: Ticks, stages: np.ndarray, device: int, turn: int, backward: bool) -> Work:
-    """From the table of `jaxpar.manual.pipeline.ticks`."""
-    at = turn, int(stages[device])
-    kind = KINDS.get(int(ticks.tasks.kind[at]))
-    if kind is None:
-        return Work()
-    return Work(int(ticks.tasks.microbatch[at]), int(ticks.tasks.stage[at]) // ticks.ranks, kind)
-
-
-def _of_rolls(layout: Layout, count: int, stages: np.ndarray, device: int, turn: int, backward: bool) -> Work:
-    """As `jaxpar.compiler.pipeline_parallel.run_pipeline` counts; its derivative goes backwards."""
-    turns = _rolls(layout, count)
-    begun = (turns - 1 - turn if backward else turn) - int(stages[device])
-    microbatch = begun // (layout.pp * layout.chunks) * layout.pp + begun % layout.pp
-    if begun < 0 or microbatch >= count:
-        return Work()
-    return Work(microbatch, begun // layout.pp % layout.chunks)
-
-
-def _rolls(layout: Layout, count: int) -> int:
-    return count * layout.chunks + layout.pp - 1
+def _stages(layout: Layout) -> np.ndarray:
+    """The place along pp of each device."""
+    return np.indices(tuple(layout.axes.values()))[list(layout.axes).index(PP)].ravel()
