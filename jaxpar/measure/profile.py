@@ -143,15 +143,15 @@ class _Reader:
         events = [event for event in events if self._places.get(event.name, CONTROLS).opcode not in CONTROL]
         backward = [e.begin_us for e in events if _by_autodiff(self._places[e.name]) == "backward"]
         found: list[Span] = []
-        before, last = "forward", Work()
+        before, microbatch = "forward", -1
         for event in events:
             place = self._places[event.name]
             work = self._work(event, place)
-            if work.microbatch != last.microbatch:
-                before = "forward"
+            if work.microbatch not in (-1, microbatch):
+                before, microbatch = "forward", work.microbatch
             kind = work.kind or self._kind(place, is_early=not backward or event.begin_us < backward[0])
             found.append(self._span(event, work, kind or before, origin))
-            before, last = kind or before, work
+            before = kind or before
         return found
 
     def _span(self, event: Event, work: Work, kind: Kind, origin: float) -> Span:

@@ -87,7 +87,8 @@ def _on_cpu(profile: ProfileData, module: str) -> Iterator[_Row]:
     for event in _all(profile):
         stats = dict(event.stats)
         if "hlo_op" in stats and stats.get("hlo_module") == module:
-            row = int(stats["device_ordinal"]), str(stats["hlo_op"]), event.start_ns / 1e3, event.end_ns / 1e3
+            ordinal = int(stats.get("device_ordinal", -1))
+            row = ordinal, str(stats["hlo_op"]), event.start_ns / 1e3, event.end_ns / 1e3
             begun.append((row, stats.get("_p")))
         elif event.name.startswith("end: "):
             ended[stats.get("_c")] = event.start_ns / 1e3
