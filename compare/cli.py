@@ -26,6 +26,7 @@ from compare.commands.golden import Golden
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
+from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
@@ -51,6 +52,7 @@ COMMANDS: dict[str, type] = {
     "golden": Golden,
     "sweep": Sweep,
     "bench": Bench,
+    "profile": Profile,
     "list": List,
     "report": Report,
     "doctor": Doctor,
@@ -66,6 +68,7 @@ DEFAULT_EXPERIMENT = {
     "resume": "",
     "check": "check",
     "bench": "demo",
+    "profile": "demo",
     "faults": "check",
     "matrix": "check",
     "buckets": "demo",

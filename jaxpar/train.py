@@ -92,6 +92,7 @@ def train(
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
     ENGINES[request.engine].require(layout, platform=request.platform)
+    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     remat = resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)

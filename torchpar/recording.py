@@ -18,7 +18,9 @@ from compare.contract.parameters import parameter_count
 from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Rung
+from compare.contract.timeline import profiled_step
 from compare.contract.timing import Window, merged
+from torchpar.comm.counter import Call
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import CommunicationMode, of_the_busiest
@@ -46,6 +48,7 @@ class Recording:
     def __init__(self, run: Run, recorder: Recorder | None, *, started_utc: str):
         self._run, self._recorder, self._started_utc = run, recorder, started_utc
         self._ledger: list[Communication] = []
+        self._library_calls: list[Call] = []
         self._peak_bytes = self._gradient_bytes = 0
         self._first_step_s = 0.0
         self._windows: list[Window] = []
@@ -65,7 +68,28 @@ class Recording:
 
     @contextmanager
     def watch_step(self) -> Generator[None]:
-        """Around a step. One of them is instrumented: its peak memory, and its ledger.
+        """Around a step. One of them is instrumented: its peak memory, and its ledger. Of another one, in a
+        profiled run, the timeline is left."""
+        with self._timeline(), self._instruments():
+            yield
+
+    @contextmanager
+    def _timeline(self) -> Generator[None]:
+        """Around a step: the timeline of the one that is profiled."""
+        request, step = self._run.request, self._run.state.step
+        if not request.profile or step != profiled_step(request.first_step, request.steps, self._instrumented):
+            yield
+            return
+        from torchpar.measure.timeline import watch  # what it marks is not imported for every run
+
+        with watch(self._run, self._library_calls) as found:
+            yield
+        if self._recorder and found.timeline:
+            self._recorder.timeline(found.timeline)
+
+    @contextmanager
+    def _instruments(self) -> Generator[None]:
+        """Around a step: memory and ledger of the one that is instrumented.
 
         The ledger is a count of our own calls, or what PyTorch's dispatcher saw of a library's.
         """
@@ -82,6 +106,7 @@ class Recording:
             yield
         counted = mesh.traffic if ENGINES[self._run.request.engine].counts_own_calls else mode.seen
         self._ledger = counted.ledger(mesh.sizes)
+        self._library_calls += mode.library_calls
         self._peak_bytes = peak.bytes
 
     def gradients_are_ready(self) -> None:
@@ -101,6 +126,8 @@ class Recording:
         """
         run, step = self._run, self._run.state.step
         run.rank.at(step, "record")
+        if run.request.silent:  # no rank waits for another but here
+            seconds = max(run.mesh.world.all_gather_objects(seconds))
         if step == run.request.first_step:
             self._first_step_s = seconds
         self._note(run.state.place, loss, norm, seconds=seconds)
@@ -137,7 +164,8 @@ class Recording:
         )
         if self._recorder:
             self._recorder.step(done)
-        end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
+        if not run.request.silent:
+            end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """After an evaluation, which has the same losses on all ranks."""

@@ -102,6 +102,7 @@ def train(
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     experiment = request.experiment
     ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
+    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     (device,) = find_devices(1, platform=request.platform)
     remat = resolve_remat(experiment.layout)
     problem = make_problem(experiment, remat=remat)

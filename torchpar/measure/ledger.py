@@ -18,7 +18,7 @@ from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call, Traffic
 
 # c10d and functional names without punctuation -> the ledger's kind
-_KINDS = {
+KINDS = {
     "allreduce": "all_reduce",
     "allreducecoalesced": "all_reduce",
     "broadcast": "broadcast",
@@ -61,11 +61,13 @@ class CommunicationMode(TorchDispatchMode):
 
     Attributes:
         seen: the count.
+        library_calls: those that are not our own, in their order.
     """
 
     def __init__(self, axes: list[Axis], *, own_calls: Traffic, default_purpose: str):
         super().__init__()
         self.seen = Traffic()
+        self.library_calls: list[Call] = []
         self._own_calls = own_calls
         self._default_purpose = default_purpose
         self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group}
@@ -85,7 +87,10 @@ class CommunicationMode(TorchDispatchMode):
         )
         axis = self._axis_names[seen.group]
         purpose = self._own_calls.purpose or _WRAPPERS.get((axis, seen.kind), self._default_purpose)
-        self.seen.add(Call(seen.kind, axis, purpose), seen.bytes)
+        call = Call(seen.kind, axis, purpose)
+        self.seen.add(call, seen.bytes)
+        if not self._own_calls.purpose:
+            self.library_calls.append(call)
 
 
 class SeenCall(NamedTuple):
@@ -112,7 +117,7 @@ def call_of(func: Any, args: tuple, kwargs: dict, result: object) -> SeenCall | 
         size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
     dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     return SeenCall(
-        kind=_KINDS.get(name, name),
+        kind=KINDS.get(name, name),
         group=_group_name((*args, *kwargs.values())),
         bytes=size,
         dtype=", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)),
