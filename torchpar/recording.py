@@ -77,7 +77,9 @@ class Recording:
     def _timeline(self) -> Generator[None]:
         """Around a step: the timeline of the one that is profiled."""
         request, step = self._run.request, self._run.state.step
-        if not request.profile or step != profiled_step(request.first_step, request.steps, self._instrumented):
+        if not request.profile or step != profiled_step(
+            request.first_step, request.steps, self._instrumented
+        ):
             yield
             return
         from torchpar.measure.timeline import watch  # what it marks is not imported for every run

@@ -23,11 +23,11 @@ TRACE = "trace.json"
 
 
 class Profile(Spread, frozen=True, kw_only=True):
-    """Watch one step of each engine: forward, backward, update and communication of every device, on one clock.
+    """Watch one step of each engine: forward, backward, update and communication of every device.
 
-    One step of a short run is watched, the others are not: their median is the step's time, beside which the
-    cost of watching is said. torch's engines run once more without communicating, each a silent twin: what the
-    step takes beyond its twin's is the communication that compute does not hide. For each engine a trace.json
+    One step of a short run is watched. The others are not: their median is the step's time, beside which the
+    cost of watching is said. torch's engines run once more without communicating, each as a silent twin: what
+    the step takes beyond its twin's is communication that compute does not hide. For each engine a trace.json
     is written, which Perfetto opens.
 
     Try:
@@ -72,15 +72,20 @@ class Profile(Spread, frozen=True, kw_only=True):
         experiment, cases, left_out = self._planned(default)
         settings: Settings = msgspec.structs.replace(self.settings(), ladder=False, profile=True)
         name = f"profile-{Path(self.experiment).stem}"
-        return self.compare(
-            name, experiment, cases, settings=settings, needs_first=False, left_out=left_out
-        )
+        return self.compare(name, experiment, cases, settings=settings, needs_first=False, left_out=left_out)
 
     def _require_nothing_to_run(self, default: Experiment) -> None:
         """Refuse what --results would ignore. Raises ExperimentError."""
-        given = {"run_dir": self.run_dir, "continue": self.continue_, "init_from": self.init_from}
-        given |= {"engines": self.engines, "preset": self.preset, "devices": self.devices}
-        given |= {"dry_run": self.dry_run, "no-twin": not self.twin}
+        given = {
+            "run_dir": self.run_dir,
+            "continue": self.continue_,
+            "init_from": self.init_from,
+            "engines": self.engines,
+            "preset": self.preset,
+            "devices": self.devices,
+            "dry_run": self.dry_run,
+            "no-twin": not self.twin,
+        }
         others = [f"--{name}" for name, value in given.items() if value]
         if self.resolved() != default:
             others.append("another experiment")

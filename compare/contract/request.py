@@ -150,12 +150,14 @@ def _require_timeable(request: Request) -> None:
 def _require_watchable(request: Request) -> None:
     """Refuse a profile of steps that nothing waits for, and a silent run that leaves more than its time."""
     if request.profile and request.timing:
-        raise ExperimentError("profile: steps that nothing waits for cannot be told apart: ask without timing")
+        raise ExperimentError(
+            "profile: steps that nothing waits for cannot be told apart: ask without timing"
+        )
     kept = request.ladder or request.resume or request.experiment.checkpoint.every
     if request.silent and (kept or request.experiment.train.eval_interval):
         raise ExperimentError(
-            "silent: numbers of a run that communicates nothing mean nothing: ask for its time alone, without "
-            "ladder, checkpoints and evaluations"
+            "silent: numbers of a run that communicates nothing mean nothing: ask for its time alone, "
+            "without ladder, checkpoints and evaluations"
         )
 
 

@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
@@ -50,37 +51,37 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
     step_ms: float
     """The median of the steps that nobody watched."""
     devices: list[DeviceTime] = []
-    step: int | None = None
-    """The one that was watched; None if there is no timeline."""
-    watched_ms: float | None = None
+    step: int | UnsetType = UNSET
+    """The one that was watched; unset, as what follows from it, if there is no timeline."""
+    watched_ms: float | UnsetType = UNSET
     """What the watched step took by the engine's own clock."""
-    wall_ms: float | None = None
+    wall_ms: float | UnsetType = UNSET
     """The same by the timeline, on the device that took longest."""
-    twin_ms: float | None = None
+    twin_ms: float | UnsetType = UNSET
     """The median step of the silent twin, on the rank that took longest."""
     no_twin: str = ""
     """Why there is none."""
-    bubble: float | None = None
+    bubble: float | UnsetType = UNSET
     """Of a pipeline: the share of its time in which devices wait, as it was measured."""
-    planned_bubble: float | None = None
+    planned_bubble: float | UnsetType = UNSET
     """The same of the schedule on a clock, where a backward takes two forwards and messages take no time."""
     method: str = ""
     """How the timeline was measured, or why there is none."""
 
     @property
-    def exposed_by_twin_ms(self) -> float | None:
+    def exposed_by_twin_ms(self) -> float | UnsetType:
         """What the step takes beyond that of its twin, which waits for nobody."""
-        return None if self.twin_ms is None else self.step_ms - self.twin_ms
+        return UNSET if self.twin_ms is UNSET else self.step_ms - self.twin_ms
 
     @property
-    def overhead(self) -> float | None:
+    def overhead(self) -> float | UnsetType:
         """What watching costs, as a fraction of the step."""
-        return None if self.watched_ms is None else self.watched_ms / self.step_ms - 1.0
+        return UNSET if self.watched_ms is UNSET else self.watched_ms / self.step_ms - 1.0
 
-    def mean_ms(self, field: str) -> float | None:
-        """The mean over the devices of a field of `DeviceTime`; None if there is no timeline."""
+    def mean_ms(self, field: str) -> float | UnsetType:
+        """The mean over the devices of a field of `DeviceTime`; unset if there is no timeline."""
         values = [getattr(device, field) for device in self.devices]
-        return statistics.fmean(values) if values else None
+        return statistics.fmean(values) if values else UNSET
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -139,23 +140,24 @@ def save(profile: Profile, folder: Path) -> None:
 
 def _engine(name: str, record: Record, twin: Record | str) -> EngineProfile:
     timeline, experiment = record.timeline, record.manifest.experiment
-    common = {
-        "name": name,
-        "step_ms": statistics.median(steady_times_ms(record)),
-        "twin_ms": None if isinstance(twin, str) else statistics.median(steady_times_ms(twin)),
-        "no_twin": (ENGINES[record.manifest.engine].no_twin or twin) if isinstance(twin, str) else "",
-        "planned_bubble": planned_bubble(experiment),
-    }
+    found = EngineProfile(
+        name=name,
+        step_ms=statistics.median(steady_times_ms(record)),
+        twin_ms=UNSET if isinstance(twin, str) else statistics.median(steady_times_ms(twin)),
+        no_twin=(ENGINES[record.manifest.engine].no_twin or twin) if isinstance(twin, str) else "",
+        planned_bubble=planned_bubble(experiment),
+        method=NO_TIMELINE,
+    )
     if timeline is None:
-        return EngineProfile(**common, method=NO_TIMELINE)
-    watched = next((step.step_time_ms for step in record.steps if step.step == timeline.step), None)
-    return EngineProfile(
-        **common,
+        return found
+    bubble = bubble_fraction(timeline) if experiment.layout.pp > 1 else None
+    return msgspec.structs.replace(
+        found,
         devices=[_device(lane, timeline.wall_us) for lane in timeline.lanes],
         step=timeline.step,
-        watched_ms=watched,
+        watched_ms=next((s.step_time_ms for s in record.steps if s.step == timeline.step), UNSET),
         wall_ms=timeline.wall_us / 1e3,
-        bubble=bubble_fraction(timeline) if experiment.layout.pp > 1 else None,
+        bubble=UNSET if bubble is None else bubble,
         method=timeline.method,
     )
 
@@ -172,11 +174,11 @@ def _device(lane: Lane, wall_us: float) -> DeviceTime:
     )
 
 
-def planned_bubble(experiment: Experiment) -> float | None:
-    """The bubble of the layout's schedule; None without a pipeline."""
+def planned_bubble(experiment: Experiment) -> float | UnsetType:
+    """The bubble of the layout's schedule; unset without a pipeline."""
     layout = experiment.layout
     if layout.pp == 1:
-        return None
+        return UNSET
     microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
     schedule = make_schedule(
         layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks

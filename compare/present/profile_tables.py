@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import UNSET, UnsetType
 from rich.table import Table
 
 from compare.judge.profile import EngineProfile, Profile
@@ -10,7 +11,7 @@ from compare.terminal.console import print_json, results_console
 from compare.terminal.layout_words import layout_in_words
 
 NONE = "-"
-ROWS: dict[str, Callable[[EngineProfile], float | None]] = {
+ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "step, unwatched (ms)": lambda engine: engine.step_ms,
     "step, watched (ms)": lambda engine: engine.watched_ms,
     "forward (ms)": lambda engine: engine.mean_ms("forward_ms"),
@@ -22,7 +23,7 @@ ROWS: dict[str, Callable[[EngineProfile], float | None]] = {
     "silent twin's step (ms)": lambda engine: engine.twin_ms,
     "exposed, by the twin (ms)": lambda engine: engine.exposed_by_twin_ms,
 }
-SHARES: dict[str, Callable[[EngineProfile], float | None]] = {
+SHARES: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "cost of watching": lambda engine: engine.overhead,
     "bubble, measured": lambda engine: engine.bubble,
     "bubble of the schedule": lambda engine: engine.planned_bubble,
@@ -61,9 +62,9 @@ def title(profile: Profile) -> str:
 
 def rows(profile: Profile) -> list[tuple[str, list[str]]]:
     """The table as texts: a row's label, and a cell for each engine. Rows that nobody has are left out."""
-    made = [
-        (label, [_ms(value(engine)) for engine in profile.engines]) for label, value in ROWS.items()
-    ] + [(label, [_share(value(engine)) for engine in profile.engines]) for label, value in SHARES.items()]
+    made = [(label, [_ms(value(engine)) for engine in profile.engines]) for label, value in ROWS.items()] + [
+        (label, [_share(value(engine)) for engine in profile.engines]) for label, value in SHARES.items()
+    ]
     return [(label, cells) for label, cells in made if any(cell != NONE for cell in cells)]
 
 
@@ -71,8 +72,8 @@ def notes(profile: Profile) -> list[str]:
     """Sentences that say what the figures are, and what cannot be told."""
     lines = [
         "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
-        "counts in both rows. By the twin: the step less the same step without communication, on the rank that "
-        "takes longest; of a pipeline that is its bubble, too.",
+        "counts in both rows. By the twin: the step less the same step without communication, on the rank "
+        "that takes longest; of a pipeline that is its bubble, too.",
     ]
     methods: dict[str, list[str]] = {}
     twins: dict[str, list[str]] = {}
@@ -83,14 +84,19 @@ def notes(profile: Profile) -> list[str]:
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
     lines += [f"{', '.join(names)}: no silent twin: {why}" for why, names in twins.items()]
     lines += [f"{name} did not finish: {why}" for name, why in profile.failures.items()]
+    if slower := [e.name for e in profile.engines if (e.exposed_by_twin_ms or 0.0) < 0]:
+        lines.append(
+            f"{', '.join(slower)}: the silent twin took longer than the step: the machine was busy with "
+            f"something else, and these times say little."
+        )
     if profile.platform == "cpu":
         lines.append("CPU timings: devices that share cores take them from each other.")
     return lines
 
 
-def _ms(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1f}"
+def _ms(value: float | UnsetType) -> str:
+    return NONE if value is UNSET else f"{value:.1f}"
 
 
-def _share(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0%}"
+def _share(value: float | UnsetType) -> str:
+    return NONE if value is UNSET else f"{value:.0%}"

@@ -1,6 +1,7 @@
 """`shardpair profile`: figures, traces, pages and refusals; made by hand, and one for real."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,11 @@ def planted(step=3):
     lanes = [
         Lane(
             device=0,
-            spans=[*ours, span("communication", 7000, 9000, **sent), span("communication", 8000, 10000, **sent)],
+            spans=[
+                *ours,
+                span("communication", 7000, 9000, **sent),
+                span("communication", 8000, 10000, **sent),
+            ],
         ),
         Lane(device=1, spans=[*ours, span("communication", 9000, 12000, **sent)]),
     ]
@@ -60,7 +65,9 @@ def test_planted_exposure_is_found_and_beside_it_the_twins(spread, tmp_path):
     record = profiled(tmp_path / "torch-manual", spread, timeline=planted())
     steps = [msgspec.structs.replace(step, step_time_ms=4.0) for step in record.steps]
     twin = msgspec.structs.replace(record, steps=steps, timeline=None)
-    comparison = judged(comparison_of(spread, requests={"torch-manual": record.request}), {"torch-manual": record})
+    comparison = judged(
+        comparison_of(spread, requests={"torch-manual": record.request}), {"torch-manual": record}
+    )
     (engine,) = profile_of(comparison, {"torch-manual": record}, {"torch-manual": twin}).engines
     assert [device.exposed_ms for device in engine.devices] == [1, 3]
     assert [device.communication_ms for device in engine.devices] == [3, 3]
@@ -71,7 +78,7 @@ def test_planted_exposure_is_found_and_beside_it_the_twins(spread, tmp_path):
     assert engine.step_ms == 15
     assert engine.watched_ms == 13
     assert engine.exposed_by_twin_ms == 11
-    assert engine.bubble is engine.planned_bubble is None
+    assert engine.bubble is engine.planned_bubble is msgspec.UNSET
 
 
 def test_a_trace_is_sorted_and_no_thread_overlaps():
@@ -82,7 +89,11 @@ def test_a_trace_is_sorted_and_no_thread_overlaps():
     assert times == sorted(times)
     assert min(times) >= 0
     assert all(event["dur"] >= 0 and event["pid"] == 2 for event in events)
-    threads = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    threads = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
     assert set(threads.values()) == {
         "device 0",
         "device 1",
@@ -93,7 +104,7 @@ def test_a_trace_is_sorted_and_no_thread_overlaps():
     for thread in threads:
         own = [event for event in events if event["tid"] == thread]
         assert own
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(own, own[1:], strict=False))
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(own))
     compute = {event["tid"] for event in events if event["cat"] != "communication"}
     assert {threads[thread] for thread in compute} == {"device 0", "device 1"}
     sent = next(event for event in events if event["cat"] == "communication")
@@ -173,19 +184,23 @@ def test_a_twin_is_asked_for_its_time_alone_and_never_compared(spread, tiny, tmp
 
 
 def test_two_engines_for_real(shardpair):
-    flags = "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --model.n_layer 2"
+    flags = (
+        "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --model.n_layer 2"
+    )
     done = shardpair("profile", "check", *flags.split(), "--run_dir", "run", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = msgspec.json.decode(done.stdout, type=Profile)
     assert [engine.name for engine in result.engines] == ["torch-manual", "torch-library"]
     for engine in result.engines:
         assert engine.step == 3
-        assert engine.twin_ms is not None
+        assert engine.twin_ms is not msgspec.UNSET
         assert len(engine.devices) == 2
         assert all(device.forward_ms > 0 and device.communication_ms > 0 for device in engine.devices)
         folder = shardpair.folder / "run"
         assert json.loads((folder / engine.name / "trace.json").read_text())["traceEvents"]
         twin = read_json(folder / f"{engine.name}.silent" / "request.json", Request)
         assert twin.silent
-        assert not [path for path in (folder / f"{engine.name}.silent").iterdir() if path.suffix == ".safetensors"]
+        assert not [
+            path for path in (folder / f"{engine.name}.silent").iterdir() if path.suffix == ".safetensors"
+        ]
     assert Path(shardpair.folder, "run", PAGE).is_file()

@@ -71,7 +71,10 @@ def test_the_bubble_of_a_schedule_carried_out_to_the_tick_is_the_schedules_own(n
 
 
 def test_without_microbatches_there_is_no_bubble_to_tell():
-    assert bubble_fraction(Timeline(step=3, wall_us=1, lanes=[Lane(device=0, spans=[span("forward", 0, 1)])])) is None
+    assert (
+        bubble_fraction(Timeline(step=3, wall_us=1, lanes=[Lane(device=0, spans=[span("forward", 0, 1)])]))
+        is None
+    )
 
 
 @pytest.mark.parametrize(

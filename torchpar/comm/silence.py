@@ -1,7 +1,7 @@
 """Silence: from some step on, collectives are complete as soon as they begin, and send nothing.
 
-For the time of a twin (`Request.silent`), whose numbers mean nothing. What a wrapper learns of the other ranks
-at first, such as the shapes that a pipeline's stages exchange, it must have learned before.
+For the time of a twin (`Request.silent`), whose numbers mean nothing. What a wrapper learns of the other
+ranks at first, such as the shapes that a pipeline's stages exchange, it must have learned before.
 """
 
 import importlib

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Literal
 from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
@@ -17,24 +18,26 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.profiler import record_function
 
+from compare.contract.timeline import Kind
 from torchpar.comm.counter import Call, observers
 from torchpar.comm.rank import Rank
 from torchpar.manual.pipeline.stage import Stage
 from torchpar.state import Run
 
 PREFIX, BETWEEN = "shardpair", "|"  # a trace drops quotes and turns backslashes
-What = Literal["step", "forward", "backward", "update", "call", "wait"]
+What = Kind | Literal["step", "wait"]
 
 
 class Mark(Struct, frozen=True, kw_only=True):
     """What a range of the trace is."""
 
     what: What
+    """communication is a call, which may end long before what it began."""
     name: str = ""
     microbatch: int = -1
     chunk: int = 0
     operation: str = ""
-    """Of a call: kind, axis and purpose as in the ledger."""
+    """Of communication: kind, axis and purpose as in the ledger."""
     axis: str = ""
     purpose: str = ""
 
@@ -48,11 +51,15 @@ class Mark(Struct, frozen=True, kw_only=True):
         prefix, *fields = name.split(BETWEEN)
         if prefix != PREFIX:
             return None
-        values: dict[str, Any] = dict(zip(cls.__struct_fields__, fields, strict=True))
-        return cls(**values | {key: int(values[key]) for key in ("microbatch", "chunk")})
+        return msgspec.convert(dict(zip(cls.__struct_fields__, fields, strict=True)), cls, strict=False)
 
 
-PHASES = {"forward": "forward", "backward": "backward", "synchronisation": "backward", "optimizer": "update"}
+PHASES: dict[str, Kind] = {
+    "forward": "forward",
+    "backward": "backward",
+    "synchronisation": "backward",
+    "optimizer": "update",
+}
 """What the device does in the phases that a rank's heartbeat tells (`torchpar.comm.rank`)."""
 
 
@@ -115,7 +122,9 @@ class _Calls:
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         name = call_name(call)
-        mark = Mark(what="call", name=name, operation=call.kind, axis=call.axis, purpose=call.purpose)
+        mark = Mark(
+            what="communication", name=name, operation=call.kind, axis=call.axis, purpose=call.purpose
+        )
         self._open.append(record_function(str(mark)))
         self._open[-1].__enter__()
 
@@ -132,9 +141,7 @@ def _pipeline_tasks(ranks: int) -> list[AbstractContextManager]:
             is_half = stage.splits_backward if ours else not options.get("full_backward", True)
             title = "input gradients" if is_half and name == "backward" else name
             number = stage.number if ours else stage.stage_index
-            return Mark(
-                what=what, name=f"{title} {microbatch}", microbatch=microbatch, chunk=number // ranks
-            )
+            return Mark(what=what, name=f"{title} {microbatch}", microbatch=microbatch, chunk=number // ranks)
 
         return mark
 

@@ -20,15 +20,15 @@ from torchpar.measure.trace import RankTrace, read_trace
 from torchpar.state import Run
 
 CPU_METHOD = (
-    "torch.profiler on every rank, whose clocks are those of one machine. Forward, backward and update are the "
-    "host's time in them, less what it waits for a collective; a collective lasts from its call until it is "
-    "complete, time in gloo's queue and waiting for a slower rank included. gloo does not tell when a message "
-    "has arrived, only when a rank has waited for it: a message between stages is shown while its rank waits, "
+    "torch.profiler on every rank, whose clocks are those of one machine. Forward, backward and update are "
+    "the host's time in them, less what it waits for a collective; a collective lasts from when gloo begins "
+    "it until it is complete, and includes the wait for a slower rank. gloo does not tell when a message has "
+    "arrived, only when a rank has waited for it: a message between stages is shown while its rank waits, "
     "and what it waits for the other stage's work cannot be told from the transfer."
 )
 GPU_METHOD = (
-    "torch.profiler on every rank: kernels and copies on the GPU, by the phase that launched them; kernels less "
-    "than 5 us apart are one. A collective is NCCL's kernel, which also waits for a slower rank."
+    "torch.profiler on every rank: kernels and copies on the GPU, by the phase that launched them; kernels "
+    "less than 5 us apart are one. A collective is NCCL's kernel, which also waits for a slower rank."
 )
 
 

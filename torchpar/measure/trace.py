@@ -109,7 +109,7 @@ def find_calls(
     Returns:
         The calls in their order, and what could not be told of them.
     """
-    ours = [one for one in marks if one.mark.what == "call"]
+    ours = [one for one in marks if one.mark.what == "communication"]
     operators = [
         Marked(_mark_of(event.name), event.ts, event.end)
         for event in events
@@ -129,9 +129,7 @@ def find_calls(
     return sorted([*ours, *others], key=lambda one: one.begin), problem
 
 
-def _of_the_host(
-    events: Sequence[Event], marks: Sequence[Marked], calls: Sequence[Marked]
-) -> Iterator[Span]:
+def _of_the_host(events: Sequence[Event], marks: Sequence[Marked], calls: Sequence[Marked]) -> Iterator[Span]:
     """Spans of a CPU rank."""
     waits = [(one.begin, one.end) for one in marks if one.mark.what == "wait"]
     waits += [(event.ts, event.end) for event in events if event.name == WAIT_OPERATOR]
@@ -246,15 +244,15 @@ def _bare(operator: str) -> str:
 def _mark_of(operator: str) -> Mark:
     name = _bare(operator)
     if name in ("recv", "recvanysource"):  # its sender counts the message
-        return Mark(what="call", name=RECEIVE, operation=PERMUTE, axis=PP)
+        return Mark(what="communication", name=RECEIVE, operation=PERMUTE, axis=PP)
     kind = KINDS.get(name, name)
-    return Mark(what="call", name=kind, operation=kind)
+    return Mark(what="communication", name=kind, operation=kind)
 
 
 def _span(mark: Mark, begin: float, end: float) -> Span:
-    is_call = mark.what == "call"
+    assert mark.what not in ("step", "wait")
     return Span(
-        kind="communication" if is_call else mark.what,
+        kind=mark.what,
         name=mark.name,
         begin_us=begin,
         duration_us=end - begin,
