@@ -23,6 +23,7 @@ from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
+from compare.commands.ledger import Ledgers
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
@@ -53,6 +54,7 @@ COMMANDS: dict[str, type] = {
     "sweep": Sweep,
     "bench": Bench,
     "profile": Profile,
+    "ledger": Ledgers,
     "list": List,
     "report": Report,
     "doctor": Doctor,
@@ -71,6 +73,7 @@ DEFAULT_EXPERIMENT = {
     "profile": "demo",
     "faults": "check",
     "matrix": "check",
+    "ledger": "check",
     "buckets": "demo",
     "sweep": "demo",
 }

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from compare.contract.communication import Communication
+from compare.contract.communication import Communication, summed
 from compare.contract.json_files import read_json
+from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
+from compare.studies.ledgers import read_ledgers
 from compare.studies.presets import PRESETS
 
 NUMBERS = json.loads(Path(__file__).with_suffix(".json").with_stem("ledger_numbers").read_text())
@@ -37,7 +39,7 @@ def recorded(preset: str) -> dict[str, Rows]:
 def rows_of(ledger: list[Communication]) -> Rows:
     """The same rows of a ledger."""
     rows: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for entry in ledger:
+    for entry in summed(ledger):
         row = rows[entry.kind, entry.axis]
         row[:] = [row[0] + entry.calls, row[1] + entry.bytes, row[2] + entry.wire_bytes]
     return [[*key, *row] for key, row in sorted(rows.items())]
@@ -53,11 +55,22 @@ def test_ledgers_are_those_recorded(preset, shardpair):
     expected = recorded(preset)
     folders = {path.parent.name: path for path in (shardpair.folder / "run").glob(f"*/{LEDGER}")}
     assert folders.keys() == expected.keys()
-    found = {engine: rows_of(read_json(path, list[Communication])) for engine, path in folders.items()}
+    found = {engine: rows_of(read_json(path, Ledger).rows) for engine, path in folders.items()}
     for engine, package in THEIR_OWN_CHOICE.items():
         if engine in found and importlib.metadata.version(package) != NUMBERS["versions"][package]:
             assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}
     assert found == expected
+    _stand_beside_the_closed_form(shardpair.folder / "run")
+
+
+def _stand_beside_the_closed_form(folder: Path) -> None:
+    """The manual engines' ledgers are the closed form's to the byte, the others' are explained."""
+    for ledger in read_ledgers(folder):
+        assert ledger.problems == [], ledger.case
+        assert ledger.lines, ledger.case
+        assert ledger.unexplained == [], ledger.case
+        if ledger.engine.endswith("-manual"):
+            assert {line.state for line in ledger.lines} == {"expected"}, ledger.case
 
 
 def test_every_strategy_has_numbers():

@@ -14,7 +14,7 @@ from msgspec import Struct
 from compare.contract.axes import PP
 from compare.contract.timeline import COMPUTE, Span
 from torchpar.comm.counter import Call
-from torchpar.measure.ledger import KINDS
+from torchpar.measure.calls import KINDS
 from torchpar.measure.marks import Mark, call_name
 
 GLOO, NCCL = "gloo:", "nccl"
