@@ -5,14 +5,14 @@ that compute does not hide.
 """
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.contract.record import MANIFEST, Record, read_record
+from compare.contract.host.run_lock import lock_folder
+from compare.contract.record import MANIFEST, Record, read_failure, read_record
 from compare.contract.request import Request
 from compare.contract.tensors import RecordError
 from compare.contract.timeline import PROFILED_STEP
@@ -76,13 +76,17 @@ def run_twins(
     Raises:
         Interrupted: Ctrl-C; the profile can be gone on with.
     """
-    asked = {name: twin_of(comparison.requests[name]) for name in comparison.cases}
-    requests = {twin_folder(folder, n).name: r for n, r in asked.items() if isinstance(r, Request)}
     found = read_twins(comparison, folder)
-    reporter.start(requests, folder, [twin_folder(folder, n).name for n in found if n in _finished(found)])
-    for name, request in asked.items():
-        if isinstance(request, Request) and name not in _finished(found):
-            found[name] = _run(request, twin_folder(folder, name), comparison, folder, settings, reporter)
+    asked = {name: twin_of(comparison.requests[name]) for name in comparison.cases}
+    missing = {
+        name: request
+        for name, request in asked.items()
+        if isinstance(request, Request) and not isinstance(found[name], Record)
+    }
+    reporter.start({twin_folder(folder, name).name: one for name, one in missing.items()}, folder)
+    with lock_folder(folder):
+        for name, request in missing.items():
+            found[name] = _run(name, request, comparison, folder, settings=settings, reporter=reporter)
     return found
 
 
@@ -91,14 +95,13 @@ def read_twins(comparison: Comparison, folder: Path) -> dict[str, Record | str]:
     return {name: _read(comparison.requests[name], twin_folder(folder, name)) for name in comparison.cases}
 
 
-def _finished(twins: Mapping[str, Record | str]) -> list[str]:
-    return [name for name, twin in twins.items() if isinstance(twin, Record)]
-
-
 def _read(request: Request, place: Path) -> Record | str:
     asked = twin_of(request)
-    if isinstance(asked, str) or not (place / MANIFEST).is_file():
-        return asked if isinstance(asked, str) else NOT_ASKED
+    if isinstance(asked, str):
+        return asked
+    if not (place / MANIFEST).is_file():
+        failure = read_failure(place)
+        return failure.message if failure else NOT_ASKED
     try:
         record = read_record(place)
     except RecordError as error:
@@ -107,13 +110,15 @@ def _read(request: Request, place: Path) -> Record | str:
 
 
 def _run(
+    name: str,
     request: Request,
-    place: Path,
     comparison: Comparison,
     folder: Path,
+    *,
     settings: Settings,
     reporter: Reporter,
 ) -> Record | str:
+    place = twin_folder(folder, name)
     shutil.rmtree(place, ignore_errors=True)  # of one that was ended halfway
     try:
         with reporter.engine(place.name) as told:

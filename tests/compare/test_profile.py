@@ -10,13 +10,16 @@ from records import comparison_of, make_record, make_request
 
 from compare.cli import main
 from compare.contract.json_files import read_json
+from compare.contract.record import Failure, write_failure
 from compare.contract.request import Request
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
+from compare.execute.launch import EngineError
 from compare.judge.comparison import judged, save
 from compare.judge.costs import steady_times_ms
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.chrome_trace import chrome_trace, without_overlap
 from compare.present.report.profile_page import PAGE
+from compare.studies import profile
 from compare.studies.profile import ALONE, twin_of
 
 
@@ -145,6 +148,31 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert not (folder / "jax-manual" / "trace.json").exists()
     assert main(["profile", "--results", str(folder), "--json"]) == 1
     assert read_json(folder / PROFILE, Profile) == msgspec.json.decode(capsys.readouterr().out, type=Profile)
+
+
+def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
+    monkeypatch, spread, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "run", spread, engines=("torch-manual",), timelines=(True,))
+    asked = []
+
+    def interrupted(request, folder, **_):
+        asked.append((folder.name, request.silent))
+        raise KeyboardInterrupt
+
+    def failing(request, folder, **_):
+        folder.mkdir()
+        write_failure(folder, Failure(message="it died"))
+        raise EngineError("torch-manual: it died", exit_code=1)
+
+    monkeypatch.setattr(profile, "launch", interrupted)
+    assert main(["profile", "--continue", "run", "--quiet"]) == 130
+    assert asked == [("torch-manual.silent", True)]
+    assert "`shardpair profile --continue run` runs the silent twins" in capsys.readouterr().err
+    monkeypatch.setattr(profile, "launch", failing)
+    assert main(["profile", "--continue", "run", "--quiet"]) == 0
+    assert "torch-manual: no silent twin: it died" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

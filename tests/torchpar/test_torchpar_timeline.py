@@ -67,7 +67,7 @@ def test_there_are_as_many_collectives_as_the_ledger_counts(engine, layout, tmp_
     record = ran(tmp_path / "run", engine, layout, profile=True)
     assert record.timeline is not None
     counted: Counter[tuple[str, str, str]] = Counter()
-    for row in record.ledger:
+    for row in record.ledger.rows:
         counted[row.kind, row.axis, row.purpose] += row.calls
     assert max(counted.values()) > 1  # buckets, units
     for lane in record.timeline.lanes:
