@@ -100,7 +100,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     failures: dict[str, str] = {}
     left_out: dict[str, str] = {}
     verdict: str = ""
-    """Whether the losses of the engines agree."""
+    """Whether every engine finished, and their losses agree; and who left no timeline."""
     passed: bool = False
     """Every engine finished, agreed and left a timeline."""
 
@@ -116,6 +116,8 @@ def profile_of(
         twins: of some cases the record of the silent twin, or why there is none.
     """
     engines = [_engine(name, record, twins.get(name, NOT_ASKED)) for name, record in records.items()]
+    without = [engine.name for engine in engines if not engine.devices]
+    missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
     return Profile(
         name=comparison.name,
         experiment=comparison.experiment,
@@ -128,8 +130,8 @@ def profile_of(
         engines=engines,
         failures=comparison.failures,
         left_out=comparison.left_out,
-        verdict=comparison.sentence(),
-        passed=comparison.passed and all(engine.devices for engine in engines),
+        verdict=missing + comparison.sentence(),
+        passed=comparison.passed and not without,
     )
 
 
