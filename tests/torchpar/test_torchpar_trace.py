@@ -91,6 +91,12 @@ def test_a_librarys_collectives_have_the_names_that_the_ledger_saw():
     assert "could not be told" in other.problem
 
 
+def test_a_collective_that_gloo_did_not_note_is_told():
+    found = spans_of(STEP, event(GRADIENTS, 200, 210, "user_annotation"), event("c10d::allreduce_", 202, 208))
+    assert times(found.spans, "communication") == []
+    assert "gloo noted other collectives than were called" in found.problem
+
+
 def test_ddp_waits_at_the_end_of_backward_where_no_mark_is():
     found = spans_of(
         STEP,

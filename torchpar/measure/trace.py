@@ -24,6 +24,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 APART_US = 5.0
 """Kernels closer than this are one span: a GPU takes as long from one to the next."""
 PERMUTE = "permute"
+MESSAGES = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
 RECEIVE = "receive"
 DDP, AUTOGRAD = "DistributedDataParallel.forward", "autograd::engine::evaluate_function"
 STEP = str(Mark(what="step"))
@@ -97,8 +98,11 @@ def read_trace(content: bytes, *, on_gpu: bool, library_calls: Sequence[Call]) -
     ]
     step = next(one for one in marks if one.mark.what == "step")
     calls, problem = find_calls(events, marks, library_calls)
-    read = _kernels if on_gpu else _of_the_host
-    return RankTrace(step.begin, step.end, list(read(events, marks, calls)), problem)
+    if on_gpu:
+        return RankTrace(step.begin, step.end, list(_kernels(events, marks, calls)), problem)
+    transfers, unmatched = _transfers(events, calls)
+    spans = list(_of_the_host(events, marks, zip(calls, transfers, strict=True)))
+    return RankTrace(step.begin, step.end, spans, " ".join(filter(None, (problem, unmatched))))
 
 
 def find_calls(
@@ -129,11 +133,13 @@ def find_calls(
     return sorted([*ours, *others], key=lambda one: one.begin), problem
 
 
-def _of_the_host(events: Sequence[Event], marks: Sequence[Marked], calls: Sequence[Marked]) -> Iterator[Span]:
-    """Spans of a CPU rank."""
+def _of_the_host(
+    events: Sequence[Event], marks: Sequence[Marked], calls: Iterable[tuple[Marked, list[Event]]]
+) -> Iterator[Span]:
+    """Spans of a CPU rank, given what gloo did of each call."""
     waits = [(one.begin, one.end) for one in marks if one.mark.what == "wait"]
     waits += [(event.ts, event.end) for event in events if event.name == WAIT_OPERATOR]
-    for call, transfers in zip(calls, _transfers(events, calls), strict=True):
+    for call, transfers in calls:
         if call.mark.operation == PERMUTE:
             yield from _messages(call, transfers, waits)
         elif transfers:  # else it is of one rank
@@ -158,20 +164,27 @@ def _waits_of_ddp(events: Sequence[Event], tasks: Iterable[Marked]) -> Iterator[
             yield computed, min(reduced, task.end)
 
 
-def _transfers(events: Sequence[Event], calls: Sequence[Marked]) -> list[list[Event]]:
-    """What gloo did of each call: its threads begin in the order in which PyTorch's operators were called."""
+def _transfers(events: Sequence[Event], calls: Sequence[Marked]) -> tuple[list[list[Event]], str]:
+    """What gloo did of each call: its threads begin in the order in which PyTorch's operators were called.
+
+    Returns:
+        Its entries in the trace by call, and what could not be told.
+    """
     found: list[list[Event]] = [[] for _ in calls]
-    kinds = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
-    for operator, title in (*kinds.items(), ("c10d::", GLOO)):
-        is_rest = title == GLOO
-        called = [e for e in events if e.name.startswith(operator) and _bare(e.name) not in UNSEEN]
-        done = [e for e in events if e.name.startswith(title)]
-        if is_rest:
-            called = [e for e in called if e.name not in kinds]
-            done = [e for e in done if e.name not in kinds.values()]
-        for one, transfer in zip(called, done, strict=False):
-            found[_place(calls, one.ts)].append(transfer)
-    return found
+    called = [e for e in events if e.name.startswith("c10d::") and _bare(e.name) not in UNSEEN]
+    done = [e for e in events if e.name.startswith(GLOO)]
+    agree = True
+    for operator, title in (*MESSAGES.items(), ("", "")):  # messages are begun where they are called
+        of_kind = [e for e in called if (e.name == operator if operator else e.name not in MESSAGES)]
+        begun = [e for e in done if (e.name == title if title else e.name not in MESSAGES.values())]
+        agree = agree and len(of_kind) == len(begun)
+        for one, transfer in zip(of_kind, begun, strict=False):
+            if (place := _place(calls, one.ts)) >= 0:
+                found[place].append(transfer)
+    return (
+        found,
+        "" if agree else "gloo noted other collectives than were called: their times may be mixed up.",
+    )
 
 
 def _messages(
