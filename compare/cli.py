@@ -27,6 +27,7 @@ from compare.commands.ledger import Ledgers
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
+from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
@@ -52,6 +53,7 @@ COMMANDS: dict[str, type] = {
     "golden": Golden,
     "sweep": Sweep,
     "bench": Bench,
+    "profile": Profile,
     "ledger": Ledgers,
     "list": List,
     "report": Report,
@@ -68,6 +70,7 @@ DEFAULT_EXPERIMENT = {
     "resume": "",
     "check": "check",
     "bench": "demo",
+    "profile": "demo",
     "faults": "check",
     "matrix": "check",
     "ledger": "check",
