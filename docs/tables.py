@@ -11,6 +11,7 @@ from measured import Errors, Measured, read_measured
 from measured_tables import (
     agreement,
     endings,
+    memory,
     moves,
     performance,
     precisions,
@@ -245,6 +246,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profiles": profiles,
     "precisions": precisions,
     "savings": savings,
+    "memory": memory,
     "endings": endings,
     "refusals": refusals,
     **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},
