@@ -76,6 +76,20 @@ def test_zero_3_gathers_the_ends_and_without_resharding_all():
     assert form("torch-library", dp_shard=2, zero=2).bytes["gathered parameters"] == whole
 
 
+def test_a_pipeline_keeps_what_is_in_flight():
+    fields = {"pp": 4, "microbatches": 8}
+    block, part = 16 * C + H + 4, 8 * N / 8
+    first, second, *_, last = (form(device=device, **fields).bytes for device in range(4))
+    assert first["activations"] == part * 4 * block
+    assert second["activations"] == part * 3 * (block - C)  # its input came as a message
+    assert last["activations"] == part * (block - C + 2 * C + 2)
+    assert last["logits"] == part * V * 3
+    assert "logits" not in first
+    whole = closed_form("torch-manual", msgspec.structs.replace(PLAIN, layout=Layout(**fields)))
+    assert last["gradients"] == whole["gradients"][3]  # of the microbatches before
+    assert form(device=0, schedule="gpipe", **fields).bytes["gradients"] == 0
+
+
 def test_jax_keeps_residuals_of_norms_gelu_and_scores():
     none, dots = (form("jax-manual", remat=remat).bytes["activations"] for remat in ("none", "dots"))
     ends = 4 * C + 2

@@ -11,7 +11,7 @@ times. That holds where logits, or a pipeline's microbatches, outweigh gradients
                             reshard_after_forward, and in FSDP2's ZeRO-2, all
     activations             `activations`: of all blocks and both ends
     logits                  torch: what log_softmax made, its gradient and the logits', and the logits, which
-                            the training loop holds until backward has ended (a pipeline drops them)
+                            the training loop holds until backward has ended (our pipeline drops them)
 
 A pipeline's rank keeps the activations of the microbatches that its schedule has in flight; all ranks but
 the last peak without logits, when as many are in flight as ever are. JAX's logits and temporaries have no
@@ -78,10 +78,12 @@ def _torch_form(engine: str, experiment: Experiment, device: int) -> PeakForm | 
     stage, last = device * layout.pp // layout.devices, layout.pp - 1
     block = numbers_kept(BLOCK_INPUT if layout.remat == "full" else TORCH_BLOCK, experiment)
     ends = numbers_kept(TORCH_ENDS, experiment) if stage == last else 0.0
-    kept = experiment.model.n_layer / layout.pp * block + ends
+    received = experiment.model.n_embd if stage else 0  # its input is a message, not an activation
+    kept = experiment.model.n_layer / layout.pp * block + ends - received
     held = _state(engine, experiment, device)
     held["activations"] = itemsize * tokens(experiment) * kept * _in_flight(experiment, stage)
-    has_run = experiment.train.gradient_accumulation_steps * layout.microbatches > 1
+    microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
+    has_run = microbatches > _in_flight(experiment, stage)
     keeps_buckets = engine == "torch-library" and layout.zero <= 1 and layout.data_parallel > 1
     if not has_run and not keeps_buckets:
         held["gradients"] = 0.0
@@ -155,7 +157,8 @@ def _copies_of_logits(engine: str, experiment: Experiment) -> int:
         # By hand: logits, probabilities, gradient. DTensor's loss_parallel: logits, log_softmax's result, the
         # gradient, the probabilities and their sum.
         copies = 3 if engine == "torch-manual" else 5
-    return copies - (layout.pp > 1)  # which does not hold the logits
+    # Our pipeline drops the logits; PyTorch's keeps each stage's output.
+    return copies - (layout.pp > 1 and engine == "torch-manual")
 
 
 def _vocab(experiment: Experiment) -> int:

@@ -19,6 +19,8 @@ CLASS_COLOURS: dict[Class, str] = {
     "temporaries": "#9A9A9A",
 }
 HEIGHT = 2.6  # inches without the legend
+NARROWEST = 0.1
+"""Of a step: what a phase takes whose name has room below it."""
 MANY_PHASES = 12
 """Changes from which on a pipeline's forwards and backwards are too close to be named."""
 
@@ -58,8 +60,9 @@ def _draw_phases(axes: Axes, curve: Curve) -> None:
     ends = [mark.position for mark in curve.marks[1:]] + [curve.length]
     for mark in curve.marks[1:]:
         axes.axvline(mark.position, color=INK, linewidth=0.6, alpha=0.5)
-    axes.set_xticks([_middle(mark, end) for mark, end in zip(curve.marks, ends, strict=True)])
-    axes.set_xticklabels([mark.phase for mark in curve.marks])
+    phases = zip(curve.marks, ends, strict=True)
+    named = [(mark, end) for mark, end in phases if end - mark.position >= NARROWEST * curve.length]
+    axes.set_xticks([_middle(mark, end) for mark, end in named], [mark.phase for mark, _ in named])
     axes.tick_params(axis="x", length=0)
 
 
