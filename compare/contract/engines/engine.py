@@ -5,6 +5,7 @@ Every flag, table, count and refusal of the harness comes from these: see `regis
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -18,6 +19,23 @@ PROJECT = "shardpair"
 
 def _nothing(layout: Layout) -> str:
     return ""
+
+
+class Keeps(Struct, frozen=True, kw_only=True):
+    """What an engine's step keeps, as far as the closed form of its peak depends on who wrote it."""
+
+    residuals: Literal["autograd", "scan"]
+    """Who keeps activations: PyTorch's autograd, by operator, or JAX's, stacked by a scan over layers."""
+    logits: int = 0
+    """Tensors as large as the logits when their gradient is made; 0 if a compiler decides."""
+    logits_with_tp: int = 0
+    """The same of logits that are split by vocabulary."""
+    logits_with_pp: int = 0
+    """The same on the last stage of a pipeline."""
+    buckets: bool = False
+    """Whether buckets of whole gradients stay from step to step."""
+    gathers_ahead: bool = False
+    """Whether ZeRO-3 gathers the last block for backward before the loss is through its own."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -70,6 +88,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether it has dropout (`compare.contract.dropout`)."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
+    keeps: Keeps | None = None
+    """None where nothing is known of it: then its peak has no closed form."""
     impossible_faults: Mapping[str, str] = {}
     """Mistakes (`shardpair faults`) that it cannot make, and why."""
     refuses: Callable[[Layout], str] = _nothing

@@ -1,6 +1,6 @@
 """The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
 
-from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
+from compare.contract.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.contract.engines.peers import JAX_PEERS
 
 INSERTED_BY_XLA = (
@@ -27,6 +27,7 @@ JAX = Side(
             offloads=True,
             dtypes=LOSS_SCALED,
             side="jaxpar",
+            keeps=Keeps(residuals="scan"),
             folder="compiler",
             gradient_sync=("xla",),
             decides="XLA: jit with Mesh and NamedSharding",
@@ -63,6 +64,7 @@ JAX = Side(
             offloads=True,
             dtypes=LOSS_SCALED,
             side="jaxpar",
+            keeps=Keeps(residuals="scan"),
             folder="manual",
             gradient_sync=("naive", "flat", "bucketed"),
             decides="we do: shard_map and lax collectives",

@@ -20,7 +20,8 @@ form: XLA fuses them, and where its plan puts them is its own.
 
 from msgspec import Struct
 
-from compare.contract.engines.registry import STUDIED
+from compare.contract.engines.engine import Keeps
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.memory_profile import Class
 from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
@@ -64,14 +65,14 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
     layout, model = experiment.layout, experiment.model
     is_plain = experiment.precision.dtype in ("float32", "float64") and not model.dropout
     is_whole = experiment.train.loss_chunks == 1 and layout.offload == "none" and layout.chunks == 1
-    if engine not in STUDIED or not is_plain or not is_whole:
+    keeps = ENGINES[engine].keeps if engine in ENGINES else None
+    if keeps is None or not is_plain or not is_whole:
         return None
-    side = STUDIED[engine].side
-    make = {"torchpar": _torch_form, "jaxpar": _jax_form}.get(side)
-    return make(engine, experiment, device) if make else None
+    make = {"autograd": _torch_form, "scan": _jax_form}[keeps.residuals]
+    return make(engine, experiment, device, keeps)
 
 
-def _torch_form(engine: str, experiment: Experiment, device: int) -> PeakForm | None:
+def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     if layout.remat == "dots" or layout.schedule not in ("1f1b", "gpipe"):
         return None
@@ -84,27 +85,23 @@ def _torch_form(engine: str, experiment: Experiment, device: int) -> PeakForm | 
     held["activations"] = itemsize * tokens(experiment) * kept * _in_flight(experiment, stage)
     microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
     has_run = microbatches > _in_flight(experiment, stage)
-    keeps_buckets = engine == "torch-library" and layout.zero <= 1 and layout.data_parallel > 1
+    keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1
     if not has_run and not keeps_buckets:
         held["gradients"] = 0.0
     held["gathered parameters"] = _gathered(engine, experiment)
-    if (
-        engine == "torch-library"
-        and layout.zero == 3
-        and layout.dp_shard > 1
-        and layout.reshard_after_forward
-    ):
+    is_gathered = layout.zero == 3 and layout.dp_shard > 1 and layout.reshard_after_forward
+    if keeps.gathers_ahead and is_gathered:
         block = on_one_of_tp(block_parameters(experiment.model, 0), layout)
         held["communication buffers"] = itemsize * block  # FSDP2 gathers the last block for backward by now
     if stage == last:
-        held["logits"] = (
-            itemsize * tokens(experiment) * _copies_of_logits(engine, experiment) * _vocab(experiment)
-        )
+        with_tp = keeps.logits_with_tp if layout.tp > 1 else keeps.logits
+        copies = keeps.logits_with_pp if layout.pp > 1 else with_tp
+        held["logits"] = itemsize * tokens(experiment) * copies * _vocab(experiment)
     where = "the gradient of the logits is made" if stage == last else "most microbatches are in flight"
     return PeakForm(moment=f"where {where}", bytes=held)
 
 
-def _jax_form(engine: str, experiment: Experiment, device: int) -> PeakForm | None:
+def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     remat = "dots" if layout.remat == "auto" else layout.remat
     if layout.pp > 1 or remat == "full" or experiment.train.gradient_accumulation_steps > 1:
@@ -131,7 +128,7 @@ def _state(engine: str, experiment: Experiment, device: int) -> dict[Class, floa
 def _gathered(engine: str, experiment: Experiment) -> float:
     """Bytes of whole parameters that are made of shards."""
     layout, model = experiment.layout, experiment.model
-    if layout.zero < STUDIED[engine].shards_parameters_from or layout.dp_shard == 1:
+    if layout.zero < ENGINES[engine].shards_parameters_from or layout.dp_shard == 1:
         return 0.0
     (token, position), final_norm = end_parameters(model)
     ends = on_one_of_tp([token, position, *final_norm], layout)
@@ -147,18 +144,6 @@ def _in_flight(experiment: Experiment, stage: int) -> int:
     if layout.pp == 1:
         return 1
     return microbatches if layout.schedule == "gpipe" else min(microbatches, layout.pp - stage)
-
-
-def _copies_of_logits(engine: str, experiment: Experiment) -> int:
-    """Tensors as large as the logits, in torch."""
-    layout = experiment.layout
-    copies = 4  # logits, log_softmax's result, its gradient, the logits' gradient
-    if layout.tp > 1:
-        # By hand: logits, probabilities, gradient. DTensor's loss_parallel: logits, log_softmax's result, the
-        # gradient, the probabilities and their sum.
-        copies = 3 if engine == "torch-manual" else 5
-    # Our pipeline drops the logits; PyTorch's keeps each stage's output.
-    return copies - (layout.pp > 1 and engine == "torch-manual")
 
 
 def _vocab(experiment: Experiment) -> int:
