@@ -124,10 +124,11 @@ class _Program:
         return "communication buffers" if made_by.opcode.startswith(_COLLECTIVES) else "temporaries"
 
     def _reaches_update(self, buffer: Buffer) -> bool:
-        """Whether backward made it, and something beyond backward reads it."""
+        """Whether backward made it, and something beyond backward reads it, or its loop adds to it."""
         is_read = any(_phase(reader) == "update" for reader in buffer.readers)
         is_made = _phase(buffer.instruction) == "backward" and buffer.begin < self._update
-        return (is_made and is_read) or buffer.begin < self._update < buffer.end
+        is_added_to = is_made and buffer.begin < self._backward  # in backward's loop, from zeros on
+        return (is_made and is_read) or is_added_to or buffer.begin < self._update < buffer.end
 
     def _of_allocation(self, buffers: list[Buffer]) -> dict[Class, np.ndarray]:
         """Bytes of an allocation that are in use: where buffers lie on each other, the first class counts."""
