@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings profiles counts performance gpu-bench docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance gpu-bench docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -72,6 +72,10 @@ precisions: $(READY)  ## loss curves in three precisions in every engine; docs/p
 
 savings: $(READY)  ## what of a device's memory each setting saves; docs/savings.json
 	$(BIN)/python docs/savings.py
+	$(BIN)/python docs/make_docs.py
+
+memory: $(READY)  ## what a device holds at the peak of a step, by class, in every engine; docs/memory.json
+	$(BIN)/python docs/memory.py
 	$(BIN)/python docs/make_docs.py
 
 profiles: $(READY)  ## where the time of jaxpar's steps goes, on an idle machine; docs/profiles.json

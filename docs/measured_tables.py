@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from memory import LAYOUTS, read_memory, spec_of
 from moves import read_moves
 from performance import BENCHES, read_performance
 from precisions import (
@@ -21,6 +22,10 @@ from savings import read_savings
 from survival import read_survival
 from table_text import markdown
 
+from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
+from compare.judge.closed_forms.peak_memory import peak_form
+from compare.present.memory_tables import AtPeak
+from compare.present.memory_tables import rows as memory_rows
 from compare.terminal.units import error_text, human_bytes
 
 COUNTS = Path(__file__).parent / "dynamic_counts.json"
@@ -169,6 +174,21 @@ def savings() -> str:
         host = {human_bytes(one.on_host) for one in held.values()}
         rows.append([f"`{setting}`", *kept, " or ".join(sorted(host))])
     return markdown(["setting", *(f"`{engine}`: peak, at rest" for engine in engines), "on the host"], rows)
+
+
+def memory() -> str:
+    """What the fullest device holds at the peak, by class, beside the closed form."""
+    stored = read_memory()
+    if not stored:
+        return "Not measured yet: `make memory` measures it."
+    rows = []
+    for preset in LAYOUTS:
+        for engine, held in stored.get(preset, {}).items():
+            form = peak_form(engine, spec_of(preset), device=held.device)
+            one = AtPeak(device=held.device, peak=held.peak, form=form, planned_bytes=held.planned_bytes)
+            (cells,) = memory_rows([(f"`{preset}`", one)])
+            rows.append([cells[0], f"`{engine}`", *cells[1:]])
+    return markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
 
 
 def profiles() -> str:

@@ -28,6 +28,9 @@ from jaxpar.derivatives import gelu, product
 from jaxpar.dropout import Dropout, Noise
 from jaxpar.remat import Remat, apply_remat
 
+HEAD = "head_loss"
+"""The scope, in the compiled program, of what makes logits and the loss of them."""
+
 
 class Dtypes:
     """Storage and compute dtypes of a precision.
@@ -224,6 +227,10 @@ class GPT(nnx.Module):
 
     def head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Mean cross-entropy in nats of the targets, from the residual stream after all blocks."""
+        with jax.named_scope(HEAD):
+            return self._head_loss(x_BTC, targets_BT)
+
+    def _head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
         if self.loss_chunks == 1:
             return self.cross_entropy(self.logits(x_BTC), targets_BT)
 

@@ -21,8 +21,17 @@ from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
+from jaxpar.measure.memory_profile import memory_profile
 from jaxpar.measure.profile import profiled_step
-from jaxpar.measure.usage import PACKAGES, first_device, memory_in_use, peak_memory, resident_bytes, threads
+from jaxpar.measure.usage import (
+    PACKAGES,
+    first_device,
+    memory_in_use,
+    peak_memory,
+    planned_memory,
+    resident_bytes,
+    threads,
+)
 from jaxpar.optimizer import moments
 from jaxpar.remat import Remat
 from jaxpar.state import TrainState
@@ -130,6 +139,10 @@ class Recording:
             resident_bytes=self._at_rest(devices),
             windows=self._windows,
         )
+        model = experiment.model
+        sizes = {model.vocab_size, -(-model.vocab_size // experiment.layout.tp)}
+        if profile := memory_profile(step, planned=planned_memory(step), vocab=sizes, width=model.n_embd):
+            self._recorder.memory(profile)
         problems: list[str] = []
         rows = communications(hlo, experiment.layout.axes, problems=problems)
         self._recorder.finish(manifest, Ledger(rows=rows, problems=problems))

@@ -3,7 +3,7 @@
 All ranks have one, because they put together what each of them has; rank 0 writes.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,6 +13,7 @@ from compare.contract.divergence import end_if_diverged
 from compare.contract.engines.registry import ENGINES
 from compare.contract.evaluation import Evaluation
 from compare.contract.host.facts import cpu_seconds, versions
+from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile
 from compare.contract.parameters import parameter_count
 from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
@@ -22,10 +23,19 @@ from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import LedgerMode, of_all_ranks
-from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, memory_in_use, resident_bytes, track_peak
+from torchpar.measure.memory import (
+    CPU_METHOD,
+    GPU_METHOD,
+    PROFILE_METHOD,
+    allocator_peak,
+    memory_in_use,
+    resident_bytes,
+    watch_memory,
+)
 from torchpar.measure.places import group_names
+from torchpar.measure.storages import StorageMode
 from torchpar.offload import host_tensors
-from torchpar.parallel_model import TensorsByName, local
+from torchpar.parallel_model import TensorsByName
 from torchpar.remat import resolve_remat
 from torchpar.state import Batch, Run
 from torchpar.weights import moment_keys, to_arrays
@@ -48,7 +58,9 @@ class Recording:
         self._run, self._recorder, self._started_utc = run, recorder, started_utc
         mesh = run.mesh
         self._ledger_mode = LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True)
-        self._peak_bytes = self._gradient_bytes = 0
+        self._gradient_bytes = 0
+        self._watching: StorageMode | None = None
+        self._memory: DeviceMemory | None = None
         self._first_step_s = 0.0
         self._windows: list[Window] = []
 
@@ -96,20 +108,28 @@ class Recording:
             return
         mesh, parallel = self._run.mesh, self._run.parallel
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
-        resident = [*modules, *parallel.parameters.values(), *parallel.optimizer_state()]
+        held: dict[Class, Iterable[torch.Tensor]] = {
+            "parameters": [*modules, *parallel.parameters.values()],
+            "optimizer": parallel.optimizer_state(),
+            "gathered parameters": parallel.transient,
+        }
         elsewhere = host_tensors(parallel.optimizer)
-        memory = track_peak(mesh.device, map(local, resident), parallel.transient, elsewhere)
-        with memory as peak, self._ledger_mode:
+        watching = watch_memory(mesh.device, held, elsewhere=elsewhere, module=parallel.module)
+        with watching as self._watching, self._ledger_mode:
             yield
-        self._peak_bytes = peak.bytes
+            self._watching.tag("optimizer", parallel.optimizer_state())  # which a first step makes
+        self._memory = self._watching.memory(allocator_peak=allocator_peak(mesh.device))
 
     def gradients_are_ready(self) -> None:
         """In the middle of a step: the mean gradients are there, before clipping."""
         run = self._run
         if run.state.step == run.request.first_step and run.request.ladder:
             self._leave(Rung.GRADIENTS, run.parallel.gradients())
-        if run.state.step == self._instrumented:
-            self._gradient_bytes = resident_bytes(run.parallel.held_gradients())
+        if self._watching and run.state.step == self._instrumented:
+            held = run.parallel.held_gradients()
+            self._gradient_bytes = resident_bytes(held)
+            self._watching.tag("gradients", held)
+            self._watching.updates()
             self._ledger_mode.is_updating = True
 
     def step_is_done(self, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float) -> None:
@@ -171,8 +191,12 @@ class Recording:
         """After the last step: put the ranks' costs together, and complete the record."""
         run = self._run
         request, experiment = run.request, run.experiment
-        cost = (self._peak_bytes, cpu_seconds(), self._resident(), self._ledger_mode.noted(), self._windows)
-        peaks, cpu, residents, ledgers, windows = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
+        assert self._memory, "no step was watched"
+        noted = self._ledger_mode.noted()
+        cost = (self._memory, cpu_seconds(), self._resident(), noted, self._windows)
+        memories, cpu, residents, ledgers, windows = zip(
+            *run.mesh.world.all_gather_objects(cost), strict=True
+        )
         if not self._recorder:
             return
         manifest = Manifest(
@@ -192,13 +216,13 @@ class Recording:
             compile_s=0.0,
             first_step_s=self._first_step_s,
             cpu_time_s=sum(cpu) + run.rank.launcher_cpu_s,
-            peak_memory_bytes=list(peaks),
+            peak_memory_bytes=[one.allocator_peak or one.peak.total for one in memories],
             peak_memory_method=CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
             resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
             windows=[merged(parts) for parts in zip(*windows, strict=True)],
         )
-        counts_own = ENGINES[request.engine].counts_own_calls
-        stages = experiment.layout.pp
+        self._recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
+        counts_own, stages = ENGINES[request.engine].counts_own_calls, experiment.layout.pp
         self._recorder.finish(manifest, of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
 
     @property

@@ -5,6 +5,7 @@
     evaluations.jsonl         one `Evaluation` a line, if there are any
     ledger.json               what one steady step communicated (`compare.contract.ledger`)
     timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
+    memory.json               memory of one step by class (`compare.contract.memory_profile`)
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
     manifest.json             how it was run and what it cost; written last, so that its presence means
                               that the record is complete
@@ -35,6 +36,7 @@ from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
 from compare.contract.ledger import Ledger
+from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.tensors import RecordError, Tensors, garbled
 from compare.contract.timeline import TIMELINE, Timeline
@@ -137,6 +139,8 @@ class Record(Struct, frozen=True, kw_only=True):
     evaluations: list[Evaluation] = field(default_factory=list)
     timeline: Timeline | None = None
     """Of a profiled run."""
+    memory: MemoryProfile | None = None
+    """None where none of the steps was watched."""
     request: Request | None = None
     """What was asked for; None for numbers that no engine of ours made."""
 
@@ -188,6 +192,10 @@ class Recorder:
         """Leave the timeline of the profiled step."""
         write_json(self.folder / TIMELINE, timeline)
 
+    def memory(self, profile: MemoryProfile) -> None:
+        """Leave the memory of the watched step."""
+        write_json(self.folder / MEMORY, profile)
+
     def finish(self, manifest: Manifest, ledger: Ledger) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
@@ -198,7 +206,7 @@ class Recorder:
 
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
-    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, TIMELINE]
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, TIMELINE, MEMORY]
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
@@ -250,5 +258,6 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         ledger=read_own_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
         timeline=read_own_json(folder / TIMELINE, Timeline) if (folder / TIMELINE).exists() else None,
+        memory=read_own_json(folder / MEMORY, MemoryProfile) if (folder / MEMORY).exists() else None,
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

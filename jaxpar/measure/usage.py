@@ -20,16 +20,23 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
     statistics = [device.memory_stats() for device in devices]
     if all(statistics):
         return [s["peak_bytes_in_use"] for s in statistics if s], "allocator's peak since the process began"
+    planned = planned_memory(step)
+    if not planned:
+        return [], "unknown: neither the allocator nor XLA tells"
+    return [planned] * len(devices), "XLA's buffer assignment of one step: argument + temp + output - alias"
+
+
+def planned_memory(step: jax.stages.Compiled) -> int:
+    """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell."""
     analysis = step.memory_analysis()
     if analysis is None:
-        return [], "unknown: neither the allocator nor XLA tells"
-    planned = (
+        return 0
+    return (
         analysis.argument_size_in_bytes
         + analysis.temp_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
     )
-    return [planned] * len(devices), "XLA's buffer assignment of one step: argument + temp + output - alias"
 
 
 def first_device(tree: Any) -> jax.Device:

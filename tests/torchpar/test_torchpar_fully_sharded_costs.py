@@ -1,6 +1,7 @@
 """Costs of torchpar.manual.FSDP, and when they arise: pieces, dtypes, peaks, order, on four gloo ranks."""
 
 import copy
+from collections.abc import Iterable
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,12 @@ from modules import Odd, double, share, stack
 from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compare.contract.memory_profile import Class
 from torchpar.manual import fully_sharded
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.zero.flat_parameters import FlatParameters
-from torchpar.measure.memory import StorageMode, resident_bytes
+from torchpar.measure.memory import resident_bytes
+from torchpar.measure.storages import StorageMode
 
 
 @on_ranks
@@ -42,6 +45,11 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def held(sharded: FSDP) -> dict[Class, Iterable[torch.Tensor]]:
+    """What is there before a pass."""
+    return {"parameters": sharded.parameters(), "gathered parameters": sharded.transient}
+
+
 @on_ranks
 def test_peak_is_the_shard_and_two_units(rank: int) -> None:
     layers, width = 8, 64
@@ -54,7 +62,7 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
         sharded.zero_grad()
         shards = resident_bytes(sharded.parameters())
         watch = Watch(sharded)
-        with StorageMode([x, *sharded.parameters()], sharded.transient) as memory, watch:
+        with StorageMode(held(sharded)) as memory, watch:
             sharded(x).sum().backward()
             sharded.finish_gradient_synchronization()
         assert watch.peak == 2 * unit, watch.peak / unit
@@ -63,7 +71,7 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
     # least of some steps: gloo's thread may drop the tensors of a collective that is done a moment late.
     assert min(beyond) <= 2 + 4, beyond
     assert shards == pytest.approx(layers * unit / RANKS, rel=0.01)
-    with StorageMode([x, *sharded.parameters()], sharded.transient) as memory, torch.no_grad():
+    with StorageMode(held(sharded)) as memory, torch.no_grad():
         sharded(x)
     assert memory.peak <= shards + 2 * unit + activations
 

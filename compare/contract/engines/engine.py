@@ -21,6 +21,23 @@ def _nothing(layout: Layout) -> str:
     return ""
 
 
+class Keeps(Struct, frozen=True, kw_only=True):
+    """What an engine's step keeps, as far as the closed form of its peak depends on who wrote it."""
+
+    residuals: Literal["autograd", "scan"]
+    """Who keeps activations: PyTorch's autograd, by operator, or JAX's, stacked by a scan over layers."""
+    logits: int = 0
+    """Tensors as large as the logits when their gradient is made; 0 if a compiler decides."""
+    logits_with_tp: int = 0
+    """The same of logits that are split by vocabulary."""
+    logits_with_pp: int = 0
+    """The same on the last stage of a pipeline."""
+    buckets: bool = False
+    """Whether buckets of whole gradients stay from step to step."""
+    gathers_ahead: bool = False
+    """Whether ZeRO-3 gathers the last block for backward before the loss is through its own."""
+
+
 class Engine(Struct, frozen=True, kw_only=True):
     """One way of training an experiment."""
 
@@ -79,6 +96,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     sends_by: Literal["", "xla", "pytorch"] = ""
     """Whose collectives it sends where they are not written by hand."""
+    keeps: Keeps | None = None
+    """None where nothing is known of it: then its peak has no closed form."""
     impossible_faults: Mapping[str, str] = {}
     """Mistakes (`shardpair faults`) that it cannot make, and why."""
     refuses: Callable[[Layout], str] = _nothing

@@ -1,6 +1,6 @@
 """The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
 
-from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
+from compare.contract.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.contract.engines.peers import JAX_PEERS
 
 NO_TWIN = "a collective is an operation of XLA's program: to leave it out makes another program"
@@ -31,6 +31,7 @@ JAX = Side(
             no_twin=NO_TWIN,
             dtypes=LOSS_SCALED,
             side="jaxpar",
+            keeps=Keeps(residuals="scan"),
             folder="compiler",
             gradient_sync=("xla",),
             decides="XLA: jit with Mesh and NamedSharding",
@@ -69,6 +70,7 @@ JAX = Side(
             no_twin=NO_TWIN,
             dtypes=LOSS_SCALED,
             side="jaxpar",
+            keeps=Keeps(residuals="scan"),
             folder="manual",
             gradient_sync=("naive", "flat", "bucketed"),
             decides="we do: shard_map and lax collectives",

@@ -1,6 +1,6 @@
 """The side torchpar and its engines: torch-manual and torch-library; its peers are in `peers`."""
 
-from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
+from compare.contract.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.contract.engines.peers import TORCH_PEERS
 from compare.contract.experiment import Layout
 
@@ -49,6 +49,8 @@ TORCH = Side(
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
             counts_own_calls=True,
+            # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
+            keeps=Keeps(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
         ),
         Engine(
             name="torch-library",
@@ -74,6 +76,15 @@ TORCH = Side(
             },
             gradient_sync_with_tp="fsdp2",
             shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
+            # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
+            keeps=Keeps(
+                residuals="autograd",
+                logits=4,
+                logits_with_tp=5,
+                logits_with_pp=4,
+                buckets=True,
+                gathers_ahead=True,
+            ),
             refuses=_not_in_pytorch,
             impossible_faults={"doubled_row_bias": "PyTorch adds the bias, not we"},
         ),

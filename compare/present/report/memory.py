@@ -1,11 +1,13 @@
-"""Bytes that a case's devices hold between two steps, beside the closed form."""
+"""Bytes that a case's devices hold between two steps and at the peak of one, beside the closed forms."""
 
 from collections.abc import Sequence
 
 from msgspec import Struct
 
+from compare.contract.memory_profile import CLASSES, MEANINGS
 from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
+from compare.present.memory_tables import AtPeak
 from compare.present.report.tables import Row, Table, Text, upright
 from compare.terminal.units import human_bytes
 
@@ -58,6 +60,28 @@ def memory_table(names: list[str], held: Sequence[AtRest | None]) -> Table:
     if any(one.on_host for one in held if one):
         rows.append(Row(Text("in the host's memory"), [_host_cell(one) for one in held]))
     return upright(Table(name="Memory at rest, by kind", corner="fullest device", columns=names, rows=rows))
+
+
+def peak_table(names: list[str], peaks: Sequence[AtPeak | None]) -> Table:
+    """The fullest device's bytes at the peak of the watched step, by class, each beside its closed form."""
+    shown = [kind for kind in CLASSES if any(kind in one.sizes for one in peaks if one)]
+    rows = [Row(Text(kind, MEANINGS[kind]), [_class_cell(one, kind) for one in peaks]) for kind in shown]
+    totals = [Text(human_bytes(one.peak.total), _idle(one)) if one else Text("not recorded") for one in peaks]
+    rows.append(Row(Text("all"), totals, is_total=True))
+    rows.append(Row(Text("where"), [Text(one.peak.phase, one.where) if one else Text("") for one in peaks]))
+    return upright(Table(name="Memory at the peak, by class", corner="class", columns=names, rows=rows))
+
+
+def _class_cell(one: AtPeak | None, kind: str) -> Text:
+    if one is None:
+        return Text("not recorded")
+    measured, expected = one.sizes.get(kind, (0, None))
+    return Text(human_bytes(measured)) if expected is None else _beside(measured, expected)
+
+
+def _idle(one: AtPeak) -> str:
+    """What a compiler set aside for the step beyond the peak, in words."""
+    return f"of {human_bytes(one.planned_bytes)} set aside" if one.planned_bytes else ""
 
 
 def _kind_cell(held: AtRest | None, kinds: Sequence[str]) -> Text:

@@ -9,8 +9,10 @@ from msgspec import Struct
 from compare.contract.record import Record
 from compare.contract.schedules import make_schedule
 from compare.judge.comparison import Comparison
+from compare.present.memory_tables import AtPeak
 from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest
+from compare.present.report.memory_curves import memory_over_step
 from compare.present.report.timeline import summary, timeline
 from compare.terminal.layout_words import SCHEDULES
 
@@ -69,6 +71,29 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
             "stands in the table.",
         ),
     ]
+
+
+def memory_curves(names: list[str], records: list[Record]) -> list[Picture]:
+    """Memory over the watched step of each case that has a profile, of its fullest device."""
+    drawn = []
+    for name, record in zip(names, records, strict=True):
+        if profile := record.memory:
+            device = profile.devices[profile.fullest]
+            where = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
+            peak = device.peak
+            at = f"{peak.operation}{f' in {peak.place}' if peak.place else ''}"
+            caption = f"{where}; the dotted line is the peak, in {peak.phase}: {at}. {profile.method}."
+            drawn.append(Picture(f"Memory of {name}", memory_over_step(name, device), caption))
+    return drawn
+
+
+def peak_words(names: list[str], peaks: Sequence[AtPeak | None]) -> str:
+    """At which moment closed forms are about, and which cases have none."""
+    moments = dict.fromkeys(one.form.moment for one in peaks if one and one.form)
+    without = [name for name, one in zip(names, peaks, strict=True) if one and not one.form]
+    said = [f"The closed forms are those {' or '.join(moments)}."] if moments else []
+    said += [f"There is none for {', '.join(without)}."] if without else []
+    return " ".join(said)
 
 
 def timelines(records: list[Record]) -> list[Picture]:

@@ -9,8 +9,9 @@ from compare.contract.host.disk import write_atomically
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison, differences, how_to_go_on, read_comparison, read_saved
+from compare.present.memory_tables import at_peak
 from compare.present.report import tables
-from compare.present.report.memory import at_rest, device_table, memory_table
+from compare.present.report.memory import at_rest, device_table, memory_table, peak_table
 from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.present.report.template import render_page
 from compare.present.report.traffic import ledger_notes, ledger_table
@@ -74,10 +75,11 @@ def _summary(comparison: Comparison) -> dict[str, object]:
 def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object]:
     """Pictures and tables of what finished."""
     from compare.present.report.lanes import measured_steps
-    from compare.present.report.pictures import pictures, timelines
+    from compare.present.report.pictures import memory_curves, peak_words, pictures, timelines
 
     names = comparison.cases
     held = [at_rest(record) for record in records]
+    peaks = [at_peak(record) for record in records]
     sums = [summed(record.ledger.rows) for record in records]
     beside = [engine_ledger(name, record) for name, record in zip(names, records, strict=True)]
     return {
@@ -88,6 +90,9 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
         "ladder": tables.ladder_table(comparison.verdicts),
         "reasons": tables.tolerance_reasons(comparison.verdicts),
         "memory": memory_table(names, held),
+        "peaks": peak_table(names, peaks) if any(peaks) else None,
+        "moments": peak_words(names, peaks),
+        "curves": memory_curves(names, records),
         "devices": [
             device_table(name, one, record.manifest.experiment.layout.axes)
             for name, one, record in zip(names, held, records, strict=True)

@@ -1,0 +1,167 @@
+"""Memory of one step by class, over the step and at its peak: RUN_DIR/memory.json.
+
+Both sides hand over bytes by class and position in the step; what a class means stands here.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from msgspec import Struct, field
+
+MEMORY = "memory.json"
+POINTS = 300
+"""Of a curve: as many as a picture can show."""
+
+Class = Literal[
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered parameters",
+    "activations",
+    "logits",
+    "communication buffers",
+    "temporaries",
+]
+CLASSES: tuple[Class, ...] = get_args(Class)
+MEANINGS: dict[Class, str] = {
+    "parameters": "as they are between two steps: whole, or this device's shards",
+    "optimizer": "moments, and counts of steps",
+    "gradients": "what the optimizer is given",
+    "gathered parameters": "whole ones, made of shards for use",
+    "activations": "kept by a forward for its backward",
+    "logits": "and what the loss makes of them, as large as they are",
+    "communication buffers": "what collectives read or write and is none of the above; a pipeline's messages",
+    "temporaries": "all else: results that the next operation reads, the batch, scalars",
+}
+Phase = Literal["forward", "backward", "update"]
+
+
+class Lifetime(NamedTuple):
+    """Bytes that are there from position `begin` of a step up to, but not at, position `end`."""
+
+    kind: Class
+    size: int
+    begin: int
+    end: int
+
+
+class Mark(Struct, frozen=True):
+    """From this position on the device is in this phase."""
+
+    position: int
+    phase: Phase
+
+
+class Peak(Struct, frozen=True, kw_only=True):
+    """The moment at which most memory is in use."""
+
+    position: int
+    """In the step, counted in operations."""
+    bytes: dict[Class, int]
+    phase: Phase
+    operation: str
+    """What runs there, by the framework's name."""
+    place: str
+    """The module, or the operation's path and line in the program; '' if that cannot be told."""
+
+    @property
+    def total(self) -> int:
+        """All classes together."""
+        return sum(self.bytes.values())
+
+
+class Curve(Struct, frozen=True, kw_only=True):
+    """Bytes in use over a step. Of a stretch of operations only the fullest is a point: the peak is one."""
+
+    positions: list[int]
+    bytes: dict[Class, list[int]]
+    """A series like `positions`, for every class."""
+    marks: list[Mark] = field(default_factory=list)
+    length: int = 0
+    """Operations of the step."""
+
+
+class DeviceMemory(Struct, frozen=True, kw_only=True):
+    """One device's memory over a step."""
+
+    peak: Peak
+    curve: Curve
+    allocator_peak: int = 0
+    """What a GPU's allocator gave out at most, its rounding and kernels' scratch included; 0 on a CPU."""
+
+
+class MemoryProfile(Struct, frozen=True, kw_only=True):
+    """Memory of one step on all devices."""
+
+    devices: list[DeviceMemory]
+    """In the order of the mesh; one alone stands for all, where they run one program."""
+    method: str
+    """How it was found, in words, and what it cannot tell."""
+    planned_bytes: int = 0
+    """What the compiler sets aside for the step, where one does; the peak is less by what lies idle."""
+
+    def of(self, device: int) -> DeviceMemory:
+        """One device's."""
+        return self.devices[device if len(self.devices) > 1 else 0]
+
+    @property
+    def fullest(self) -> int:
+        """The device with the highest peak, the first of equals."""
+        return max(range(len(self.devices)), key=lambda device: self.devices[device].peak.total)
+
+
+def usage(lifetimes: Iterable[Lifetime], length: int) -> dict[Class, np.ndarray]:
+    """Bytes in use at each position of a step, by class: int64 arrays (length,)."""
+    changes = {kind: np.zeros(length + 1, np.int64) for kind in CLASSES}
+    for kind, size, begin, end in lifetimes:
+        changes[kind][min(begin, length)] += size
+        changes[kind][min(end, length)] -= size
+    return {kind: change.cumsum()[:length] for kind, change in changes.items()}
+
+
+def peak_position(in_use: dict[Class, np.ndarray]) -> int:
+    """Where the sum over the classes is largest, the first of equals."""
+    return int(np.argmax(np.sum(list(in_use.values()), axis=0)))
+
+
+def peak_of(in_use: dict[Class, np.ndarray], marks: list[Mark], *, operation: str, place: str) -> Peak:
+    """The peak, with what runs there."""
+    position = peak_position(in_use)
+    return Peak(
+        position=position,
+        bytes={kind: int(series[position]) for kind, series in in_use.items()},
+        phase=phase_at(marks, position),
+        operation=operation,
+        place=place,
+    )
+
+
+def phase_at(marks: list[Mark], position: int) -> Phase:
+    """The phase that a position is in; before the first mark that is forward."""
+    before: list[Phase] = [mark.phase for mark in marks if mark.position <= position]
+    return before[-1] if before else "forward"
+
+
+def curve_of(in_use: dict[Class, np.ndarray], marks: list[Mark]) -> Curve:
+    """Thin a step to at most POINTS positions: of each stretch the fullest, and the step's last."""
+    total = np.sum(list(in_use.values()), axis=0)
+    edges = np.unique(np.linspace(0, len(total), min(POINTS, len(total) + 1)).astype(int))
+    fullest = [int(a + np.argmax(total[a:b])) for a, b in itertools.pairwise(edges)]
+    positions = sorted({*fullest, len(total) - 1})
+    return Curve(
+        positions=positions,
+        bytes={kind: series[positions].tolist() for kind, series in in_use.items()},
+        marks=marks,
+        length=len(total),
+    )
+
+
+def changes_of(phases: Iterable[Phase]) -> list[Mark]:
+    """Marks of a step from the phase of each of its positions."""
+    marks: list[Mark] = []
+    for position, phase in enumerate(phases):
+        if not marks or marks[-1].phase != phase:
+            marks.append(Mark(position, phase))
+    return marks

@@ -1,0 +1,151 @@
+"""Memory at the peak of a step, by class, in closed form, for this model.
+
+A step peaks where the gradient of the logits is made: every activation is still there, and logits several
+times. That holds where logits, or a pipeline's microbatches, outweigh gradients and a block's temporaries.
+
+    parameters, optimizer   as at rest
+    gradients               torch: none before the first backward of a step is through, but DDP's buckets are
+                            always there; JAX: those of the blocks, to which backward's loop will add, shards
+                            with ZeRO-3, and that of the token table, whole, which is made right there
+    gathered parameters     ZeRO-3: token and position tables and the last norm, which are a unit; without
+                            reshard_after_forward, and in FSDP2's ZeRO-2, all
+    activations             `activations`: of all blocks and both ends
+    logits                  torch: what log_softmax made, its gradient and the logits', and the logits, which
+                            the training loop holds until backward has ended (our pipeline drops them)
+
+A pipeline's rank keeps the activations of the microbatches that its schedule has in flight; all ranks but
+the last peak without logits, when as many are in flight as ever are. JAX's logits and temporaries have no
+form: XLA fuses them, and where its plan puts them is its own.
+"""
+
+from msgspec import Struct
+
+from compare.contract.engines.engine import Keeps
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.memory_profile import Class
+from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
+from compare.judge.closed_forms.activations import (
+    BLOCK_INPUT,
+    JAX_BLOCK,
+    JAX_DOTS,
+    JAX_NORM,
+    TORCH_BLOCK,
+    TORCH_ENDS,
+    numbers_kept,
+    tokens,
+)
+from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
+
+STATE_LIMIT, ACTIVATIONS_LIMIT = 0.05, 0.10
+"""Of a class: padding and scalars; and positions, masks and indices, which the form leaves out."""
+
+
+class PeakForm(Struct, frozen=True, kw_only=True):
+    """Bytes of one device at the peak, by class. What has no form is not there: temporaries, for one."""
+
+    moment: str
+    """When that is."""
+    bytes: dict[Class, float]
+
+
+def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakForm | None:
+    """The memory of a device at the peak of a step.
+
+    Args:
+        engine: a name in ENGINES.
+        experiment: its layout, model, precision.
+        device: in the order of the mesh.
+
+    Returns:
+        None for what it does not know: 16-bit precision and dropout, which keep casts and masks as well;
+        logits in parts, offload, chunks; in torch selective recomputation, in JAX full recomputation,
+        accumulation and pipelines, which peak elsewhere; and engines that are not ours.
+    """
+    layout, model = experiment.layout, experiment.model
+    is_plain = experiment.precision.dtype in ("float32", "float64") and not model.dropout
+    is_whole = experiment.train.loss_chunks == 1 and layout.offload == "none" and layout.chunks == 1
+    keeps = ENGINES[engine].keeps if engine in ENGINES else None
+    if keeps is None or not is_plain or not is_whole:
+        return None
+    make = {"autograd": _torch_form, "scan": _jax_form}[keeps.residuals]
+    return make(engine, experiment, device, keeps)
+
+
+def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
+    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    if layout.remat == "dots" or layout.schedule not in ("1f1b", "gpipe"):
+        return None
+    stage, last = device * layout.pp // layout.devices, layout.pp - 1
+    block = numbers_kept(BLOCK_INPUT if layout.remat == "full" else TORCH_BLOCK, experiment)
+    ends = numbers_kept(TORCH_ENDS, experiment) if stage == last else 0.0
+    received = experiment.model.n_embd if stage else 0  # its input is a message, not an activation
+    kept = experiment.model.n_layer / layout.pp * block + ends - received
+    held = _state(engine, experiment, device)
+    held["activations"] = itemsize * tokens(experiment) * kept * _in_flight(experiment, stage)
+    microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
+    has_run = microbatches > _in_flight(experiment, stage)
+    keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1
+    if not has_run and not keeps_buckets:
+        held["gradients"] = 0.0
+    held["gathered parameters"] = _gathered(engine, experiment)
+    is_gathered = layout.zero == 3 and layout.dp_shard > 1 and layout.reshard_after_forward
+    if keeps.gathers_ahead and is_gathered:
+        block = on_one_of_tp(block_parameters(experiment.model, 0), layout)
+        held["communication buffers"] = itemsize * block  # FSDP2 gathers the last block for backward by now
+    if stage == last:
+        with_tp = keeps.logits_with_tp if layout.tp > 1 else keeps.logits
+        copies = keeps.logits_with_pp if layout.pp > 1 else with_tp
+        held["logits"] = itemsize * tokens(experiment) * copies * _vocab(experiment)
+    where = "the gradient of the logits is made" if stage == last else "most microbatches are in flight"
+    return PeakForm(moment=f"where {where}", bytes=held)
+
+
+def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
+    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    remat = "dots" if layout.remat == "auto" else layout.remat
+    if layout.pp > 1 or remat == "full" or experiment.train.gradient_accumulation_steps > 1:
+        return None
+    block = numbers_kept(JAX_BLOCK if remat == "none" else JAX_DOTS, experiment)
+    ends = numbers_kept(JAX_NORM, experiment)
+    held = _state(engine, experiment, device)
+    held["activations"] = itemsize * tokens(experiment) * (experiment.model.n_layer * block + ends)
+    (token, _), _ = end_parameters(experiment.model)
+    blocks = experiment.model.n_layer * on_one_of_tp(block_parameters(experiment.model, 0), layout)
+    blocks /= layout.dp_shard if layout.zero >= 3 else 1
+    held["gradients"] = itemsize * (blocks + on_one_of_tp([token], layout))
+    held["gathered parameters"] = _gathered(engine, experiment)
+    return PeakForm(moment="where the gradient of the logits is made", bytes=held)
+
+
+def _state(engine: str, experiment: Experiment, device: int) -> dict[Class, float]:
+    """Parameters, optimizer and gradients of a device at rest."""
+    at_rest = closed_form(engine, experiment)
+    kinds: tuple[Class, ...] = ("parameters", "optimizer", "gradients")
+    return {kind: at_rest[kind][device] for kind in kinds}
+
+
+def _gathered(engine: str, experiment: Experiment) -> float:
+    """Bytes of whole parameters that are made of shards."""
+    layout, model = experiment.layout, experiment.model
+    if layout.zero < ENGINES[engine].shards_parameters_from or layout.dp_shard == 1:
+        return 0.0
+    (token, position), final_norm = end_parameters(model)
+    ends = on_one_of_tp([token, position, *final_norm], layout)
+    blocks = model.n_layer * on_one_of_tp(block_parameters(model, 0), layout)
+    keeps_all = layout.zero == 2 or not layout.reshard_after_forward
+    return storage_dtype(experiment).itemsize * (ends + (blocks if keeps_all else 0.0))
+
+
+def _in_flight(experiment: Experiment, stage: int) -> int:
+    """Microbatches of which a rank keeps activations at once."""
+    layout = experiment.layout
+    microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
+    if layout.pp == 1:
+        return 1
+    return microbatches if layout.schedule == "gpipe" else min(microbatches, layout.pp - stage)
+
+
+def _vocab(experiment: Experiment) -> int:
+    """Columns of the logits of one device."""
+    return -(-experiment.model.vocab_size // experiment.layout.tp)

@@ -1,0 +1,143 @@
+"""The closed form at the peak, against sums by hand; the sums over lifetimes that profiles are made of."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
+from compare.contract.memory_profile import (
+    CLASSES,
+    POINTS,
+    Lifetime,
+    Mark,
+    changes_of,
+    curve_of,
+    peak_of,
+    usage,
+)
+from compare.judge.closed_forms.memory import closed_form
+from compare.judge.closed_forms.peak_memory import peak_form
+
+C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
+N = B * T
+MODEL = Model(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, bias=True)
+PLAIN = Experiment(
+    model=MODEL,
+    train=Train(batch_size=B, gradient_accumulation_steps=1),
+    precision=Precision(dtype="float64"),
+    layout=Layout(remat="none"),
+)
+
+
+def form(engine="torch-manual", device=0, **fields):
+    layout = msgspec.structs.replace(PLAIN.layout, **fields)
+    return peak_form(engine, msgspec.structs.replace(PLAIN, layout=layout), device=device)
+
+
+def test_one_device_keeps_what_autograd_saves():
+    held = form().bytes
+    assert held["activations"] == 8 * N * (L * (16 * C + H + 4) + 2 * C + 2)
+    assert held["logits"] == 8 * N * V * 4
+    assert held["gradients"] == held["gathered parameters"] == 0
+    assert held["parameters"] == closed_form("torch-manual", PLAIN)["parameters"][0]
+
+
+def test_float32_halves_everything():
+    narrow = msgspec.structs.replace(PLAIN, precision=Precision(dtype="float32"))
+    halves = {kind: size / 2 for kind, size in form().bytes.items()}
+    assert peak_form("torch-manual", narrow).bytes == halves
+
+
+def test_recomputation_keeps_the_input_of_each_block():
+    assert form(remat="full").bytes["activations"] == 8 * N * (L * C + 2 * C + 2)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallelism_repeats_what_enters_its_regions(tp):
+    plain = L * (4 * C + 4 + (12 * C + H) / tp) + 2 * C + 2
+    assert form(tp=tp).bytes["activations"] == 8 * N * plain
+    split = L * (2 * C + (14 * C + H + 4) / tp) + C + (C + 2) / tp
+    assert form(tp=tp, sequence_parallel=True).bytes["activations"] == pytest.approx(8 * N * split)
+
+
+def test_data_parallelism_divides_activations_and_not_state():
+    ddp, single = form(dp_replicate=2).bytes, form().bytes
+    assert ddp["activations"] == single["activations"] / 2
+    assert ddp["parameters"] == single["parameters"]
+    assert form("torch-library", dp_replicate=2).bytes["gradients"] == single["parameters"]  # DDP's buckets
+
+
+def test_zero_3_gathers_the_ends_and_without_resharding_all():
+    ends = 8 * (V * C + T * C + 2 * C)
+    assert form(dp_shard=2, zero=3).bytes["gathered parameters"] == ends
+    whole = form().bytes["parameters"]
+    assert form(dp_shard=2, zero=3, reshard_after_forward=False).bytes["gathered parameters"] == whole
+    assert form(dp_shard=2, zero=2).bytes["gathered parameters"] == 0
+    assert form("torch-library", dp_shard=2, zero=2).bytes["gathered parameters"] == whole
+
+
+def test_a_pipeline_keeps_what_is_in_flight():
+    fields = {"pp": 4, "microbatches": 8}
+    block, part = 16 * C + H + 4, 8 * N / 8
+    first, second, *_, last = (form(device=device, **fields).bytes for device in range(4))
+    assert first["activations"] == part * 4 * block
+    assert second["activations"] == part * 3 * (block - C)  # its input came as a message
+    assert last["activations"] == part * (block - C + 2 * C + 2)
+    assert last["logits"] == part * V * 3
+    assert "logits" not in first
+    whole = closed_form("torch-manual", msgspec.structs.replace(PLAIN, layout=Layout(**fields)))
+    assert last["gradients"] == whole["gradients"][3]  # of the microbatches before
+    assert form(device=0, schedule="gpipe", **fields).bytes["gradients"] == 0
+
+
+def test_jax_keeps_residuals_of_norms_gelu_and_scores():
+    none, dots = (form("jax-manual", remat=remat).bytes["activations"] for remat in ("none", "dots"))
+    ends = 4 * C + 2
+    assert none == 8 * N * (L * (21 * C + H * T + 4) + ends)
+    assert dots == 8 * N * (L * (10 * C + H * T) + ends)
+    assert form("jax-manual", remat="auto").bytes["activations"] == dots
+    assert "logits" not in form("jax-manual").bytes
+
+
+def test_what_has_no_form_has_none():
+    for engine, fields in (("jax-manual", {"pp": 2}), ("torch-manual", {"remat": "dots"})):
+        assert form(engine, **fields) is None
+    bfloat16 = msgspec.structs.replace(PLAIN, precision=Precision(dtype="bfloat16"))
+    assert peak_form("torch-manual", bfloat16) is None
+    assert peak_form("somebody-elses", PLAIN) is None
+
+
+def test_lifetimes_add_up():
+    lifetimes = [
+        Lifetime("parameters", 10, 0, 100),
+        Lifetime("activations", 5, 20, 60),
+        Lifetime("logits", 7, 50, 51),
+    ]
+    in_use = usage(lifetimes, 100)
+    marks = [Mark(0, "forward"), Mark(50, "backward")]
+    peak = peak_of(in_use, marks, operation="op", place="here")
+    assert (peak.position, peak.phase, peak.total) == (50, "backward", 22)
+    assert {kind: size for kind, size in peak.bytes.items() if size} == {
+        "parameters": 10,
+        "activations": 5,
+        "logits": 7,
+    }
+    assert in_use["activations"].sum() == 5 * 40
+
+
+def test_a_thinned_curve_keeps_the_peak():
+    length, at = 100_000, 77_777
+    in_use = usage([Lifetime("parameters", 3, 0, length), Lifetime("temporaries", 9, at, at + 1)], length)
+    curve = curve_of(in_use, [])
+    assert len(curve.positions) <= POINTS + 1
+    assert at in curve.positions
+    assert max(np.sum([curve.bytes[kind] for kind in CLASSES], axis=0)) == 12
+    assert curve.positions[-1] == length - 1
+
+
+def test_marks_are_where_phases_change():
+    assert changes_of(["forward", "forward", "backward", "forward"]) == [
+        Mark(0, "forward"),
+        Mark(2, "backward"),
+        Mark(3, "forward"),
+    ]

@@ -1,0 +1,120 @@
+"""Memory of a step by class: against what this test knows is there, and with surprises that it plants."""
+
+import pytest
+import torch
+from modules import stack
+from ranks import on_ranks
+
+from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
+from compare.contract.memory_profile import CLASSES, DeviceMemory
+from compare.judge.closed_forms.peak_memory import peak_form
+from torchpar.manual.fully_sharded import FSDP
+from torchpar.measure.storages import StorageMode
+from torchpar.model import GPT
+from torchpar.remat import apply_remat
+
+BATCH = 4
+MODEL = Model(n_layer=3, n_head=2, n_embd=16, block_size=32, vocab_size=256, bias=True)
+
+
+def step_memory(*, dtype: torch.dtype = torch.float64, remat: str = "none", hook=None) -> DeviceMemory:
+    """One step of the model on one device, its optimizer warm."""
+    model = GPT(MODEL).to(dtype)
+    apply_remat(model.blocks, remat)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.arange(BATCH * MODEL.block_size).view(BATCH, -1)
+
+    def step(mode: StorageMode | None = None) -> None:
+        _, loss = model(tokens, tokens)
+        loss.backward()
+        if mode:
+            mode.tag("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+            mode.updates()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if hook:
+        model.blocks[1].register_forward_hook(hook)
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    with StorageMode({"parameters": model.parameters(), "optimizer": state}, module=model) as mode:
+        step(mode)
+    return mode.memory()
+
+
+def parameter_bytes(dtype: torch.dtype) -> int:
+    return sum(p.nbytes for p in GPT(MODEL).to(dtype).parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_classes_at_the_peak_are_the_closed_form(dtype, remat):
+    memory = step_memory(dtype=dtype, remat=remat)
+    found, name = memory.peak.bytes, str(dtype).removeprefix("torch.")
+    experiment = Experiment(
+        model=MODEL,
+        train=Train(batch_size=BATCH),
+        precision=Precision(dtype=name),
+        layout=Layout(remat=remat),
+    )
+    form = peak_form("torch-manual", experiment)
+    assert form is not None
+    assert found["parameters"] == form.bytes["parameters"] == parameter_bytes(dtype)
+    assert found["optimizer"] == pytest.approx(form.bytes["optimizer"], rel=0.01)  # and counts of steps
+    assert found["logits"] == form.bytes["logits"]
+    positions = 8 * MODEL.block_size + 16  # which the form leaves out, and scalars
+    assert 0 <= found["activations"] - form.bytes["activations"] <= positions
+    assert found["gradients"] == form.bytes["gradients"] == 0
+    assert memory.peak.phase == "backward"
+    assert "log_softmax_backward" in memory.peak.operation
+
+
+def test_the_curve_holds_the_peak_and_ends_at_rest():
+    memory = step_memory()
+    curve, peak = memory.curve, memory.peak
+    totals = [sum(sizes) for sizes in zip(*(curve.bytes[kind] for kind in CLASSES), strict=True)]
+    assert max(totals) == peak.total == totals[curve.positions.index(peak.position)]
+    assert [mark.phase for mark in curve.marks] == ["forward", "backward", "update"]
+    updating = next(mark.position for mark in curve.marks if mark.phase == "update")
+    place = next(index for index, position in enumerate(curve.positions) if position >= updating)
+    assert curve.bytes["gradients"][place] == parameter_bytes(torch.float64)
+    assert curve.bytes["activations"][place] <= 32  # the loss
+    assert curve.bytes["logits"][place] == BATCH * MODEL.block_size * MODEL.vocab_size * 8  # `_` of the step
+
+
+def test_a_tensor_that_is_kept_shows_as_activations():
+    kept = []
+
+    def keep(module, inputs, output):
+        kept.append(output * 2)
+
+    plain, leaking = step_memory().peak.bytes, step_memory(hook=keep).peak.bytes
+    size = BATCH * MODEL.block_size * MODEL.n_embd * 8
+    assert leaking["activations"] - plain["activations"] == size
+    assert {kind: leaking[kind] for kind in CLASSES if kind != "activations"} == {
+        kind: plain[kind] for kind in CLASSES if kind != "activations"
+    }
+
+
+@on_ranks
+def test_a_unit_that_is_not_freed_shows_as_gathered(rank: int) -> None:
+    layers, width = 6, 32
+    unit = (width * width + width) * 8
+    gathered = {}
+    for is_planted in (False, True):
+        sharded = FSDP(stack(layers, width))
+        stuck = sharded.units[1].flats[0]
+        free = sharded._unsharding._reshard
+        if is_planted:
+            sharded._unsharding._reshard = lambda flat, stuck=stuck, free=free: (
+                None if flat is stuck else free(flat)
+            )
+        x = torch.ones(2, width, dtype=torch.float64)
+        held = {"parameters": sharded.parameters(), "gathered parameters": sharded.transient}
+        for _ in range(2):
+            sharded.zero_grad()
+            with StorageMode(held | {"parameters": [*sharded.parameters()]}) as mode:
+                sharded(x).sum().backward()
+                sharded.finish_gradient_synchronization()
+        gathered[is_planted] = max(mode.memory().curve.bytes["gathered parameters"])
+    assert gathered == {False: 2 * unit, True: 3 * unit}, gathered
