@@ -23,6 +23,7 @@ from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
+from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
@@ -55,6 +56,7 @@ COMMANDS: dict[str, type] = {
     "report": Report,
     "doctor": Doctor,
     "schedule": Draw,
+    "lesson": ReadLesson,
     "mirror": Mirror,
     "collectives": Collectives,
     "convert": Convert,

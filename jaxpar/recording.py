@@ -20,6 +20,7 @@ from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
+from jaxpar.measure.listing import listing
 from jaxpar.measure.usage import PACKAGES, first_device, memory_in_use, peak_memory, resident_bytes, threads
 from jaxpar.optimizer import moments
 from jaxpar.remat import Remat
@@ -128,6 +129,7 @@ class Recording:
             resident_bytes=self._at_rest(devices),
             windows=self._windows,
         )
+        self._recorder.instructions(listing(hlo, experiment.layout.axes))
         self._recorder.finish(manifest, communications(hlo, experiment.layout.axes))
 
     def _at_rest(self, devices: list[jax.Device]) -> dict[str, list[int]]:
