@@ -23,6 +23,7 @@ from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
+from compare.commands.ledger import Ledgers
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
@@ -52,6 +53,7 @@ COMMANDS: dict[str, type] = {
     "golden": Golden,
     "sweep": Sweep,
     "bench": Bench,
+    "ledger": Ledgers,
     "list": List,
     "report": Report,
     "doctor": Doctor,
@@ -70,6 +72,7 @@ DEFAULT_EXPERIMENT = {
     "bench": "demo",
     "faults": "check",
     "matrix": "check",
+    "ledger": "check",
     "buckets": "demo",
     "sweep": "demo",
 }

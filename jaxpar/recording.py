@@ -11,6 +11,7 @@ from compare.contract.divergence import end_if_diverged, first_not_finite
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.host.facts import cpu_seconds, versions
+from compare.contract.ledger import Ledger
 from compare.contract.parameters import fingerprint, parameter_count
 from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
@@ -130,7 +131,9 @@ class Recording:
             windows=self._windows,
         )
         self._recorder.instructions(listing(hlo, experiment.layout.axes))
-        self._recorder.finish(manifest, communications(hlo, experiment.layout.axes))
+        problems: list[str] = []
+        rows = communications(hlo, experiment.layout.axes, problems=problems)
+        self._recorder.finish(manifest, Ledger(rows=rows, problems=problems))
 
     def _at_rest(self, devices: list[jax.Device]) -> dict[str, list[int]]:
         trees = {

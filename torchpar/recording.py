@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from compare.contract.communication import GRADIENTS, Communication
 from compare.contract.divergence import end_if_diverged
 from compare.contract.engines.registry import ENGINES
 from compare.contract.evaluation import Evaluation
@@ -21,8 +20,9 @@ from compare.contract.request import Rung
 from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
-from torchpar.measure.ledger import CommunicationMode, of_the_busiest
+from torchpar.measure.ledger import LedgerMode, of_all_ranks
 from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, memory_in_use, resident_bytes, track_peak
+from torchpar.measure.places import group_names
 from torchpar.offload import host_tensors
 from torchpar.parallel_model import TensorsByName, local
 from torchpar.remat import resolve_remat
@@ -45,7 +45,8 @@ class Recording:
 
     def __init__(self, run: Run, recorder: Recorder | None, *, started_utc: str):
         self._run, self._recorder, self._started_utc = run, recorder, started_utc
-        self._ledger: list[Communication] = []
+        mesh = run.mesh
+        self._ledger_mode = LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True)
         self._peak_bytes = self._gradient_bytes = 0
         self._first_step_s = 0.0
         self._windows: list[Window] = []
@@ -65,23 +66,17 @@ class Recording:
 
     @contextmanager
     def watch_step(self) -> Generator[None]:
-        """Around a step. One of them is instrumented: its peak memory, and its ledger.
-
-        The ledger is a count of our own calls, or what PyTorch's dispatcher saw of a library's.
-        """
+        """Around a step. One of them is instrumented: its peak memory, and its ledger."""
         if self._run.state.step != self._instrumented:
             yield
             return
         mesh, parallel = self._run.mesh, self._run.parallel
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
         resident = [*modules, *parallel.parameters.values(), *parallel.optimizer_state()]
-        mesh.traffic.clear()
-        mode = CommunicationMode(mesh.axes, own_calls=mesh.traffic, default_purpose=GRADIENTS)
         elsewhere = host_tensors(parallel.optimizer)
-        with track_peak(mesh.device, map(local, resident), parallel.transient, elsewhere) as peak, mode:
+        memory = track_peak(mesh.device, map(local, resident), parallel.transient, elsewhere)
+        with memory as peak, self._ledger_mode:
             yield
-        counted = mesh.traffic if ENGINES[self._run.request.engine].counts_own_calls else mode.seen
-        self._ledger = counted.ledger(mesh.sizes)
         self._peak_bytes = peak.bytes
 
     def gradients_are_ready(self) -> None:
@@ -91,6 +86,7 @@ class Recording:
             self._leave(Rung.GRADIENTS, run.parallel.gradients())
         if run.state.step == self._instrumented:
             self._gradient_bytes = resident_bytes(run.parallel.held_gradients())
+            self._ledger_mode.is_updating = True
 
     def step_is_done(self, loss: torch.Tensor, norm: torch.Tensor, *, seconds: float) -> None:
         """After a step, before the state moves on: its numbers, and the tensors that the ladder asks for.
@@ -148,7 +144,7 @@ class Recording:
         """After the last step: put the ranks' costs together, and complete the record."""
         run = self._run
         request, experiment = run.request, run.experiment
-        cost = (self._peak_bytes, cpu_seconds(), self._resident(), self._ledger, self._windows)
+        cost = (self._peak_bytes, cpu_seconds(), self._resident(), self._ledger_mode.noted(), self._windows)
         peaks, cpu, residents, ledgers, windows = zip(*run.mesh.world.all_gather_objects(cost), strict=True)
         if not self._recorder:
             return
@@ -174,7 +170,9 @@ class Recording:
             resident_bytes={kind: [resident[kind] for resident in residents] for kind in residents[0]},
             windows=[merged(parts) for parts in zip(*windows, strict=True)],
         )
-        self._recorder.finish(manifest, of_the_busiest(ledgers))
+        counts_own = ENGINES[request.engine].counts_own_calls
+        stages = experiment.layout.pp
+        self._recorder.finish(manifest, of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
 
     @property
     def _instrumented(self) -> int:

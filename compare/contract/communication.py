@@ -1,9 +1,12 @@
-"""Communication of a step: the entries of a ledger, the purposes they have, and a ring's cost.
+"""Communication of a step: the rows of a ledger, the purposes they have, and a ring's cost.
 
 Both sides name purposes with the constants below, and nothing else. Engines that write their collectives say
 at each what it is for. Of a collective that XLA or a wrapper of PyTorch put there, the purpose is inferred
 from its kind, axis and size, by the rules in `jaxpar/measure/ledger.py` and `torchpar/measure/ledger.py`.
 """
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -45,8 +48,23 @@ OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
 """What the derivative of a collective is for: the transpose of a gather of parameters scatters gradients."""
 
 
+PHASES = {
+    ACTIVATIONS: "forward",
+    LOSS: "forward",
+    ACTIVATION_GRADIENTS: "backward",
+    GRADIENTS: "backward",
+    REPLICATED_GRADIENTS: "backward",
+    TIED_GRADIENTS: "backward",
+    NORM: "update",
+}
+"""When what is for one thing alone is sent. Backward ends when the mean gradients are there."""
+
+
 class Communication(Struct, frozen=True, kw_only=True):
-    """One kind of collective along one mesh axis in one steady step, summed over its calls, per device."""
+    """Collectives of one kind along one mesh axis in one steady step, per device, summed over their calls.
+
+    A record has a row for each place in the program that makes them, and for each stage of a pipeline.
+    """
 
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, ..."""
@@ -60,13 +78,43 @@ class Communication(Struct, frozen=True, kw_only=True):
     purpose: str = ""
     """What it is for: one of the purposes above."""
     group_size: int = 0
-    """Devices that speak with each other; 0 where it is not told. This and what follows only in a ledger of a
-    function or a module (`compare.contract.ledger`), which has a row for each place in the program."""
+    """Devices that speak with each other; like all that follows, only of one place, and not in a sum."""
     dtype: str = ""
     phase: str = ""
     """forward, backward or update; "" if that cannot be told."""
     source: str = ""
     """The place in the program: file and line, the operation, or the module."""
+    loops: tuple[int, ...] = ()
+    """Turns of the loops of a compiled program that it is in, the outermost first."""
+    stage: int = 0
+    """The rank of the pipeline whose devices do it."""
+
+
+def summed(rows: Iterable[Communication]) -> list[Communication]:
+    """A row for each kind, axis and purpose: the sums over its places, of the stage that has most of it.
+
+    Sums of a pipeline's row are of one stage each, and not always of the same.
+    """
+    sums: dict[tuple[str, str, str], dict[int, list[int]]] = defaultdict(dict)
+    for row in rows:
+        total = sums[row.kind, row.axis, row.purpose].setdefault(row.stage, [0, 0, 0])
+        total[:] = [total[0] + row.calls, total[1] + row.bytes, total[2] + row.wire_bytes]
+    found = []
+    for (kind, axis, purpose), by_stage in sorted(sums.items()):
+        calls, size, wire = max(by_stage.values(), key=lambda total: (total[1], total[0]))
+        found.append(
+            Communication(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=size, wire_bytes=wire)
+        )
+    return found
+
+
+def of_busiest_stage(rows: Sequence[Communication]) -> list[Communication]:
+    """The rows of the stage that sends most bytes on the wire."""
+    sent: dict[int, int] = defaultdict(int)
+    for row in rows:
+        sent[row.stage] += row.wire_bytes
+    busiest = max(sent, key=lambda stage: sent[stage], default=0)
+    return [row for row in rows if row.stage == busiest]
 
 
 def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:

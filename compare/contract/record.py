@@ -3,7 +3,7 @@
     request.json              what to run (the harness writes it; `python -m SIDE RUN_DIR` reads it)
     steps.jsonl               one `Step` a line
     evaluations.jsonl         one `Evaluation` a line, if there are any
-    ledger.json               what one steady step communicated: a list of `Communication`
+    ledger.json               what one steady step communicated (`compare.contract.ledger`)
     collectives.hlo.json      of a compiled step: its collectives one by one (`compare.contract.instructions`)
     timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
@@ -31,12 +31,12 @@ from safetensors.numpy import save
 
 from compare.contract.checkpoint.description import CHECKPOINTS
 from compare.contract.checkpoint.saver import remove_unfinished
-from compare.contract.communication import Communication
 from compare.contract.evaluation import Evaluation
 from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.instructions import HLO_COLLECTIVES, Instruction
 from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
+from compare.contract.ledger import Ledger
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.tensors import RecordError, Tensors, garbled
 from compare.contract.timeline import TIMELINE, Timeline
@@ -135,7 +135,7 @@ class Record(Struct, frozen=True, kw_only=True):
     folder: Path
     manifest: Manifest
     steps: list[Step]
-    ledger: list[Communication] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
     evaluations: list[Evaluation] = field(default_factory=list)
     instructions: list[Instruction] | None = None
     """Collectives of a compiled step; None where nothing is compiled."""
@@ -196,7 +196,7 @@ class Recorder:
         """Leave the timeline of the profiled step."""
         write_json(self.folder / TIMELINE, timeline)
 
-    def finish(self, manifest: Manifest, ledger: list[Communication]) -> None:
+    def finish(self, manifest: Manifest, ledger: Ledger) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
         os.replace(self.folder / STEPS_PART, self.folder / STEPS)
@@ -259,7 +259,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         folder=folder,
         manifest=read_own_json(folder / MANIFEST, Manifest),
         steps=read_steps(folder / STEPS),
-        ledger=read_own_json(folder / LEDGER, list[Communication]),
+        ledger=read_own_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
         instructions=_read_if_there(folder / HLO_COLLECTIVES, list[Instruction]),
         timeline=read_own_json(folder / TIMELINE, Timeline) if (folder / TIMELINE).exists() else None,

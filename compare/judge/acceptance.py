@@ -117,7 +117,7 @@ def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator
 
 def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
     """Nothing can be split over an axis along which nothing is ever sent."""
-    used = {axis for entry in record.ledger if entry.calls for axis in entry.axis.split("+")}
+    used = {axis for row in record.ledger.rows if row.calls for axis in row.axis.split("+")}
     split = {axis for axis, degree in experiment.layout.axes.items() if degree > 1}
     for axis in sorted(split - used):
         yield f"nothing was communicated along {axis}, over which the layout spreads it"

@@ -5,6 +5,7 @@ import statistics
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record, Step
 
 
@@ -34,7 +35,7 @@ class Cost(Struct, frozen=True, kw_only=True):
     peak_mem_bytes: int
     """The largest of all devices."""
     comm_calls: int
-    """Collectives that one device takes part in, per step."""
+    """Collectives that one device takes part in, per step; of a pipeline one of the busiest stage."""
     comm_bytes: int
     """Logical bytes per step: the full tensors."""
     comm_wire_bytes: int
@@ -52,6 +53,7 @@ def steady_times_ms(record: Record) -> list[float]:
 def cost_of(record: Record) -> Cost:
     """Reduce a record to its row of the table."""
     manifest, times_ms = record.manifest, steady_times_ms(record)
+    sent = of_busiest_stage(record.ledger.rows)
     median_ms = statistics.median(times_ms)
     return Cost(
         engine=manifest.engine,
@@ -70,9 +72,9 @@ def cost_of(record: Record) -> Cost:
         first_step_s=manifest.first_step_s,
         cpu_time_s=manifest.cpu_time_s,
         peak_mem_bytes=max(manifest.peak_memory_bytes),
-        comm_calls=sum(item.calls for item in record.ledger),
-        comm_bytes=sum(item.bytes for item in record.ledger),
-        comm_wire_bytes=sum(item.wire_bytes for item in record.ledger),
+        comm_calls=sum(row.calls for row in sent),
+        comm_bytes=sum(row.bytes for row in sent),
+        comm_wire_bytes=sum(row.wire_bytes for row in sent),
         resident_bytes=manifest.resident_bytes,
     )
 

@@ -195,7 +195,7 @@ HARNESS_FAULTS = {
     fault.name: fault
     for fault in (
         _fault("ignored_layout", REQUEST, "it trained on one device", _ignore_layout, both=False),
-        _fault("silent_axis", REQUEST, "nothing was ever sent", _garble(files.LEDGER, lambda text: b"[]\n")),
+        _fault("silent_axis", REQUEST, "nothing was ever sent", _garble(files.LEDGER, lambda text: b"{}\n")),
         _fault("another_engine", REQUEST, "another engine's record", _manifest(engine="jax-compiler")),
         _fault("another_experiment", REQUEST, "another experiment's records", _manifest(train__seed=1)),
         _fault("another_platform", REQUEST, "they ran on GPUs", _manifest(platform="gpu")),

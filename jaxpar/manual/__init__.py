@@ -19,11 +19,11 @@ from compare.contract.axes import BATCH
 from compare.contract.communication import LOSS
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
+from compare.contract.ticks import Ticks, lock_step
 from jaxpar.comm import collectives
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
-from jaxpar.manual.pipeline.ticks import Ticks, lock_step
 from jaxpar.optimizer import state_like
 from jaxpar.placement import map_alike, specs
 from jaxpar.problem import Edit, Loss, Pieces, Problem

@@ -1,8 +1,8 @@
 """Pipeline parallelism by hand: devices hold a share of the layers each, and microbatches pass through them.
 
-All devices run one program, a scan over the ticks of a schedule (`pipeline.ticks`). At each tick a device
-looks up its task, does it (a forward, a backward or nothing, in a `lax.cond`), and two permutes carry the
-results to its neighbours: activations one place on, gradients one place back.
+All devices run one program, a scan over the ticks of a schedule (`compare.contract.ticks`). At each tick a
+device looks up its task, does it (a forward, a backward or nothing, in a `lax.cond`), and two permutes carry
+the results to its neighbours: activations one place on, gradients one place back.
 
 Autodiff never sees the pipeline: a backward is a task like a forward, written out in `pipeline.stage`. Under
 layout.remat = full a device keeps the inputs of its stages, and backward computes their forward anew; under
@@ -25,9 +25,9 @@ from jax import lax
 
 from compare.contract.axes import PP
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, TIED_GRADIENTS
+from compare.contract.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from jaxpar.comm import collectives
 from jaxpar.manual.pipeline.stage import EndSums, Stage
-from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat, apply_remat
@@ -157,9 +157,7 @@ class _Device(NamedTuple):
         task, sends_activations, sends_gradients = now
         x, g = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
         # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
-        runs_forward = task.kind == FORWARD
-        if not self.ticks.kept_slots:  # the last stage's is the beginning of its backward
-            runs_forward &= task.stage < self.ticks.stages - 1
+        runs_forward = self.runs_forward(task)
         y, kept_S = lax.cond(
             runs_forward,
             self.forward,
@@ -183,9 +181,14 @@ class _Device(NamedTuple):
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, task.arriving_gradient, 0)
         return Carry(inputs_S, gradients_S, sums, kept_S), None
 
+    def runs_forward(self, task: TickTasks) -> Any:
+        """Whether a task is a forward by itself: the last stage's may be the beginning of its backward."""
+        is_forward = task.kind == FORWARD
+        return is_forward if self.ticks.kept_slots else is_forward & (task.stage < self.ticks.stages - 1)
+
     def forward(self, task: TickTasks, x: jax.Array, kept_S: Any) -> tuple[jax.Array, Any]:
         """The output of the stage at work; what it keeps goes into its slot."""
-        with self.turns_scope(self.task_count):
+        with self.turns_scope(*self.runs_forward(self.ticks.tasks).sum(axis=0)):
             if not self.ticks.kept_slots:
                 return self.stage(task).forward(x), kept_S
             kept = self.stage(task).forward_keeping(x)
@@ -197,7 +200,7 @@ class _Device(NamedTuple):
     ) -> tuple[jax.Array, Any]:
         """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
-        with self.turns_scope(self.task_count):
+        with self.turns_scope(*(self.ticks.tasks.kind == BACKWARD).sum(axis=0)):
             if self.ticks.kept_slots:
                 kept = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), kept_S)
                 of_x, of_layers, ends = self.stage(task).backward_kept(kept, g, ends)
@@ -227,7 +230,7 @@ class _Device(NamedTuple):
             is_first=task.stage == 0,
             is_last=task.stage == self.ticks.stages - 1,
             accumulate=lambda total, gradients: add(total, self.reduce(gradients)),
-            end_scope=lambda: self.turns_scope(self.ticks.microbatches),
+            end_scope=self.end_scope,
         )
 
     def by_chunk(self, layers: Any) -> Any:
@@ -235,14 +238,16 @@ class _Device(NamedTuple):
         chunks = self.ticks.stages // self.ticks.ranks
         return jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), layers)
 
-    @property
-    def task_count(self) -> int:
-        """A device's forwards in a step; and its backwards."""
-        return self.ticks.microbatches * self.ticks.stages // self.ticks.ranks
+    def end_scope(self, rank: int) -> AbstractContextManager:
+        """The scope of what one end of the pipeline runs, for each microbatch; the last rank is -1."""
+        turns = [0] * self.ticks.ranks
+        turns[rank] = self.ticks.microbatches
+        return self.turns_scope(*turns)
 
-    def turns_scope(self, turns: int) -> AbstractContextManager:
-        """A scope that tells the ledger at how many of the ticks its content runs."""
-        return jax.named_scope(f"runs_{turns}_of_{len(self.ticks.tasks.kind)}")
+    def turns_scope(self, *turns: int) -> AbstractContextManager:
+        """A scope that tells the ledger at how many of the ticks its content runs, on each rank."""
+        counts = "_".join(map(str, turns if len(set(turns)) > 1 else turns[:1]))
+        return jax.named_scope(f"runs_{counts}_of_{len(self.ticks.tasks.kind)}")
 
 
 def microbatches(batch: Any, *, each: int) -> Any:

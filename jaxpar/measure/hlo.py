@@ -1,7 +1,8 @@
 """Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
 
 Static and exact: each with its calls in one run, the trip counts of the loops around it multiplied. What a
-loop runs only at some turns, in a branch, says so by a named scope `runs_N_of_M` (the innermost counts).
+loop runs only at some turns, in a branch, says so by a named scope `runs_N_of_M`, or `runs_N_0_N_of_M` where
+the ranks of a pipeline differ (the innermost counts).
 """
 
 import math
@@ -29,7 +30,7 @@ _OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_SHARE = re.compile(r"\bruns_(\d+)_of_(\d+)\b")
+_TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
@@ -45,8 +46,10 @@ class Collective:
         kind: as in `KINDS`.
         groups: device positions that speak with each other; for a permute, (source, target) pairs.
         arrays: bytes of each array that it moves, full (gathered) size.
-        calls: how often it runs in one step.
-        share: (N, M) if the branch that it is in is taken at N of M turns of the loop around it.
+        calls: how often it runs in one step, on the rank of a pipeline on which it runs most.
+        turns: at how many of `of_turns` turns of the loop around it its branch is taken; several numbers are
+            of the ranks of a pipeline.
+        loops: trip counts of the loops around it, the outermost first.
         purpose: from the named scope `for_PURPOSE` around what made it (the innermost one counts), or of
             its derivative, if that is what it is; or "".
         backward: whether autodiff made it: it is the derivative of something, and no forward computed anew.
@@ -61,7 +64,9 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
     arrays: tuple[int, ...]
     calls: int = 1
-    share: tuple[int, int] = (1, 1)
+    turns: tuple[int, ...] = (1,)
+    of_turns: int = 1
+    loops: tuple[int, ...] = ()
     purpose: str = ""
     backward: bool = False
     dtypes: tuple[str, ...] = ()
@@ -69,6 +74,12 @@ class Collective:
     source: Line | None = None
     stack: tuple[Line, ...] = ()
     text: str = ""
+
+    def calls_at(self, stage: int) -> int:
+        """How often it runs in one step on a rank of a pipeline."""
+        if not self.calls:
+            return 0
+        return self.calls * self.turns[stage if len(self.turns) > 1 else 0] // max(self.turns)
 
 
 class UnreadableError(ValueError):
@@ -92,7 +103,7 @@ def collectives(
     """
     module = _Module(hlo, axis_sizes, problems)
     return [
-        replace(found, calls=found.calls * found.share[0] // found.share[1])
+        replace(found, calls=found.calls * max(found.turns) // found.of_turns)
         for found in module.walk(module.entry, times=1)
     ]
 
@@ -119,7 +130,10 @@ class _Module:
                 inner = [found for other in called for found in self.walk(other, times=times)]
                 if opcode == "while" and inner:
                     trips = self._trip_count(text, inner)
-                    inner = [replace(found, calls=found.calls * trips) for found in inner]
+                    inner = [
+                        replace(found, calls=found.calls * trips, loops=(trips, *found.loops))
+                        for found in inner
+                    ]
                 yield from inner
 
     def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
@@ -188,12 +202,13 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         arrays = [array * len(groups[0]) for array in arrays]
     op_name = _OP_NAME.search(text)
     backward = bool(op_name) and "transpose(" in op_name[1] and _REMATTED not in op_name[1]
-    turns, of_turns = (_SHARE.findall(text) or [(1, 1)])[-1]
+    turns, of_turns = (_TURNS.findall(text) or [("1", "1")])[-1]
     return Collective(
         kind=kind,
         groups=groups,
         arrays=tuple(arrays),
-        share=(int(turns), int(of_turns)),
+        turns=tuple(map(int, turns.split("_"))),
+        of_turns=int(of_turns),
         purpose=_purpose(op_name[1] if op_name else "", backward=backward),
         backward=backward,
         dtypes=tuple(dict.fromkeys(dtype for dtype, dims in found if dtype != "u32" or len(found) == 1)),

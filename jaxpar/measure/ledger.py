@@ -1,17 +1,18 @@
 """Communication of a compiled step, read from the HLO that XLA made of it.
 
-The two ends of a pipeline are both counted, though no device is both: an upper bound. Logical bytes are those
-of the full (gathered) tensor.
+Logical bytes are those of the full (gathered) tensor; of a permute, what a device sends.
 """
 
 import itertools
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
+from msgspec.structs import replace
 
 from compare.contract.axes import PP, TP, joined
 from compare.contract.communication import (
@@ -20,6 +21,7 @@ from compare.contract.communication import (
     GRADIENTS,
     METRICS,
     PARAMETERS,
+    PHASES,
     Communication,
     ring_wire_bytes,
 )
@@ -31,40 +33,26 @@ SCALAR = 8  # bytes of a float64
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
-def communications(hlo: str, axis_sizes: Mapping[str, int]) -> list[Communication]:
+def communications(
+    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
+) -> list[Communication]:
     """The ledger of a compiled function.
 
     Args:
         hlo: `compiled.as_text()`.
         axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
+        problems: as in `hlo.collectives`.
 
     Returns:
-        One entry per kind, axis and purpose, per device and per call of the function: the purpose that
-        the collective was given (`comm.collectives`), else the inferred one. A collective over one device
-        is none.
+        A row for each place in the program, per device and per call of the function; of a pipeline for each
+        of its ranks. The purpose is what the collective was given (`comm.collectives`), else the inferred
+        one. A collective over one device is none.
 
     Raises:
-        ValueError: a collective in a loop of unknown length, or replica groups in an unknown spelling.
+        UnreadableError: without `problems`, as `hlo.collectives`.
     """
-    calls: Counter[tuple[str, str, str]] = Counter()
-    size: Counter[tuple[str, str, str]] = Counter()
-    wire: Counter[tuple[str, str, str]] = Counter()
-    for collective in collectives(hlo, axis_sizes):
-        axis, group_size = _axis(collective, axis_sizes)
-        if group_size == 1:
-            continue
-        purpose = collective.purpose or _inferred_purpose(collective, axis)
-        key = (collective.kind, axis, purpose)
-        calls[key] += collective.calls
-        size[key] += collective.calls * sum(collective.arrays)
-        wire[key] += collective.calls * ring_wire_bytes(collective.kind, sum(collective.arrays), group_size)
-    return [
-        Communication(
-            kind=kind, axis=axis, purpose=purpose, calls=calls[key], bytes=size[key], wire_bytes=wire[key]
-        )
-        for key in sorted(calls)
-        for kind, axis, purpose in [key]
-    ]
+    found = collectives(hlo, axis_sizes, problems=problems)
+    return _rows(found, axis_sizes, _inferred_purpose, stages=axis_sizes.get(PP, 1))
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
@@ -87,29 +75,70 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
         raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
     problems: list[str] = []
     found = collectives(hlo, mesh.shape, problems=problems)
+    rows = _rows(found, mesh.shape, lambda collective, axis: "", stages=1)
+    return Ledger(rows=rows, problems=problems)
+
+
+def _rows(
+    found: list[Collective],
+    axis_sizes: Mapping[str, int],
+    infer: Callable[[Collective, str], str],
+    *,
+    stages: int,
+) -> list[Communication]:
+    """Rows of collectives, of each stage of a pipeline. Those of one place that are alike are one row."""
     differentiates = any("jvp(" in collective.op_name for collective in found)
-    rows = [_row(collective, mesh.shape, differentiates=differentiates) for collective in found]
-    return Ledger(rows=[row for row in rows if row.group_size > 1], problems=problems)
+    merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for collective in found:
+        axis, group_size = _axis(collective, axis_sizes)
+        if group_size == 1:
+            continue
+        purpose = collective.purpose or infer(collective, axis)
+        size = sum(collective.arrays)
+        wire = ring_wire_bytes(collective.kind, size, group_size)
+        for stage in range(stages):
+            calls = _calls_at(collective, stage, axis_sizes) if stages > 1 else collective.calls
+            if not calls:
+                continue
+            place = Communication(
+                kind=collective.kind,
+                axis=axis,
+                purpose=purpose,
+                calls=0,
+                bytes=0,
+                wire_bytes=0,
+                group_size=group_size,
+                dtype=", ".join(collective.dtypes),
+                phase=_phase(collective, purpose) if differentiates else "",
+                source=": ".join(str(part) for part in (collective.source, collective.op_name) if part),
+                loops=collective.loops,
+                stage=stage,
+            )
+            total = merged[place]
+            total[:] = [total[0] + calls, total[1] + calls * size, total[2] + calls * wire]
+    return [
+        replace(place, calls=calls, bytes=size, wire_bytes=wire)
+        for place, (calls, size, wire) in merged.items()
+    ]
 
 
-def _row(collective: Collective, axis_sizes: Mapping[str, int], *, differentiates: bool) -> Communication:
-    axis, group_size = _axis(collective, axis_sizes)
-    size = sum(collective.arrays)
-    phase = ""
-    if differentiates:
-        of_forward = "jvp(" in collective.op_name and "transpose(" not in collective.op_name
-        phase = "forward" if of_forward else "backward" if "transpose(" in collective.op_name else "update"
-    return Communication(
-        kind=collective.kind,
-        axis=axis,
-        purpose=collective.purpose,
-        calls=collective.calls,
-        bytes=collective.calls * size,
-        wire_bytes=collective.calls * ring_wire_bytes(collective.kind, size, group_size),
-        group_size=group_size,
-        dtype=", ".join(collective.dtypes),
-        phase=phase,
-        source=": ".join(str(part) for part in (collective.source, collective.op_name) if part),
+def _calls_at(collective: Collective, stage: int, axis_sizes: Mapping[str, int]) -> int:
+    """Calls on the devices of a pipeline's rank: of a permute those in which they send."""
+    place, shape = list(axis_sizes).index(PP), tuple(axis_sizes.values())
+    senders = {np.unravel_index(group[0], shape)[place] for group in collective.groups}
+    return collective.calls_at(stage) if collective.kind != "permute" or stage in senders else 0
+
+
+def _phase(collective: Collective, purpose: str) -> str:
+    """When it is sent, in a program that differentiates: see `PHASES`.
+
+    Else by what autodiff made it of. A forward that is computed anew for backward is in backward.
+    """
+    if "transpose(" in collective.op_name:
+        return "backward"
+    runs_by_schedule = collective.of_turns > 1
+    return PHASES.get(purpose) or (
+        "forward" if "jvp(" in collective.op_name or runs_by_schedule else "update"
     )
 
 
@@ -118,14 +147,12 @@ def _inferred_purpose(collective: Collective, axis: str) -> str:
 
     By size: scalars are of the loss or the norm. By axis: along tp go activations, and permutes along pp
     carry these or, in what autodiff made, their gradients. By kind: other gathers are of parameters, and all
-    else is of gradients. It is wrong where XLA does as it likes: along tp gradients of activations count as
-    activations, and so does a gradient that XLA reduces along tp.
+    else is of gradients. It is wrong where XLA does as it likes: a gradient of parameters that it reduces
+    along tp counts as one of activations.
     """
     if max(collective.arrays) <= SCALAR:
         return METRICS
-    if axis == TP:
-        return ACTIVATIONS
-    if axis == PP and collective.kind == "permute":
+    if axis == TP or (axis == PP and collective.kind == "permute"):
         return ACTIVATION_GRADIENTS if collective.backward else ACTIVATIONS
     return PARAMETERS if collective.kind == "all_gather" else GRADIENTS
 

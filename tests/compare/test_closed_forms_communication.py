@@ -9,6 +9,7 @@ import pytest
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import (
+    communication,
     data_parallel,
     fully_sharded,
     pipeline_parallel,
@@ -72,21 +73,67 @@ def test_sequence_parallelism_cuts_each_all_reduce_in_two():
     assert cut["all_reduce", "tp", "replicated gradients"] == 4 * repeated
 
 
+SENT, SENT_BACK = ("permute", "pp", "activations"), ("permute", "pp", "activation gradients")
+
+
 def test_a_pipeline_sends_every_microbatch_both_ways_and_its_ends_what_they_share():
     pipeline = experiment(pp=2, microbatches=2)
     token, all_ends = 4 * V * C, 4 * C * (V + T + 2)
-    messages = dict.fromkeys((("permute", "pp", "activations"), ("permute", "pp", "activation gradients")))
-    for engine, shared in {
-        "torch-manual": {("permute", "pp", "tied gradients"): token},
-        "jax-manual": {("all_reduce", "pp", "tied gradients"): all_ends},
-    }.items():
-        expected = dict.fromkeys(messages, PASSES * STREAM) | shared
-        assert pipeline_parallel(engine, pipeline) == expected
+    first, last = (pipeline_parallel("torch-manual", pipeline, stage=stage) for stage in (0, 1))
+    tied = {("permute", "pp", "tied gradients"): token}
+    assert first == {SENT: PASSES * STREAM, SENT_BACK: 0} | tied
+    assert last == {SENT: 0, SENT_BACK: PASSES * STREAM} | tied
+    # In lock-step all devices send in a tick in which one does: as often, with two ranks.
+    in_lock_step = {SENT: PASSES * STREAM, SENT_BACK: PASSES * STREAM}
+    for stage in (0, 1):
+        expected = in_lock_step | {("all_reduce", "pp", "tied gradients"): all_ends}
+        assert pipeline_parallel("jax-manual", pipeline, stage=stage) == expected
 
 
-@pytest.mark.parametrize(
-    ("form", "layout"), [(fully_sharded, {"dp_shard": 2, "zero": 3}), (tensor_parallel, {"tp": 2})]
-)
-def test_what_a_pipeline_s_stages_send_besides_is_refused(form, layout):
-    with pytest.raises(ValueError, match=r"layout\.pp = 2"):
-        form("jax-manual", experiment(pp=2, **layout))
+def test_a_rank_in_the_middle_sends_for_every_chunk_and_shares_nothing():
+    middle = pipeline_parallel("torch-manual", experiment(pp=4, microbatches=4), stage=2)
+    assert middle == {SENT: PASSES * STREAM, SENT_BACK: PASSES * STREAM}
+    chunks = experiment(pp=2, microbatches=2, schedule="interleaved", chunks=2)
+    first, last = (pipeline_parallel("torch-manual", chunks, stage=stage) for stage in (0, 1))
+    assert (first[SENT], first[SENT_BACK]) == (2 * PASSES * STREAM, PASSES * STREAM)
+    assert (last[SENT], last[SENT_BACK]) == (PASSES * STREAM, 2 * PASSES * STREAM)
+
+
+def test_stages_divide_what_tensor_parallelism_sends():
+    """The embedding's region is the first one's, the head's and the loss the last one's."""
+    both = [
+        tensor_parallel("torch-manual", experiment(pp=2, microbatches=2, tp=2), stage=stage)
+        for stage in (0, 1)
+    ]
+    alone = tensor_parallel("torch-manual", experiment(tp=2))
+    for key, size in alone.items():
+        assert sum(stage.get(key, 0) for stage in both) == size
+    ways = [
+        both[stage]["all_reduce", "tp", way]
+        for stage in (0, 1)
+        for way in ("activations", "activation gradients")
+    ]
+    assert ways == [PASSES * count * STREAM for count in (L + 1, L, L, L + 1)]
+
+
+def test_a_stage_gathers_its_own_parameters_for_every_microbatch():
+    microbatches = 2
+    pipeline = experiment(pp=2, microbatches=microbatches, dp_shard=2, zero=3)
+    of_block = (N - C * (V + T + 2)) // L
+    held = [C * (V + T) + L // 2 * of_block, C * (V + 2) + L // 2 * of_block]
+    for stage, elements in enumerate(held):
+        found = fully_sharded("torch-manual", pipeline, stage=stage)
+        assert found["reduce_scatter", "dp_shard", "gradients"] == 4 * elements
+        assert found["all_gather", "dp_shard", "parameters"] == 2 * PASSES * microbatches * 4 * elements
+
+
+@pytest.mark.parametrize("engine", MANUAL)
+def test_all_of_it_is_the_union_of_the_strategies(engine):
+    everything = experiment(pp=2, microbatches=2, dp_replicate=2, dp_shard=2, zero=3, tp=2)
+    found = communication(engine, everything, stage=1)
+    parts = [
+        form(engine, everything, stage=1)
+        for form in (data_parallel, fully_sharded, tensor_parallel, pipeline_parallel)
+    ]
+    assert found == {key: size for part in parts for key, size in part.items() if size}
+    assert {axis for _, axis, _ in found} == {"pp", "dp_replicate", "dp_shard", "tp"}

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from compare.contract.communication import Communication
+from compare.contract.communication import Communication, summed
 from compare.contract.json_files import read_json
+from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.studies.presets import PRESETS
 
@@ -37,7 +38,7 @@ def recorded(preset: str) -> dict[str, Rows]:
 def rows_of(ledger: list[Communication]) -> Rows:
     """The same rows of a ledger."""
     rows: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for entry in ledger:
+    for entry in summed(ledger):
         row = rows[entry.kind, entry.axis]
         row[:] = [row[0] + entry.calls, row[1] + entry.bytes, row[2] + entry.wire_bytes]
     return [[*key, *row] for key, row in sorted(rows.items())]
@@ -53,7 +54,7 @@ def test_ledgers_are_those_recorded(preset, shardpair):
     expected = recorded(preset)
     folders = {path.parent.name: path for path in (shardpair.folder / "run").glob(f"*/{LEDGER}")}
     assert folders.keys() == expected.keys()
-    found = {engine: rows_of(read_json(path, list[Communication])) for engine, path in folders.items()}
+    found = {engine: rows_of(read_json(path, Ledger).rows) for engine, path in folders.items()}
     for engine, package in THEIR_OWN_CHOICE.items():
         if engine in found and importlib.metadata.version(package) != NUMBERS["versions"][package]:
             assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}

@@ -20,6 +20,7 @@ from compare.contract.communication import (
 )
 from compare.contract.engines.registry import ENGINES
 from compare.contract.instructions import Instruction, Place
+from compare.contract.ledger import Ledger
 from compare.contract.record import Record, read_record
 from compare.contract.tensors import RecordError
 from compare.judge.comparison import Comparison, judged
@@ -80,7 +81,9 @@ def made_by_hand(folder: Path, strategy: str) -> tuple[Comparison, dict[str, Rec
     for case in lesson_cases(strategy):
         record = make_record(folder / case.name, case.experiment, engine=case.engine)
         instructions = compiled(case.engine, strategy) if case.engine in COMPILED else None
-        records[case.name] = msgspec.structs.replace(record, ledger=sent(strategy), instructions=instructions)
+        records[case.name] = msgspec.structs.replace(
+            record, ledger=Ledger(rows=sent(strategy)), instructions=instructions
+        )
     experiment = lesson_cases(strategy)[0].experiment
     requests = {name: make_request(experiment, engine=name) for name in records}
     return judged(comparison_of(experiment, requests=requests), records), records
@@ -136,13 +139,14 @@ def test_every_row_of_a_ledger_leads_to_its_source_and_back(lesson):
     for engine in FOLDERS:
         if engine not in COMPILED and not ENGINES[engine].counts_own_calls:
             continue  # PyTorch's wrappers: other purposes than a person says
-        cells = re.findall(rf'<td id="(row-[^"]*-{engine})">(.*?)</td>', page, re.DOTALL)
-        assert len(cells) == len(ROWS[strategy])
-        for anchor, cell in cells:
+        for kind, purpose in ROWS[strategy]:
+            row = f"row-{kind}-{LESSONS[strategy].axis}-{purpose.replace(' ', '-')}"
+            cells = re.findall(rf'<td id="({row}-[-\d]*{engine})">(.*?)</td>', page, re.DOTALL)
+            anchor, cell = cells[0]  # of a pipeline that of its first stages
             lines = re.findall(rf'href="#({engine}-L\d+)"', cell)
             assert lines, (engine, anchor)
             for line in lines:
-                (text,) = re.findall(rf'<span class="l" id="{line}">.*', page)
+                (text,) = re.findall(rf'<span class="l" id="{line}"[^>]*>.*', page)
                 assert f'href="#{anchor}"' in text
 
 
@@ -150,8 +154,10 @@ def test_instructions_lead_to_their_lines_and_their_rows(lesson):
     strategy, page = lesson
     for engine in COMPILED:
         for number in range(1, len(ROWS[strategy]) + 1):
-            assert f'<tr id="{engine}-hlo-{number}">' in page
-            assert f'href="#{engine}-hlo-{number}"' in page
+            (row,) = re.findall(rf'<tr id="{engine}-hlo-{number}">.*', page)
+            assert f'href="#{engine}-L' in row
+            assert re.search(rf'href="#row-[-\w]*-{engine}"', row)
+        assert f'href="#{engine}-hlo-1"' in page  # which stands for all of its line
     assert html.escape("jvp(<lambda>)") in page
 
 
@@ -268,10 +274,10 @@ def test_lesson_of_a_real_run(shardpair, tmp_path):
     for engine in COMPILED:
         record = records[engine]
         assert record.instructions
-        keys = {(one.kind, one.axis, one.purpose) for one in record.ledger}
+        keys = {(one.kind, one.axis, one.purpose) for one in record.ledger.rows}
         for key in keys:
             own = [one for one in record.instructions if (one.kind, one.axis, one.purpose) == key]
-            rows = [one for one in record.ledger if (one.kind, one.axis, one.purpose) == key]
+            rows = [one for one in record.ledger.rows if (one.kind, one.axis, one.purpose) == key]
             for figure in ("calls", "bytes"):
                 totals = [sum(getattr(one, figure) for one in found) for found in (own, rows)]
                 assert totals[0] == totals[1], (engine, key, figure)
@@ -283,7 +289,9 @@ def test_lesson_of_a_real_run(shardpair, tmp_path):
     assert all(records[engine].instructions is None for engine in FOLDERS if engine not in COMPILED)
     manual = COMPILED[1]
     for kind, purpose in ROWS["fully_sharded"]:
-        (cell,) = re.findall(rf'<td id="row-{kind}-dp_shard-{purpose}-{manual}">(.*?)</td>', page, re.DOTALL)
+        (cell,) = re.findall(
+            rf'<td id="row-{kind}-dp_shard-{purpose}-0-{manual}">(.*?)</td>', page, re.DOTALL
+        )
         lines = [int(line) for line in re.findall(rf'href="#{manual}-L(\d+)"', cell)]
         text = (ROOT / source_file(manual, "fully_sharded")).read_text().splitlines()
         assert any(f"collectives.{kind}" in text[line - 1] for line in lines)

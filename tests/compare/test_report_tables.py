@@ -6,6 +6,7 @@ from records import comparison_of, make_record
 
 from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, edited
+from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost, cost_of
@@ -110,8 +111,9 @@ def test_memory_stands_beside_its_closed_form(tmp_path, tiny):
 def test_ledgers_stand_side_by_side(tmp_path, tiny):
     record = make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}}))
     gather = Communication(kind="all_gather", axis="tp", calls=3, bytes=3000, wire_bytes=1500)
-    other = msgspec.structs.replace(record, ledger=[record.ledger[0], gather])
-    table = ledger_table(["a", "b"], [record.ledger, other.ledger], [cost_of(record), cost_of(other)])
+    other = msgspec.structs.replace(record, ledger=Ledger(rows=[record.ledger.rows[0], gather]))
+    both = record, other
+    table = ledger_table(["a", "b"], [one.ledger.rows for one in both], [cost_of(one) for one in both])
     rows = {(row.head.text, row.head.note): [cell.text for cell in row.cells] for row in table.rows}
     nothing = [tables.NONE] * 3
     assert list(rows.items()) == [

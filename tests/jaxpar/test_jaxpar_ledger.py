@@ -1,12 +1,14 @@
 """The ledger: HLO text that XLA writes, by hand and for real, and the closed form of data parallelism."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.communication import Communication
+from compare.contract.communication import Communication, summed
 from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import data_parallel
@@ -86,6 +88,12 @@ PIPELINE = {
 }
 
 
+def entries(hlo: str | None, sizes: Mapping[str, int]) -> list[Communication]:
+    """Sums of kind, axis and purpose."""
+    assert hlo
+    return summed(communications(hlo, sizes))
+
+
 def module(entry: str, others: str = "") -> str:
     return (
         f"HloModule m, num_partitions=4\n\n{others}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  {entry}\n}}\n"
@@ -94,7 +102,7 @@ def module(entry: str, others: str = "") -> str:
 
 @pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
 def test_spellings(text, expected):
-    (entry,) = communications(module(text), GRID)
+    (entry,) = entries(module(text), GRID)
     kind, axis, calls, size, wire, purpose = expected
     assert entry == Communication(
         kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
@@ -105,19 +113,30 @@ def test_spellings(text, expected):
 def test_permutes_along_a_pipeline_are_for_activations_or_their_gradients(made_by, purpose):
     permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
     text = f"{permute}, metadata={{{made_by}}}"
-    (entry,) = communications(module(text), {"pp": 2, "tp": 2})
+    (entry,) = entries(module(text), {"pp": 2, "tp": 2})
     assert (entry.axis, entry.purpose, entry.bytes) == ("pp", purpose, 32)
+
+
+def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
+    permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{1,3}}"
+    reduce = "%y = f32[8]{0} all-reduce(%p), replica_groups=[2,2]<=[4], to_apply=%add, "
+    loop = "%body (q: f32[8]) -> f32[8] {\n  " + reduce + 'metadata={op_name="runs_0_3_of_6/for_loss/x"}\n}'
+    trips = 'body=%body, backend_config={"known_trip_count":{"n":"6"}}'
+    text = module(f"{permute}\n  %w = f32[8]{{0}} while(%p), {trips}", loop)
+    rows = communications(text, {"pp": 2, "tp": 2})
+    found = [(row.kind, row.stage, row.calls, row.bytes, row.loops) for row in rows]
+    assert found == [("permute", 0, 1, 32, ()), ("all_reduce", 1, 3, 96, (6,))]
 
 
 def test_groups_of_one_are_no_communication():
     text = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
     assert len(collectives(module(text), GRID)) == 1
-    assert communications(module(text), GRID) == []
+    assert entries(module(text), GRID) == []
 
 
 def test_scalars_are_metrics():
     text = "%x = f64[] all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add"
-    assert [entry.purpose for entry in communications(module(text), GRID)] == ["metrics"]
+    assert [entry.purpose for entry in entries(module(text), GRID)] == ["metrics"]
 
 
 LOOP = """%body (q: f32[8]) -> f32[8] {
@@ -136,19 +155,19 @@ def test_loops_multiply_and_wrapped_calls_count_once():
         "  %s = ((f32[8]), f32[4], u32[]) async-start(%w), calls=%wrapped\n"
         "  %x = f32[4]{0} async-done(%s), calls=%wrapped"
     )
-    counted = {entry.kind: entry.calls for entry in communications(module(text, LOOP), GRID)}
+    counted = {entry.kind: entry.calls for entry in entries(module(text, LOOP), GRID)}
     assert counted == {"all_reduce": 6, "reduce_scatter": 1}
 
 
 def test_a_loop_of_unknown_length_is_an_error():
     text = "%w = f32[8]{0} while(%p), condition=%cond, body=%body"
     with pytest.raises(ValueError, match="trip count"):
-        communications(module(text, LOOP), GRID)
+        entries(module(text, LOOP), GRID)
 
 
 def test_unreadable_groups_are_an_error():
     with pytest.raises(ValueError, match="replica groups"):
-        communications(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
+        entries(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
 
 
 def test_a_real_scan():
@@ -166,7 +185,7 @@ def test_a_real_scan():
 
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("dp_replicate"), out_specs=P())
     compiled = jax.jit(mapped).lower(jnp.ones((16, 8), jnp.float32)).compile()
-    found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
+    found = {entry.purpose: entry for entry in entries(compiled.as_text(), mesh.shape)}
     assert (found["gradients"].calls, found["gradients"].bytes) == (15, 15 * 4 * 8 * 4)
     assert (found["metrics"].calls, found["metrics"].bytes) == (1, 4)
 
@@ -187,7 +206,7 @@ def test_a_purpose_that_was_said_or_that_of_its_derivative(op_name, purpose):
     """Autodiff's transpose has the scope of what it is derived from; so has a forward computed anew."""
     reduce = "%x = f64[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add"
     text = f'{reduce}, metadata={{op_name="{op_name}"}}'
-    assert [entry.purpose for entry in communications(module(text), GRID)] == [purpose]
+    assert [entry.purpose for entry in entries(module(text), GRID)] == [purpose]
 
 
 @pytest.mark.parametrize("gradient_sync", ["naive", "flat", "bucketed"])
@@ -201,7 +220,7 @@ def test_data_parallel_closed_form(gradient_sync):
     mesh = make_mesh(experiment.layout, platform="cpu")
     sharded, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
     compiled = compile_step(sharded, state, experiment)
-    found = {entry.purpose: entry for entry in communications(compiled.as_text(), mesh.shape)}
+    found = {entry.purpose: entry for entry in entries(compiled.as_text(), mesh.shape)}
     (size,) = data_parallel("jax-manual", experiment).values()
     assert size == 4 * parameter_count(experiment.model)
     expected_calls = {"naive": 9, "flat": 1, "bucketed": -(-size // 10_000)}  # 9 leaves, layers stacked

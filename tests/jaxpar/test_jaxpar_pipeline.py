@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.axes import LAYER
 from compare.contract.experiment import ExperimentError, Layout
 from compare.contract.schedules import make_schedule
+from compare.contract.ticks import lock_step
 from jaxpar.comm.collectives import per_device
 from jaxpar.faults import plant
 from jaxpar.manual import pipeline_parallel
-from jaxpar.manual.pipeline.ticks import lock_step
 from jaxpar.placement import place
 from jaxpar.problem import Pieces
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from compare.contract.communication import Communication
+from compare.contract.communication import Communication, summed
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.progress import Progress
@@ -76,7 +76,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model, batch_size: int, fau
     resident = {name: resident_bytes(tree, list(mesh.devices.flat)) for name, tree in trees.items()}
     hlo = step.as_text()
     assert hlo
-    return Outcome(numbers, resident, hlo, communications(hlo, mesh.shape), state.params)
+    return Outcome(numbers, resident, hlo, summed(communications(hlo, mesh.shape)), state.params)
 
 
 def worst_errors(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:

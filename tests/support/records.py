@@ -10,6 +10,7 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.json_files import write_json
 from compare.contract.learning_rate import learning_rate
+from compare.contract.ledger import Ledger
 from compare.contract.optimizer import global_norm, moment_names
 from compare.contract.parameters import fingerprint, initial_parameters, parameter_count
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
@@ -123,7 +124,7 @@ def make_record(
             Communication(kind="all_reduce", axis=axis, calls=1, bytes=4, wire_bytes=6, purpose="loss"),
         )
     ]
-    recorder.finish(manifest, ledger)
+    recorder.finish(manifest, Ledger(rows=ledger))
     return read_record(folder)
 
 

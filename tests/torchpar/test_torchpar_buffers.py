@@ -16,7 +16,8 @@ from torchpar.manual.any_module.buffers import broadcast_buffers
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
-from torchpar.measure.ledger import CommunicationMode
+from torchpar.measure.ledger import LedgerMode
+from torchpar.measure.places import group_names
 
 WRAPPERS = {"data_parallel": DataParallel, "zero3": FSDP, "zero2": partial(FSDP, zero=2)}
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
@@ -97,12 +98,13 @@ def test_one_broadcast_a_pass_and_none_without_buffers(rank: int, wrap) -> None:
             axis = Axis.of(None)
             model = wrap(make(), group=axis, broadcast_buffers=broadcasts)
             axis.traffic.clear()
-            with CommunicationMode([axis], own_calls=axis.traffic, default_purpose="elsewhere") as mode:
+            with LedgerMode(group_names(None)) as mode:
                 model(batch(0, rank)).sum().backward()
                 model.finish_gradient_synchronization()
-            expected = {Call("broadcast", "world", BUFFERS): 1} if broadcasts and count else {}
-            for traffic in (axis.traffic, mode.seen):
-                assert {call: n for call, n in traffic.calls.items() if call.kind == "broadcast"} == expected
+            noted, expected = mode.noted(), count if broadcasts else 0
+            assert axis.traffic.calls[Call("broadcast", "world", BUFFERS)] == expected
+            assert sum(row.calls for row in noted.rows if row.purpose == BUFFERS) == expected
+            assert noted.seen == noted.own
 
 
 @each_wrapper

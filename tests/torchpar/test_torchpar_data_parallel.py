@@ -12,11 +12,13 @@ from modules import Odd, gradients, ids, share
 from ranks import RANKS, on_ranks
 from torch import nn
 
+from compare.contract.communication import summed
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
 from torchpar.manual.buckets import make_buckets
 from torchpar.manual.data_parallel import DataParallel, GradientSync
-from torchpar.measure.ledger import CommunicationMode
+from torchpar.measure.ledger import LedgerMode, of_all_ranks
+from torchpar.measure.places import group_names
 
 each_sync = pytest.mark.parametrize("sync", ["naive", "flat", "overlapped", "bucketed"])
 # Averages of four partial means in another order than one mean over all: a few units in the last place.
@@ -156,10 +158,13 @@ def test_ledger_of_own_calls_and_of_the_dispatcher_agree(rank: int, sync: Gradie
     axis = Axis.of(None)
     replicas = DataParallel(Odd(), gradient_sync=sync, group=axis, find_unused_parameters=True)
     axis.traffic.clear()
-    with CommunicationMode([axis], own_calls=axis.traffic, default_purpose="elsewhere") as mode:
+    with LedgerMode(group_names(None)) as mode:
         replicas(ids()).backward()
         replicas.finish_gradient_synchronization()
-    assert mode.seen.ledger({"world": RANKS}) == axis.traffic.ledger({"world": RANKS}) != []
+    noted = mode.noted()
+    assert summed(noted.rows) == axis.traffic.ledger({"world": RANKS}) != []
+    assert noted.seen == noted.own
+    assert of_all_ranks([noted], stages=1, counts_own=True).is_complete
 
 
 def test_buckets_are_filled_in_reverse_up_to_their_size():

@@ -14,15 +14,16 @@ from layouts import TORCH_LIBRARY as LAYOUTS
 from ranks import CPU, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
+from compare.contract.communication import Communication, summed
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
 from torchpar import library
 from torchpar.comm import process_groups
-from torchpar.comm.counter import Call, Traffic
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
 from torchpar.library.tensor_parallel import restore_order, split_layers
-from torchpar.measure.ledger import CommunicationMode
+from torchpar.measure.ledger import LedgerMode
+from torchpar.measure.places import group_names
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel, local
@@ -123,21 +124,21 @@ def ledger(rank: int) -> None:
     parallel, mesh = make_parallel(msgspec.structs.replace(layout, remat="none"), rank, ADAM)
     seen = count(parallel, mesh)
     blocks = CONFIG.n_layer
-    assert seen.calls[Call("reduce_scatter", "dp_shard", "gradients")] == blocks + 1
-    assert seen.calls[Call("all_gather", "dp_shard", "parameters")] == 2 * (2 * blocks + 1)  # two passes
-    padded = seen.bytes[Call("reduce_scatter", "dp_shard", "gradients")]
+    assert seen["reduce_scatter", "gradients"].calls == blocks + 1
+    assert seen["all_gather", "parameters"].calls == 2 * (2 * blocks + 1)  # two passes
+    padded = seen["reduce_scatter", "gradients"].bytes
     assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(parallel.parameters)
     parallel, mesh = make_parallel(Layout(tp=4), rank, ADAM)
     seen = count(parallel, mesh)
     # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
-    assert seen.calls[Call("all_reduce", "tp", "activations")] == 2 * (4 * blocks + 2 + 3)
+    assert seen["all_reduce", "activations"].calls == 2 * (2 * blocks + 1 + 3)
+    assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * blocks + 1)
 
 
-def count(parallel: ParallelModel, mesh: Mesh) -> Traffic:
-    mode = CommunicationMode(mesh.axes, own_calls=mesh.traffic, default_purpose="gradients")
-    with mode:
+def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
+    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
         backward(parallel, mesh, 0)
-    return mode.seen
+    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from forks import Done, run_torchpar
 from msgspec.structs import replace
 
+from compare.contract.communication import summed
 from compare.contract.data import open_corpus
 from compare.contract.experiment import Data, Experiment, Layout, Model, Precision, Train
 from compare.contract.parameters import initial_parameters, parameter_count
@@ -54,7 +55,7 @@ def test_one_device_leaves_the_contracts_batch_and_weights(one_device):
     weights = read_tensors(one_device, Rung.INITIAL_WEIGHTS)
     for name, array in initial_parameters(EXPERIMENT).items():
         np.testing.assert_array_equal(weights[name], array)
-    assert read_record(one_device).ledger == []
+    assert read_record(one_device).ledger.rows == []
 
 
 @pytest.mark.parametrize("engine", ["torch-manual", "torch-library"])
@@ -65,7 +66,7 @@ def test_two_replicas_equal_one_device(engine, one_device, tmp_path):
         assert error(one_device, tmp_path / "two", rung) <= TOLERANCE, rung
     one, two = read_record(one_device), read_record(tmp_path / "two")
     np.testing.assert_allclose([s.loss for s in two.steps], [s.loss for s in one.steps], rtol=TOLERANCE)
-    ledger = {(entry.kind, entry.purpose): entry for entry in two.ledger}
+    ledger = {(entry.kind, entry.purpose): entry for entry in summed(two.ledger.rows)}
     assert set(ledger) == {("all_reduce", "gradients"), ("all_reduce", "loss")}
     # Gradients once a step, whatever the accumulation; a scalar for the loss.
     assert ledger["all_reduce", "gradients"].bytes == parameter_count(EXPERIMENT.model) * 8

@@ -74,7 +74,7 @@ def _check_resident(sharded: Record, layout: Layout) -> None:
 
 
 def _check_ledger(sharded: Record, layout: Layout) -> None:
-    experiment, found = replace(EXPERIMENT, layout=layout), measured(sharded.ledger)
+    experiment, found = replace(EXPERIMENT, layout=layout), measured(sharded.ledger.rows)
     for item, size in fully_sharded("torch-manual", experiment).items():
         assert found.pop(item) == size, item
     for item, size in data_parallel("torch-manual", experiment).items():

@@ -1,143 +1,208 @@
-"""Communication of a step, read from PyTorch's dispatcher: it sees our own calls and DDP's C++ alike.
+"""The ledger of what runs inside: every collective, with its place in the program.
 
-Patching torch.distributed would miss what the library wrappers send from C++.
+Of torchpar's own collectives a row is the collective, whatever it is made of: on gloo a gather is sends. The
+dispatcher sees those sends, so that it and our own count are held against each other.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed import ProcessGroup
+from msgspec.structs import replace
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
 
 from compare.contract.axes import DP_SHARD, PP, TP
-from compare.contract.communication import ACTIVATIONS, ACTIVATIONS_AND_GRADIENTS, PARAMETERS, Communication
-from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import Call, Traffic
+from compare.contract.communication import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    ACTIVATIONS_AND_GRADIENTS,
+    GRADIENTS,
+    PARAMETERS,
+    PHASES,
+    Communication,
+    ring_wire_bytes,
+)
+from compare.contract.ledger import Ledger
+from torchpar.comm.counter import Call, Traffic, observers
+from torchpar.measure.calls import call_of
 
-# c10d and functional names without punctuation -> the ledger's kind
-_KINDS = {
-    "allreduce": "all_reduce",
-    "allreducecoalesced": "all_reduce",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "allgatherbase": "all_gather",
-    "allgatherintotensor": "all_gather",
-    "allgatherintotensorcoalesced": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "reducescatterbase": "reduce_scatter",
-    "reducescattertensor": "reduce_scatter",
-    "reducescattertensorcoalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoallbase": "all_to_all",
-    "alltoallsingle": "all_to_all",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "permute",
-}
-# What PyTorch's wrappers use a collective for, where that is not to reduce gradients: inferred. Along tp
-# backward calls the same operators as forward, so that gradients of activations count as activations.
-_WRAPPERS = {
-    (DP_SHARD, "all_gather"): PARAMETERS,
-    (DP_SHARD, "broadcast"): PARAMETERS,
-    (PP, "permute"): ACTIVATIONS_AND_GRADIENTS,
-    (TP, "all_gather"): ACTIVATIONS,
-    (TP, "all_reduce"): ACTIVATIONS,
-    (TP, "reduce_scatter"): ACTIVATIONS,
-}
-_IGNORED = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
+OUTSIDE = "Global"
+"""ModuleTracker's word for no module."""
+_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "comm"), __file__)
+WIDEST = 8
+"""Bytes of a float64."""
 
 
-class CommunicationMode(TorchDispatchMode):
-    """Counts every collective while it is active.
+class Place(NamedTuple):
+    """What rows are told apart by."""
+
+    kind: str
+    axis: str
+    purpose: str
+    group_size: int
+    dtype: str
+    phase: str
+    source: str
+
+
+class LedgerMode(TorchDispatchMode):
+    """Notes every collective with its place while it is active; an `Observer` of torchpar's own.
 
     Args:
-        axes: the mesh's axes, to name the process groups.
-        own_calls: the count of our own calls, which says what a call is for while one is being made.
-        default_purpose: of calls that are not our own: those of PyTorch's wrappers.
+        axes: of process groups, by the groups' names.
+        own_calls: the count of our own calls, which may be paused.
+        infers: give the calls of PyTorch's wrappers the purpose that they have in our engines.
 
     Attributes:
-        seen: the count.
+        is_updating: gradients are ready, and the optimizer is at work.
+        seen, own: bytes on the wire by axis: of all that the dispatcher saw, and of our own calls.
     """
 
-    def __init__(self, axes: list[Axis], *, own_calls: Traffic, default_purpose: str):
+    def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
         super().__init__()
-        self.seen = Traffic()
-        self._own_calls = own_calls
-        self._default_purpose = default_purpose
-        self._axis_names = {str(axis.group.group_name): axis.name for axis in axes if axis.group}
+        self.is_updating = False
+        self.seen, self.own = Counter[str](), Counter[str]()
+        self._axes, self._infers = axes, infers
+        self._own_calls = own_calls or Traffic()
+        self._modules = ModuleTracker()
+        self._rows = dict[Place, list[int]]()
+        self._depth = 0
+
+    def __enter__(self) -> "LedgerMode":
+        self._modules.__enter__()
+        observers.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        observers.remove(self)
+        self._modules.__exit__(*error)
+
+    def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
+        """Note one of torchpar's own collectives; what it sends itself is part of it."""
+        self._depth += 1
+        if ranks > 1 and not self._own_calls.is_paused:
+            dtype = str(full.dtype).removeprefix("torch.")
+            self._note(call.kind, call.axis, call.purpose, ranks, dtype, full.nbytes)
+            self.own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
+
+    def ends(self) -> None:
+        """It has been sent."""
+        self._depth -= 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # DTensor first: what it makes of the operator comes back here
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._own_calls.is_paused and (seen := call_of(func, args, kwargs, result)):
-            self._count(seen)
+        result = func(*args, **(kwargs or {}))
+        if self._own_calls.is_paused or not (seen := call_of(func, args, kwargs or {}, result)):
+            return result
+        ranks = _resolve_process_group(cast(Any, seen.group)).size()  # a NewType in later PyTorch
+        axis = self._axes.get(seen.group, "subgroup")
+        self.seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
+        if ranks > 1 and not self._depth:
+            self._note(seen.kind, axis, None, ranks, seen.dtype, seen.bytes)
         return result
 
-    def _count(self, seen: "SeenCall") -> None:
-        assert seen.group in self._axis_names, (
-            f"{seen.kind} over process group {seen.group!r}, which is no axis of the mesh"
-        )
-        axis = self._axis_names[seen.group]
-        purpose = self._own_calls.purpose or _WRAPPERS.get((axis, seen.kind), self._default_purpose)
-        self.seen.add(Call(seen.kind, axis, purpose), seen.bytes)
+    def noted(self) -> "RankLedger":
+        """All that was noted; rows in the order in which they first came."""
+        rows = [
+            Communication(
+                **place._asdict(),
+                calls=calls,
+                bytes=size,
+                wire_bytes=ring_wire_bytes(place.kind, size, place.group_size),
+            )
+            for place, (calls, size) in self._rows.items()
+        ]
+        return RankLedger(rows, dict(self.seen), dict(self.own))
+
+    def _note(self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int) -> None:
+        """Add one call to its row; `said` is None where it was not our own."""
+        purpose = said if said is not None else self._inferred_purpose(kind, axis)
+        place = Place(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
+        row = self._rows.setdefault(place, [0, 0])
+        row[:] = [row[0] + 1, row[1] + size]
+
+    def _inferred_purpose(self, kind: str, axis: str) -> str:
+        """What PyTorch's wrappers use a collective for: mostly to reduce gradients."""
+        if not self._infers:
+            return ""
+        if axis == PP and kind == "permute":
+            return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
+        if axis == TP:
+            return ACTIVATION_GRADIENTS if self._modules.is_bw else ACTIVATIONS
+        is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
+        return PARAMETERS if is_of_parameters else GRADIENTS
+
+    def _phase(self, purpose: str) -> str:
+        if self._modules.is_bw:
+            return "backward"
+        if self.is_updating:
+            return "update"
+        return PHASES.get(purpose, "forward" if self._module else "")
+
+    @property
+    def _module(self) -> str:
+        """The innermost module that is running."""
+        return max(self._modules.parents - {OUTSIDE}, key=lambda name: name.count("."), default="")
+
+    @property
+    def _source(self) -> str:
+        """The innermost line outside of PyTorch, and the innermost module."""
+        return ": ".join(part for part in (_line(sys._getframe(1)), self._module) if part)
 
 
-class SeenCall(NamedTuple):
-    """A collective as the dispatcher sees it."""
-
-    kind: str
-    group: str
-    """Name of the process group."""
-    bytes: int
-    """Of the full (gathered) tensor."""
-    dtype: str
+def _line(frame: FrameType | None) -> str:
+    while frame and frame.f_code.co_filename.startswith(_NOT_A_PLACE):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def call_of(func: Any, args: tuple, kwargs: dict, result: object) -> SeenCall | None:
-    """What an operator communicates; None if it does not, or only takes what somebody else sends."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    name = func.overloadpacket.__name__.replace("_", "")
-    if name in _IGNORED:
-        return None
-    # The full tensor is what goes in or what comes out, whichever is larger.
-    size = max(_nbytes((args, kwargs)), _nbytes(result))
-    if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
-        size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
-    dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return SeenCall(
-        kind=_KINDS.get(name, name),
-        group=_group_name((*args, *kwargs.values())),
-        bytes=size,
-        dtype=", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)),
-    )
+class RankLedger(NamedTuple):
+    """What a `LedgerMode` noted on one rank."""
+
+    rows: list[Communication]
+    seen: dict[str, int]
+    own: dict[str, int]
 
 
-def of_the_busiest(ledgers: Iterable[list[Communication]]) -> list[Communication]:
-    """One ledger of all ranks': of each kind, axis and purpose what the rank says that had the most of it.
+def of_all_ranks(ranks: Sequence[RankLedger], *, stages: int, counts_own: bool) -> Ledger:
+    """One ledger of all ranks: of each place in each stage that of the rank that has most of it.
 
-    Only the stages of a pipeline differ: the first sends no gradients, the last no activations.
+    Args:
+        ranks: in the order of the mesh, in which the ranks of a stage stand together.
+        stages: of the pipeline; 1 without.
+        counts_own: all calls are our own, so that the dispatcher must have seen the same bytes.
     """
-    entries = [entry for ledger in ledgers for entry in ledger]
-    most = {(e.kind, e.axis, e.purpose): e for e in sorted(entries, key=lambda e: (e.bytes, e.calls))}
-    return [most[key] for key in sorted(most)]
+    most: dict[Communication, Communication] = {}
+    for rank, ledger in enumerate(ranks):
+        for row in ledger.rows:
+            mine = replace(row, stage=rank * stages // len(ranks))
+            place = replace(mine, calls=0, bytes=0, wire_bytes=0)
+            most[place] = max(most.get(place, mine), mine, key=lambda row: (row.bytes, row.calls))
+    rows = sorted(most.values(), key=lambda row: row.stage)
+    return Ledger(rows=rows, problems=_disagreements(ranks) if counts_own else [])
 
 
-def _nbytes(tree: object) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+def _disagreements(ranks: Sequence[RankLedger]) -> list[str]:
+    """Axes along which the dispatcher saw other bytes than our own calls are of.
 
-
-def _group_name(arguments: tuple) -> str:
-    """c10d operators take the group itself, functional ones its name as their last string."""
-    for argument in reversed(arguments):
-        if isinstance(argument, str):
-            return argument
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return ProcessGroup.unbox(argument).group_name
-    return ""
+    Over all ranks, since the last of an axis have the smaller pieces; but for the padding of these.
+    """
+    seen = sum((Counter(one.seen) for one in ranks), Counter())
+    own = sum((Counter(one.own) for one in ranks), Counter())
+    calls = sum(row.calls for one in ranks for row in one.rows)
+    return [
+        f"along {axis} our own calls send {own[axis]:,} bytes, and the dispatcher saw {seen[axis]:,}"
+        for axis in sorted({*seen, *own})
+        if abs(seen[axis] - own[axis]) > calls * len(ranks) * WIDEST
+    ]

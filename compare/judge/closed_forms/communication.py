@@ -1,4 +1,4 @@
-"""Communication of the manual engines in a step, in closed form: logical bytes, for the busiest device.
+"""Communication of the manual engines in a step, in closed form: logical bytes of a device.
 
     strategy            collective                         bytes
     data parallel       all-reduce of gradients            G, or the shard of it that ZeRO has scattered
@@ -27,18 +27,39 @@ from compare.contract.communication import (
     REPLICATED_GRADIENTS,
     TIED_GRADIENTS,
     Communication,
+    summed,
 )
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, Layout
-from compare.contract.parameters import block_parameters, end_parameters, parameter_table, storage_dtype
-from compare.judge.closed_forms.memory import elements_of_stage, is_split_by_tp, on_one_of_tp
+from compare.contract.experiment import Experiment
+from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
+from compare.contract.schedules import make_schedule
+from compare.contract.ticks import lock_step
+from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp, parameters_of_stage
 
 Bytes = dict[tuple[str, str, str], float]
 """(kind, axis, purpose) -> logical bytes of a step."""
 
 
-def data_parallel(engine: str, experiment: Experiment) -> Bytes:
+def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
+    """All of it: what a device of one rank of the pipeline communicates in a step.
+
+    Args:
+        engine: a name in ENGINES; its side says which of the two ways is meant.
+        experiment: a checked one, with `layout.remat` resolved.
+        stage: the rank of the pipeline.
+
+    Raises:
+        ValueError: activations are recomputed, and with them what they communicate.
+    """
+    forms = (data_parallel, fully_sharded, tensor_parallel, pipeline_parallel)
+    found: Bytes = {}
+    for form in forms:
+        found |= {key: size for key, size in form(engine, experiment, stage=stage).items() if size}
+    return found
+
+
+def data_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
     """Every gradient is all-reduced over the replicas once a step, however many passes it is the sum of.
 
     With ZeRO that is the device's shard of it, scattered before.
@@ -47,101 +68,99 @@ def data_parallel(engine: str, experiment: Experiment) -> Bytes:
     if layout.dp_replicate == 1:
         return {}
     shards = layout.dp_shard if layout.zero else 1
-    return {("all_reduce", DP_REPLICATE, GRADIENTS): _bytes_of_stage(engine, experiment) / shards}
+    return {("all_reduce", DP_REPLICATE, GRADIENTS): _bytes_of_stage(engine, experiment, stage) / shards}
 
 
-def fully_sharded(engine: str, experiment: Experiment) -> Bytes:
+def fully_sharded(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
     """Gradients are scattered to the device that updates them, parameters gathered where they are used.
 
     torch-manual adds up whole gradients in place and scatters the sum. jax-manual does so under ZeRO-1 only:
     from ZeRO-2 on it scatters the gradients of each pass. Under ZeRO-3 torch-manual gathers everything for
     each forward and again for each backward (FULL_SHARD), or once a step (SHARD_GRAD_OP). jax-manual gathers
     layers for each forward, and for each backward all that backward needs: not the bias that is added last.
-    What is in no layer it gathers once a step.
-
-    Raises:
-        ValueError: a pipeline, where it depends on the schedule how often a stage gathers.
+    What is in no layer it gathers once a step. In a pipeline each microbatch is a pass.
     """
-    layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
+    layout = experiment.layout
     if not layout.zero:
         return {}
-    _require_no_pipeline(layout)
-    whole = _bytes_of_stage(engine, experiment)
-    by_jax = _is_one_program(engine)
-    scatters = passes if by_jax and layout.zero >= SHARDED_FROM["gradients"] else 1
-    gathered = whole
-    if layout.zero >= SHARDED_FROM["parameters"]:
-        gathered = _gathered_by_jax(experiment) if by_jax else whole * _gathers_by_torch(experiment)
+    whole = _bytes_of_stage(engine, experiment, stage)
+    scattered = gathered = whole
+    if _is_one_program(engine):
+        if layout.zero >= SHARDED_FROM["gradients"]:
+            scattered = _scattered_by_jax(experiment, stage)
+        if layout.zero >= SHARDED_FROM["parameters"]:
+            gathered = _gathered_by_jax(experiment)
+    elif layout.zero >= SHARDED_FROM["parameters"] and layout.reshard_after_forward:
+        gathered = 2 * _passes(experiment) * whole
     return {
-        ("reduce_scatter", DP_SHARD, GRADIENTS): scatters * whole,
+        ("reduce_scatter", DP_SHARD, GRADIENTS): scattered,
         ("all_gather", DP_SHARD, PARAMETERS): gathered,
     }
 
 
-def tensor_parallel(engine: str, experiment: Experiment) -> Bytes:
+def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
     """Each region's way out sums partial products in forward, its way in sums gradients in backward.
 
     Sequence parallelism cuts an all-reduce in two: a reduce-scatter on the way out, an all-gather on the way
     in. Of what tp does not split each device then has the gradients of its own positions: summed once a step.
     The loss needs three numbers a position, and never the logits: jax-manual reduces each of them over tp,
-    torch-manual gathers all three of every device. Nothing is recomputed: layout.remat = none.
-
-    Raises:
-        ValueError: a pipeline, whose stages have different parts of all this.
+    torch-manual gathers all three of every device. A pipeline's first rank has the embedding's way out, its
+    last one the head's way in and the loss.
     """
-    layout, train = experiment.layout, experiment.train
+    layout, model = experiment.layout, experiment.model
     if layout.tp == 1:
         return {}
-    _require_no_pipeline(layout)
-    passes, stream = train.gradient_accumulation_steps, _stream(experiment)
-    kinds = ("reduce_scatter", "all_gather") if layout.sequence_parallel else ("all_reduce",)
-    regions = passes * (2 * experiment.model.n_layer + 1) * stream
-    found: Bytes = {(kind, TP, way): regions for kind in kinds for way in (ACTIVATIONS, ACTIVATION_GRADIENTS)}
-    of_positions = passes * 3 * stream / experiment.model.n_embd
-    if _is_one_program(engine):
-        found["all_reduce", TP, LOSS] = of_positions
-    else:
-        found["all_gather", TP, LOSS] = of_positions * layout.tp
+    passes, stream = experiment.train.gradient_accumulation_steps, _stream(experiment)
+    first, last = stage == 0, stage == layout.pp - 1
+    of_layers = 2 * model.n_layer // layout.pp
+    out, into = ((of_layers + end) * passes * stream for end in (first, last))
+    found: Bytes = {}
     if layout.sequence_parallel:
-        repeated = [p.size for p in parameter_table(experiment.model) if not is_split_by_tp(p)]
-        found["all_reduce", TP, REPLICATED_GRADIENTS] = _itemsize(experiment) * sum(repeated)
+        for kind, forward, backward in (("reduce_scatter", out, into), ("all_gather", into, out)):
+            found |= {(kind, TP, ACTIVATIONS): forward, (kind, TP, ACTIVATION_GRADIENTS): backward}
+        held = parameters_of_stage(engine, experiment, stage=stage)
+        repeated = sum(p.size for p in held if not is_split_by_tp(p))
+        found["all_reduce", TP, REPLICATED_GRADIENTS] = _itemsize(experiment) * repeated
+    else:
+        found = {("all_reduce", TP, ACTIVATIONS): out, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
+    if last:
+        of_positions = passes * 3 * stream / model.n_embd
+        by_torch = not _is_one_program(engine)
+        found["all_gather" if by_torch else "all_reduce", TP, LOSS] = of_positions * (
+            layout.tp if by_torch else 1
+        )
     return found
 
 
-def pipeline_parallel(
-    engine: str, experiment: Experiment, *, messages: tuple[int, int] | None = None
-) -> Bytes:
+def pipeline_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
     """Each stage hands a microbatch's activations on, and their gradients back; ends add up what they share.
 
     torch-manual's ends send each other the gradient of the tied embedding. jax-manual's are one program with
-    all other devices: all reduce the gradients of all that is in no layer.
-
-    Args:
-        engine, experiment: as everywhere.
-        messages: forward and back; by default one for each microbatch and each of a rank's stages. Those of
-            jax-manual run in lock step: all devices take part in a tick in which any of them sends.
+    all other devices: all reduce the gradients of all that is in no layer, and all take part in a tick in
+    which any of them sends (`compare.contract.ticks`).
     """
-    layout, train = experiment.layout, experiment.train
+    layout = experiment.layout
     if layout.pp == 1:
         return {}
-    microbatches = train.gradient_accumulation_steps * layout.microbatches
-    forward, back = messages or (microbatches * layout.chunks,) * 2
+    forward, back = _messages(engine, experiment, stage)
     message = _stream(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
     (token, position), norm = end_parameters(experiment.model)
-    shared = [token, position, *norm] if _is_one_program(engine) else [token]
     shards = layout.dp_shard if layout.zero else 1
-    tied = on_one_of_tp(shared, layout) / shards
-    kind = "all_reduce" if _is_one_program(engine) else "permute"
-    return {
+    found = {
         ("permute", PP, ACTIVATIONS): forward * message,
         ("permute", PP, ACTIVATION_GRADIENTS): back * message,
-        (kind, PP, TIED_GRADIENTS): _itemsize(experiment) * tied,
     }
+    if _is_one_program(engine):
+        tied = on_one_of_tp([token, position, *norm], layout)
+        found["all_reduce", PP, TIED_GRADIENTS] = _itemsize(experiment) * tied / shards
+    elif stage in (0, layout.pp - 1):
+        found["permute", PP, TIED_GRADIENTS] = _itemsize(experiment) * on_one_of_tp([token], layout) / shards
+    return found
 
 
 def measured(ledger: list[Communication]) -> Bytes:
     """A ledger in the shape of a closed form."""
-    return {(entry.kind, entry.axis, entry.purpose): entry.bytes for entry in ledger}
+    return {(row.kind, row.axis, row.purpose): row.bytes for row in summed(ledger)}
 
 
 def _is_one_program(engine: str) -> bool:
@@ -149,38 +168,65 @@ def _is_one_program(engine: str) -> bool:
     return ENGINES[engine].side == JAX.name
 
 
-def _gathers_by_torch(experiment: Experiment) -> int:
-    passes = experiment.train.gradient_accumulation_steps
-    return 2 * passes if experiment.layout.reshard_after_forward else 1
+def _passes(experiment: Experiment) -> int:
+    """Forwards of a layer in a step."""
+    return experiment.train.gradient_accumulation_steps * experiment.layout.microbatches
+
+
+def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int]:
+    """What a rank of a pipeline sends in a step: activations on, and gradients back."""
+    layout, microbatches = experiment.layout, _passes(experiment)
+    if _is_one_program(engine):
+        ticks = lock_step(
+            make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
+        )
+        return int(ticks.sends_activations.sum()), int(ticks.sends_gradients.sum())
+    of_chunks = layout.chunks * microbatches
+    return of_chunks - microbatches * (stage == layout.pp - 1), of_chunks - microbatches * (stage == 0)
+
+
+def _scattered_by_jax(experiment: Experiment, stage: int) -> float:
+    """Bytes of gradients that ZeRO-2 and 3 scatter in a step: of every pass; of ends where they are used."""
+    layout = experiment.layout
+    (token, position), norm = end_parameters(experiment.model)
+    used = [token] if stage in (0, layout.pp - 1) else []
+    used += [position] if stage == 0 else []
+    used += norm if stage == layout.pp - 1 else []
+    layers, _ = _layers_and_ends(experiment)
+    return _passes(experiment) * _itemsize(experiment) * (layers + on_one_of_tp(used, layout))
 
 
 def _gathered_by_jax(experiment: Experiment) -> float:
     """Bytes that ZeRO-3 gathers in a step."""
     model, layout = experiment.model, experiment.layout
-    passes = experiment.train.gradient_accumulation_steps
-    block, (embeddings, norm) = block_parameters(model, 0), end_parameters(model)
-    layers = model.n_layer * on_one_of_tp(block, layout)
-    unneeded = model.n_layer * sum(p.size for p in block if p.name.endswith("mlp.down.bias"))
-    ends = on_one_of_tp((*embeddings, *norm), layout)
+    layers, ends = _layers_and_ends(experiment)
+    if layout.pp > 1 and not layout.reshard_after_forward:
+        return _itemsize(experiment) * (ends + layers)
+    block = block_parameters(model, 0)
+    unneeded = model.n_layer // layout.pp * sum(p.size for p in block if p.name.endswith("mlp.down.bias"))
     again = layers - unneeded if layout.reshard_after_forward else 0
-    return _itemsize(experiment) * (ends + passes * (layers + again))
+    return _itemsize(experiment) * (ends + _passes(experiment) * (layers + again))
 
 
-def _bytes_of_stage(engine: str, experiment: Experiment) -> float:
-    """P, and G: of the stage of a pipeline that has most."""
-    stages = range(experiment.layout.pp)
-    return _itemsize(experiment) * max(elements_of_stage(engine, experiment, stage=s) for s in stages)
+def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
+    """Elements on a device of jax-manual: of its layers, and of all else."""
+    model, layout = experiment.model, experiment.layout
+    embeddings, norm = end_parameters(model)
+    layers = model.n_layer // layout.pp * on_one_of_tp(block_parameters(model, 0), layout)
+    return layers, on_one_of_tp((*embeddings, *norm), layout)
+
+
+def _bytes_of_stage(engine: str, experiment: Experiment, stage: int) -> float:
+    """P, and G: of one rank of a pipeline."""
+    return _itemsize(experiment) * on_one_of_tp(
+        parameters_of_stage(engine, experiment, stage=stage), experiment.layout
+    )
 
 
 def _stream(experiment: Experiment) -> float:
     """Bytes of the activations (B, T, C) of one pass, of a device's rows."""
     model, rows = experiment.model, experiment.train.batch_size // experiment.layout.data_parallel
     return _itemsize(experiment) * rows * model.block_size * model.n_embd
-
-
-def _require_no_pipeline(layout: Layout) -> None:
-    if layout.pp > 1:
-        raise ValueError(f"layout.pp = {layout.pp}: no closed form of what a pipeline's stages send besides")
 
 
 def _itemsize(experiment: Experiment) -> int:

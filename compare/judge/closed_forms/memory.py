@@ -68,7 +68,12 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
 
 
 def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
-    """Parameters of one rank of a pipeline that are on one device of tp. All blocks are equal."""
+    """Parameters of one rank of a pipeline that are on one device of tp."""
+    return on_one_of_tp(parameters_of_stage(engine, experiment, stage=stage), experiment.layout)
+
+
+def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
+    """Parameters that one rank of a pipeline holds, each block under the first one's names: all are alike."""
     layout, model = experiment.layout, experiment.model
     (token, position), final_norm = end_parameters(model)
     everywhere = ENGINES[engine].ends_on_every_stage
@@ -76,9 +81,7 @@ def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> flo
     held = [token] if first or last else []
     held += [position] if first else []
     held += final_norm if last else []
-
-    blocks = model.n_layer // layout.pp * on_one_of_tp(block_parameters(model, 0), layout)
-    return on_one_of_tp(held, layout) + blocks
+    return held + model.n_layer // layout.pp * list(block_parameters(model, 0))
 
 
 def on_one_of_tp(parameters: Iterable[Parameter], layout: Layout) -> float:

@@ -94,8 +94,9 @@ class _Known:
     def use(self, node: ast.expr) -> _Use | None:
         """What an expression refers to; None if it is nothing of the table."""
         if isinstance(node, ast.Name):
-            if bound := self._bound.get((self._around(node), node.id)):
-                return bound
+            for function in (self._around(node), None):
+                if bound := self._bound.get((function, node.id)):
+                    return bound
             name = self._aliases.get(node.id, node.id)
         else:
             name = node.attr if isinstance(node, ast.Attribute) else ""

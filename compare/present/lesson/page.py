@@ -17,11 +17,14 @@ from compare.contract.parameters import parameter_count
 from compare.contract.record import Record
 from compare.contract.tensors import RecordError
 from compare.judge.comparison import Comparison, read_comparison
+from compare.judge.known_deviations import PATTERNS
+from compare.present.ledger_lines import sentence, used
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
 from compare.present.report.memory import at_rest, memory_table
 from compare.present.report.template import render_page
+from compare.studies.ledgers import engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
 from compare.terminal.layout_words import layout_in_words
 
@@ -80,7 +83,8 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
             f"`{run_command(strategy)}` makes"
         )
     sources = read_sources(strategy, list(records))
-    rows = ledger_rows(sources, records)
+    ledgers = [engine_ledger(engine, record) for engine, record in records.items()]
+    rows = ledger_rows(sources, records, ledgers)
     columns = [_column(source, records[source.engine], rows) for source in sources]
     return render_page(
         "lesson.html",
@@ -96,6 +100,9 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         columns=columns,
         missing=[engine for engine in FOLDERS if engine not in records],
         rows=rows,
+        ledgers=ledgers,
+        lined_up=sentence(ledgers),
+        patterns={name: PATTERNS[name].explanation for name in used(ledgers)},
         memory=memory_table(list(records), [at_rest(record) for record in records.values()]),
         timelines=_timelines(list(records.values())),
     )
@@ -139,16 +146,17 @@ def _column(source: Source, record: Record, rows: Sequence[Row]) -> Column:
     compiled = compiled_steps(source, instructions, rows)
     cells = [(row, row.cells[source.engine]) for row in rows if source.engine in row.cells]
     links: dict[int, list[Link]] = {}
-    for row, cell in cells:
+    for row, cell in {row.key: (row, cell) for row, cell in reversed(cells)}.values():  # the first of each
+        kind, axis, purpose = row.key
         for line in cell.lines:
-            links.setdefault(line, []).append(Link(cell.anchor, f"{row.kind} · {row.purpose or row.axis}"))
+            links.setdefault(line, []).append(Link(cell.anchor, f"{kind} · {purpose or axis}"))
     for line in sorted({step.line for step in compiled} - {0}):
         made = [step for step in compiled if step.line == line]
         count = f" and {len(made) - 1} more" if len(made) > 1 else ""
         links.setdefault(line, []).append(Link(made[0].anchor, f"HLO {made[0].number}{count}"))
     targets = {}
     for mark in source.marks:
-        caused = [cell.anchor for row, cell in cells if mark.causes(row.kind, row.purpose)]
+        caused = [cell.anchor for row, cell in cells if mark.causes(row.key[0], row.key[2])]
         made = [link.anchor for link in links.get(mark.line, [])] if not mark.sends else []
         if found := caused or made:
             targets[mark.line, mark.column] = found[0]

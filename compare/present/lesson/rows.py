@@ -1,26 +1,32 @@
 """What a lesson's run sent: rows of its ledgers and instructions of XLA, tied to lines of the source."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from compare.contract.communication import Communication
+from compare.contract.communication import Communication, summed
 from compare.contract.instructions import Instruction
+from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
+from compare.judge.ledger_lines import Line
+from compare.present.ledger_lines import Key, rows_of
 from compare.present.lesson.sources import Source
+from compare.studies.ledgers import EngineLedger
 
-Key = tuple[str, str, str]
-"""(kind, axis, purpose)"""
-_SOURCE = re.compile(r"^([\w./-]+\.py):(\d+)")
+_PLACE = re.compile(r"^([\w./-]+\.py):(\d+)( \([^)]*\))?")
+PLACES = 3
+"""Of one cell; more are counted."""
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """What one engine sent of a row; nothing at all if calls is 0."""
+    """What one engine sent of a row."""
 
     anchor: str
-    calls: int = 0
-    bytes: int = 0
+    calls: int
+    bytes: int
+    line: Line | None = None
+    """Beside the closed form; None for numbers that go alone, which that leaves out."""
     lines: tuple[int, ...] = ()
     """Of the engine's own file."""
     elsewhere: tuple[str, ...] = ()
@@ -30,10 +36,10 @@ class Cell(Struct, frozen=True, kw_only=True):
 class Row(Struct, frozen=True, kw_only=True):
     """One kind of collective along one axis for one purpose, in all engines."""
 
-    kind: str
-    axis: str
-    purpose: str
+    key: Key
     anchor: str
+    stages: tuple[int, ...]
+    """Ranks of the pipeline that are alike in it; () for numbers that go alone."""
     cells: dict[str, Cell]
     """By engine."""
 
@@ -52,65 +58,93 @@ class Compiled(Struct, frozen=True, kw_only=True):
     """The innermost line of the side, in words."""
 
 
-def ledger_rows(sources: Iterable[Source], records: Mapping[str, Record]) -> list[Row]:
-    """A row for each kind, axis and purpose that any engine sent, most bytes first.
+def ledger_rows(
+    sources: Sequence[Source], records: Mapping[str, Record], ledgers: Sequence[EngineLedger]
+) -> list[Row]:
+    """A row for each kind, axis and purpose that any engine sends or should send; of a pipeline by stages.
 
     Args:
         sources: of the lesson, in the order of the columns.
         records: by engine.
+        ledgers: theirs, beside the closed form.
     """
+    rows = []
+    for found in rows_of(ledgers):
+        anchor = anchor_of(found.key, found.stages)
+        cells = {
+            source.engine: _cell(
+                found.key,
+                f"{anchor}-{source.engine}",
+                found.lines[source.engine],
+                source,
+                records[source.engine],
+            )
+            for source in sources
+            if source.engine in found.lines
+        }
+        rows.append(Row(key=found.key, anchor=anchor, stages=found.stages, cells=cells))
+    return rows + _scalar_rows(sources, records)
+
+
+def _scalar_rows(sources: Sequence[Source], records: Mapping[str, Record]) -> list[Row]:
+    """Numbers that go alone, such as a loss: a row for each kind, axis and purpose, of the busiest stage."""
     cells: dict[Key, dict[str, Cell]] = {}
     for source in sources:
         record = records[source.engine]
-        for key in dict.fromkeys((one.kind, one.axis, one.purpose) for one in record.ledger):
-            own = [one for one in record.ledger if (one.kind, one.axis, one.purpose) == key]
-            cells.setdefault(key, {})[source.engine] = _cell(key, own, source, record.instructions or [])
-    order = sorted(cells, key=lambda key: (-max(cell.bytes for cell in cells[key].values()), key))
-    return [
-        Row(kind=key[0], axis=key[1], purpose=key[2], anchor=anchor_of(key), cells=cells[key])
-        for key in order
-    ]
+        alone = [row for row in record.ledger.rows if row.bytes <= SCALAR * row.calls]
+        for one in summed(alone):
+            key = one.kind, one.axis, one.purpose
+            anchor = f"{anchor_of(key, ())}-{source.engine}"
+            line = None
+            cells.setdefault(key, {})[source.engine] = _cell(key, anchor, line, source, record, total=one)
+    return [Row(key=key, anchor=anchor_of(key, ()), stages=(), cells=cells[key]) for key in sorted(cells)]
 
 
-def anchor_of(key: Key, engine: str = "") -> str:
-    """Anchor of a row, or of an engine's cell in it."""
-    words = ("row", *(part.replace(" ", "-").replace("+", "-") for part in key), engine)
-    return "-".join(filter(None, words))
+def anchor_of(key: Key, stages: Sequence[int]) -> str:
+    """Anchor of a row."""
+    words = (*key, *map(str, stages)) if stages else (*key, "alone")
+    return "-".join(("row", *(re.sub(r"\W+", "-", word) for word in words if word)))
 
 
-def _cell(key: Key, own: list[Communication], source: Source, instructions: list[Instruction]) -> Cell:
-    kind, _, purpose = key
-    compiled = [one for one in instructions if (one.kind, one.axis, one.purpose) == key]
-    lines = {mark.line for mark in source.marks if mark.causes(kind, purpose)}
+def _cell(
+    key: Key,
+    anchor: str,
+    line: Line | None,
+    source: Source,
+    record: Record,
+    *,
+    total: Communication | None = None,
+) -> Cell:
+    own = [row for row in record.ledger.rows if (row.kind, row.axis, row.purpose) == key]
+    compiled = [one for one in record.instructions or () if (one.kind, one.axis, one.purpose) == key]
+    lines = {mark.line for mark in source.marks if mark.causes(key[0], key[2])}
     lines |= {source.line_of(one) for one in compiled} - {0}
-    places = [place for place in map(_place, own) if place]
-    lines |= {line for file, line in places if source.path.endswith(f"/{file}")}
-    elsewhere = [str(one.stack[0]) for one in compiled if one.stack]
-    elsewhere += [one.source for one in own if one.source]
+    places = [place for row in own if (place := _PLACE.match(row.source))]
+    name = source.path.rpartition("/")[2]
+    lines |= {int(place[2]) for place in places if place[1] == name and source.has(int(place[2]), place[3])}
     return Cell(
-        anchor=anchor_of(key, source.engine),
-        calls=sum(one.calls for one in own),
-        bytes=sum(one.bytes for one in own),
-        lines=tuple(sorted(lines)),
-        elsewhere=() if lines else tuple(dict.fromkeys(elsewhere)),
+        anchor=anchor,
+        calls=line.calls if line else total.calls if total else 0,
+        bytes=line.found if line else total.bytes if total else 0,
+        line=line,
+        lines=tuple(sorted(lines)) if own else (),
+        elsewhere=() if lines else _counted(dict.fromkeys(place[0] for place in places)),
     )
 
 
-def _place(one: Communication) -> tuple[str, int] | None:
-    """File and line that a row of the ledger names."""
-    found = _SOURCE.match(one.source)
-    return (found[1], int(found[2])) if found else None
+def _counted(places: Iterable[str]) -> tuple[str, ...]:
+    first, more = list(places)[:PLACES], list(places)[PLACES:]
+    return (*first, f"{len(more)} more places") if more else tuple(first)
 
 
 def compiled_steps(
     source: Source, instructions: Iterable[Instruction], rows: Iterable[Row]
 ) -> list[Compiled]:
     """The instructions of one engine, those with most bytes first."""
-    cells = {
-        (row.kind, row.axis, row.purpose): row.cells[source.engine].anchor
-        for row in rows
-        if source.engine in row.cells
-    }
+    cells: dict[Key, str] = {}
+    for row in rows:
+        if source.engine in row.cells:
+            cells.setdefault(row.key, row.cells[source.engine].anchor)
     ordered = sorted(instructions, key=lambda one: (-one.bytes, one.kind, one.op_name, one.result))
     return [
         Compiled(

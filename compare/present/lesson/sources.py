@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from compare.contract.instructions import Instruction, Place
+from compare.contract.instructions import Instruction
 from compare.contract.tensors import RecordError
 from compare.present.lesson.marks import Mark, enclosing_functions, find_marks
 from compare.present.lesson.names import NAMES
@@ -36,17 +36,25 @@ class Source(Struct, frozen=True, kw_only=True):
 
         Of several in the stack the innermost that has a collective, else the innermost.
         """
-        lines = [place.line for place in instruction.stack if place.file == self.path and self._has(place)]
+        lines = [
+            place.line
+            for place in instruction.stack
+            if place.file == self.path and self.has(place.line, place.function)
+        ]
         marked = {mark.line for mark in self.marks}
         return next((line for line in lines if line in marked), (lines or [0])[0])
 
     def has_moved(self, instruction: Instruction) -> bool:
         """True if the file is no longer what was compiled: another function is at a line of the stack."""
-        return any(place.file == self.path and not self._has(place) for place in instruction.stack)
+        return any(
+            place.file == self.path and not self.has(place.line, place.function)
+            for place in instruction.stack
+        )
 
-    def _has(self, place: Place) -> bool:
-        names = [name for name in place.function.split(".") if not name.startswith("<")]
-        return not names or self.functions.get(place.line, "") == names[-1]
+    def has(self, line: int, function: str | None) -> bool:
+        """True if a function, by its qualified name, is still at a line; also where none is told."""
+        names = [name for name in (function or "").strip(" ()").split(".") if not name.startswith("<")]
+        return not any(names) or self.functions.get(line, "") == names[-1]
 
 
 def read_sources(strategy: str, engines: Sequence[str]) -> list[Source]:

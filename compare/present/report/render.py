@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from compare.contract.communication import summed
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import to_toml
 from compare.contract.host.disk import write_atomically
@@ -88,7 +89,7 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
             for name, one, record in zip(names, held, records, strict=True)
             if one
         ],
-        "ledger": ledger_table(names, [record.ledger for record in records], comparison.costs),
+        "ledger": ledger_table(names, [summed(record.ledger.rows) for record in records], comparison.costs),
         "manifests": [
             (name, ENGINES[record.manifest.engine].decides, tables.manifest_table(name, record))
             for name, record in zip(names, records, strict=True)

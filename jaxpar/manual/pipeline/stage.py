@@ -20,6 +20,9 @@ from jax import lax
 from jaxpar.problem import Pieces
 from jaxpar.tracing.flow import NOTHING, labels_by_output
 
+FIRST, LAST = 0, -1
+"""The ranks at the ends of a pipeline."""
+
 
 class EndSums(NamedTuple):
     """Sums over microbatches at the two ends of a pipeline."""
@@ -57,8 +60,8 @@ class Stage(NamedTuple):
     is_last: jax.Array
     accumulate: Callable[[Any, Any], Any]
     """(sums, gradients of `rest` for this microbatch) -> sums."""
-    end_scope: Callable[[], AbstractContextManager]
-    """A scope around the computations of only one end, for the ledger."""
+    end_scope: Callable[[int], AbstractContextManager]
+    """A scope around the computations of one end alone, given FIRST or LAST, for the ledger."""
 
     def forward(self, x: jax.Array) -> jax.Array:
         """The stage's output, for the next one; of the first stage, x is ignored."""
@@ -117,7 +120,7 @@ class Stage(NamedTuple):
         """The input of the stage's layers: the embedding on the first, on the others what arrived."""
 
         def embed(x: jax.Array) -> jax.Array:
-            with self.end_scope():
+            with self.end_scope(FIRST):
                 return self.pieces.embed(self.params(self.rest), self.batch)
 
         return lax.cond(self.is_first, embed, lambda x: x, x)
@@ -132,7 +135,7 @@ class Stage(NamedTuple):
         def loss(rest: Any, y: jax.Array) -> jax.Array:
             return self.pieces.loss(self.params(rest), y, self.batch)
 
-        with self.end_scope():
+        with self.end_scope(LAST):
             value, (of_rest, of_y) = jax.value_and_grad(loss, argnums=(0, 1))(self.rest, y)
             return of_y, EndSums(sums.loss + value, self.accumulate(sums.gradients, of_rest))
 
@@ -142,7 +145,7 @@ class Stage(NamedTuple):
         def embed(rest: Any) -> jax.Array:
             return self.pieces.embed(self.params(rest), self.batch)
 
-        with self.end_scope():
+        with self.end_scope(FIRST):
             _, back = jax.vjp(embed, self.rest)
             (of_rest,) = back(g)
             return sums._replace(gradients=self.accumulate(sums.gradients, of_rest))

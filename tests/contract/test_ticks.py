@@ -9,7 +9,7 @@ import pytest
 
 from compare.contract.schedule_simulator import ScheduleError, peak_in_flight
 from compare.contract.schedules import Kind, Schedule, Task, make_schedule
-from jaxpar.manual.pipeline.ticks import BACKWARD, FORWARD, IDLE, Ticks, lock_step
+from compare.contract.ticks import BACKWARD, FORWARD, IDLE, Ticks, lock_step
 
 CASES = [
     *itertools.product(("gpipe", "1f1b"), range(1, 9), (1,)),

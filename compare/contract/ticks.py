@@ -16,7 +16,7 @@ with p ranks, m microbatches and one chunk, 2(m + p - 1) ticks. A tick is as lon
 GPipe's ticks are all forward or all backward; in 1F1B neighbours alternate, so that nearly every tick has a
 backward in it: that is the price of its small stash in lock-step.
 
-Plain NumPy: `tests/jaxpar/test_jaxpar_ticks.py` proves it without a device.
+jax-manual runs it, and the closed form of what it sends counts it.
 """
 
 import heapq

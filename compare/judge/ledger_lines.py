@@ -1,0 +1,104 @@
+"""A ledger line by line beside the closed form of its layout: expected, missing, unexpected, and why."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+from compare.contract.communication import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    ACTIVATIONS_AND_GRADIENTS,
+    Communication,
+)
+from compare.contract.experiment import Experiment
+from compare.contract.ledger import SCALAR
+from compare.judge.closed_forms.communication import Bytes, communication
+from compare.judge.known_deviations import explained
+
+State = Literal["expected", "different", "missing", "unexpected"]
+ORDER: tuple[State, ...] = ("unexpected", "missing", "different", "expected")
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """What a device sends of one kind, along one axis, for one purpose in a step: as it should, and does."""
+
+    kind: str
+    axis: str
+    purpose: str
+    stage: int
+    """The rank of the pipeline; 0 without one."""
+    expected: float
+    """Logical bytes of the closed form; 0 if there should be none."""
+    found: int
+    calls: int
+    why: str = ""
+    """The known pattern that makes it so; empty if it is as expected, or nothing explains it."""
+
+    @property
+    def state(self) -> State:
+        """How the two stand to each other."""
+        if self.found == self.expected:
+            return "expected"
+        if not self.expected:
+            return "unexpected"
+        return "different" if self.found else "missing"
+
+    @property
+    def is_explained(self) -> bool:
+        """True if it is as expected, or a known pattern says why it is not."""
+        return self.state == "expected" or bool(self.why)
+
+
+def line_up(engine: str, experiment: Experiment, rows: Iterable[Communication]) -> list[Line]:
+    """The lines of one engine's ledger, the unmatched first. Numbers that go alone, such as a loss, are out.
+
+    Args:
+        engine: a name in ENGINES.
+        experiment: as it was run, with `layout.remat` resolved.
+        rows: of its record.
+
+    Raises:
+        ValueError: the layout has no closed form.
+    """
+    rows, lines = list(rows), []
+    for stage in range(experiment.layout.pp):
+        found, calls = _sums(row for row in rows if row.stage == stage)
+        expected = _as_told_apart(communication(engine, experiment, stage=stage), found)
+        why = explained(engine, experiment, expected=expected, found=found, stage=stage)
+        lines += [
+            Line(
+                kind=key[0],
+                axis=key[1],
+                purpose=key[2],
+                stage=stage,
+                expected=expected.get(key, 0.0),
+                found=found.get(key, 0),
+                calls=calls.get(key, 0),
+                why=why.get(key, ""),
+            )
+            for key in dict.fromkeys((*expected, *found))
+        ]
+    return sorted(lines, key=lambda line: (line.is_explained, ORDER.index(line.state), line.axis, line.kind))
+
+
+def _sums(rows: Iterable[Communication]) -> tuple[dict, dict]:
+    """Bytes and calls by (kind, axis, purpose)."""
+    size: dict[tuple[str, str, str], int] = {}
+    calls: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row.bytes > SCALAR * row.calls:
+            key = (row.kind, row.axis, row.purpose)
+            size[key] = size.get(key, 0) + row.bytes
+            calls[key] = calls.get(key, 0) + row.calls
+    return size, calls
+
+
+def _as_told_apart(expected: Bytes, found: dict) -> Bytes:
+    """The closed form, with activations and their gradients as one where the ledger has them so."""
+    merged = dict(expected)
+    for kind, axis, purpose in found:
+        if purpose == ACTIVATIONS_AND_GRADIENTS:
+            parts = [merged.pop((kind, axis, one), 0.0) for one in (ACTIVATIONS, ACTIVATION_GRADIENTS)]
+            merged[kind, axis, purpose] = sum(parts)
+    return merged

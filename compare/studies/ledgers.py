@@ -1,0 +1,91 @@
+"""The ledgers of engines under layouts, lined up with the closed form of each."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, field
+
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment, revalidate
+from compare.contract.record import Record
+from compare.judge.comparison import read_comparison
+from compare.judge.ledger_lines import Line, line_up
+from compare.studies.cases import Case
+from compare.studies.matrix import matrix_cases
+
+STEPS = 4
+"""Of a run that is made for its ledger: the third is watched."""
+
+
+class EngineLedger(Struct, frozen=True, kw_only=True):
+    """What one engine communicates under one layout, beside the closed form."""
+
+    case: str
+    engine: str
+    experiment: Experiment
+    """As it was run, with `layout.remat` resolved."""
+    lines: list[Line] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, or has no closed form: the ledger is incomplete."""
+
+    @property
+    def unexplained(self) -> list[Line]:
+        """Lines that are not as expected, and that no known pattern explains."""
+        return [line for line in self.lines if not line.is_explained]
+
+    @property
+    def passed(self) -> bool:
+        """True if all of it could be read, and is as expected or explained."""
+        return not self.problems and not self.unexplained
+
+
+def shortened(experiment: Experiment) -> Experiment:
+    """The experiment with as many steps as a ledger needs."""
+    train = msgspec.structs.replace(experiment.train, max_iters=STEPS, eval_interval=0)
+    checkpoint = msgspec.structs.replace(experiment.checkpoint, every=0)
+    return revalidate(msgspec.structs.replace(experiment, train=train, checkpoint=checkpoint))
+
+
+def preset_cases(
+    experiment: Experiment, engines: list[str], presets: list[str]
+) -> tuple[list[Case], dict[str, str]]:
+    """A case for each preset and engine, on the devices that the parity matrix has; and why others are none.
+
+    Raises:
+        ExperimentError: no such preset, one that the experiment's sizes do not fit, or none that an engine
+            can express.
+    """
+    (_, *cases), cells = matrix_cases(experiment, engines, presets)
+    by_preset = sorted(cases, key=lambda case: presets.index(case.name.split(".")[1]))
+    left_out = {f"{cell.engine}.{cell.layout}": cell.refusal for cell in cells.values() if cell.refusal}
+    return by_preset, left_out
+
+
+def engine_ledger(case: str, record: Record) -> EngineLedger:
+    """One record's ledger beside the closed form."""
+    manifest = record.manifest
+    layout = msgspec.structs.replace(manifest.experiment.layout, remat=manifest.remat)
+    experiment = msgspec.structs.replace(manifest.experiment, layout=layout)
+    problems = list(record.ledger.problems)
+    lines: list[Line] = []
+    try:
+        lines = line_up(manifest.engine, experiment, record.ledger.rows)
+    except ValueError as error:
+        problems.append(str(error))
+    return EngineLedger(
+        case=case, engine=manifest.engine, experiment=experiment, lines=lines, problems=problems
+    )
+
+
+def read_ledgers(folder: Path) -> list[EngineLedger]:
+    """Of every finished case of a run, from its records; nothing runs.
+
+    Raises:
+        RecordError: no such run, or its records are garbled.
+    """
+    comparison, records = read_comparison(folder)
+    return [
+        engine_ledger(name, record)
+        for name, record in zip(comparison.cases, records, strict=True)
+        if record.manifest.engine in ENGINES
+    ]
