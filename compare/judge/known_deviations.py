@@ -1,7 +1,122 @@
-"""Why an engine sends something else than the closed form of its layout."""
+"""Why an engine sends something else than the closed form of its layout: patterns with names.
 
-PATTERNS: dict = {}
+A pattern explains a row only if it gives the row's bytes (`closed_forms.xla`, `closed_forms.library`), but
+for numbers that go along in a tuple, and padding where sizes do not divide.
+"""
+
+from collections.abc import Mapping
+
+from compare.contract.axes import DP_SHARD
+from compare.contract.experiment import Experiment
+from compare.contract.ledger import SCALAR
+from compare.contract.parameters import MLP_RATIO, parameter_table, storage_dtype
+from compare.judge.closed_forms import library, xla
+from compare.judge.closed_forms.communication import Bytes
+
+ALONG, PADDED = "numbers sent along", "padding"
+PATTERNS = {
+    xla.SLICED: "all-reduce + slice = a logical reduce-scatter: XLA on a CPU does not fuse the two. A ring "
+    "sends twice the bytes.",
+    xla.TWICE: "the token embedding is used at both ends; XLA reduces the gradient of each use, and adds "
+    "them up after that.",
+    xla.IDLE: "all stages work at every tick, m + p - 1 of them, because they are one dim of an array: the "
+    "idle ones gather, reduce and drop what they made.",
+    xla.SHARED: "embedding, loss and their parameters are on every stage, each with its share of the "
+    "microbatches: so are their collectives, and their gradients are summed over pp.",
+    xla.ROLLED: "the microbatches that wait lie across the stages, and roll with those at work: two messages "
+    "a tick, and one before the first.",
+    xla.ITS_LOSS: "the three numbers a position that the loss needs are reduced among the activations, or "
+    "one of them among their gradients: nothing tells them apart.",
+    xla.TABLE: "where positions are split, XLA looks tokens up in the whole table, which it gathers once, "
+    "and reduces that table's gradient in each pass; the gradient of positions is gathered.",
+    xla.NORMS: "gradients of the norms are reduced over tp in each accumulated pass, and not once a step; "
+    "row biases need no reduction, as the gradient of what they are added to is gathered anyway.",
+    library.OWNERS: "each parameter's moments are on one rank: DDP all-reduces gradients, and owners "
+    "broadcast what they updated.",
+    library.EACH_PASS: "SHARD_GRAD_OP gathers for each accumulated pass, and frees after its backward; "
+    "torch-manual keeps what it gathered for the step, and under ZeRO-2 never splits parameters.",
+    library.ROOT_STAYS: "FSDP2 does not reshard its root (embeddings, last norm) after forward: it is needed "
+    "first in backward.",
+    library.BLOCKS_STAY: "PyTorch's schedules reshard after the last backward alone: a forward that follows "
+    "a backward gathers nothing.",
+    library.REDUCED_LOSS: "DTensor's loss reduces maximum, sum and target logit of each position over tp; "
+    "torch-manual gathers all three at once.",
+    library.ROW_BIASES: "a bias that is added to a partial product has the gathered gradient of its output: "
+    "its own needs no reduction over tp.",
+    library.USED_MAP: "under PyTorch's schedules DDP looks for unused parameters, and its ranks tell each other "
+    "which they used, an int32 each.",
+    ALONG: "XLA's combiner sends the loss, or norms, in the same all-reduce.",
+    PADDED: "sizes that the shards do not divide: at most a row of each parameter for each device.",
+}
+"""The explanation of each pattern, by its name."""
+
+MOST_NUMBERS = 32
+"""That XLA was seen to send along: norms of all leaves, and the loss."""
 
 
-def explained(engine, experiment, *, expected, found, stage):
-    return {}
+def explained(
+    engine: str,
+    experiment: Experiment,
+    *,
+    expected: Bytes,
+    found: Mapping[tuple[str, str, str], int],
+    stage: int,
+) -> dict[tuple[str, str, str], str]:
+    """The patterns that give the bytes which a ledger has, and the closed form has not.
+
+    Args:
+        engine: a name in ENGINES.
+        experiment: as it was run, with `layout.remat` resolved.
+        expected, found: by kind, axis and purpose, on one rank of the pipeline.
+        stage: that rank.
+
+    Returns:
+        Names in PATTERNS, joined by commas, for the rows that they explain.
+    """
+    if engine == "jax-compiler":
+        deviations = xla.by_xla(experiment, expected)
+    elif engine == "torch-library":
+        deviations = library.by_pytorch(experiment, expected, stage=stage)
+    else:
+        deviations = {}
+    why = {}
+    for key in dict.fromkeys((*expected, *found)):
+        size = found.get(key, 0)
+        usual = expected.get(key, 0.0)
+        *predicted, pattern = deviations.get(key, (usual, ""))
+        also = (_allowance(engine, experiment, key, one, size) for one in predicted)
+        right = next((words for words in also if words is not None), None)
+        if right is not None and size != usual:
+            why[key] = ", ".join(filter(None, (pattern, right)))
+    return why
+
+
+def _allowance(
+    engine: str, experiment: Experiment, key: tuple[str, str, str], predicted: float, size: int
+) -> str | None:
+    """What is to be added to a pattern: '' if its bytes are right, None if nothing makes them right."""
+    kind, axis, _ = key
+    beyond = size - predicted
+    if beyond == 0:
+        return ""
+    if (
+        engine == "jax-compiler"
+        and kind == "all_reduce"
+        and predicted
+        and 0 < beyond <= MOST_NUMBERS * SCALAR
+    ):
+        return ALONG
+    if predicted and 0 < beyond <= _most_padding(experiment, predicted) and axis == DP_SHARD:
+        return PADDED
+    return None
+
+
+def _most_padding(experiment: Experiment, predicted: float) -> float:
+    """Bytes: a row of each parameter for each device, as often as all of them are sent; 0 if sizes divide."""
+    model, shards = experiment.model, experiment.layout.dp_shard * experiment.layout.tp
+    if all(size % shards == 0 for size in (model.vocab_size, model.block_size, model.n_embd)):
+        return 0.0
+    itemsize, table = storage_dtype(experiment).itemsize, parameter_table(model)
+    longest_row = MLP_RATIO * model.n_embd
+    whole = itemsize * sum(p.size for p in table)
+    return itemsize * (shards - 1) * len(table) * longest_row * -(-predicted // whole)

@@ -9,6 +9,7 @@ from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
     ACTIVATIONS_AND_GRADIENTS,
+    METRICS,
     Communication,
 )
 from compare.contract.experiment import Experiment
@@ -87,7 +88,7 @@ def _sums(rows: Iterable[Communication]) -> tuple[dict, dict]:
     size: dict[tuple[str, str, str], int] = {}
     calls: dict[tuple[str, str, str], int] = {}
     for row in rows:
-        if row.bytes > SCALAR * row.calls:
+        if row.bytes > SCALAR * row.calls and row.purpose != METRICS:
             key = (row.kind, row.axis, row.purpose)
             size[key] = size.get(key, 0) + row.bytes
             calls[key] = calls.get(key, 0) + row.calls

@@ -16,6 +16,7 @@ from compare.contract.communication import Communication, summed
 from compare.contract.json_files import read_json
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
+from compare.studies.ledgers import read_ledgers
 from compare.studies.presets import PRESETS
 
 NUMBERS = json.loads(Path(__file__).with_suffix(".json").with_stem("ledger_numbers").read_text())
@@ -59,6 +60,17 @@ def test_ledgers_are_those_recorded(preset, shardpair):
         if engine in found and importlib.metadata.version(package) != NUMBERS["versions"][package]:
             assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}
     assert found == expected
+    _stand_beside_the_closed_form(shardpair.folder / "run")
+
+
+def _stand_beside_the_closed_form(folder: Path) -> None:
+    """The manual engines' ledgers are the closed form's to the byte, the others' are explained."""
+    for ledger in read_ledgers(folder):
+        assert ledger.problems == [], ledger.case
+        assert ledger.lines, ledger.case
+        assert ledger.unexplained == [], ledger.case
+        if ledger.engine.endswith("-manual"):
+            assert {line.state for line in ledger.lines} == {"expected"}, ledger.case
 
 
 def test_every_strategy_has_numbers():

@@ -4,6 +4,7 @@ Of torchpar's own collectives a row is the collective, whatever it is made of: o
 dispatcher sees those sends, so that it and our own count are held against each other.
 """
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,11 @@ from compare.contract.communication import (
     ACTIVATIONS,
     ACTIVATIONS_AND_GRADIENTS,
     GRADIENTS,
+    LOSS,
     PARAMETERS,
     PHASES,
+    REPLICATED_GRADIENTS,
+    UNUSED,
     Communication,
     ring_wire_bytes,
 )
@@ -35,7 +39,12 @@ from torchpar.measure.calls import call_of
 
 OUTSIDE = "Global"
 """ModuleTracker's word for no module."""
-_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "comm"), __file__)
+_NOT_A_PLACE = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1] / "comm"),
+    contextlib.__file__,
+    __file__,
+)
 WIDEST = 8
 """Bytes of a float64."""
 
@@ -125,19 +134,25 @@ class LedgerMode(TorchDispatchMode):
 
     def _note(self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row; `said` is None where it was not our own."""
-        purpose = said if said is not None else self._inferred_purpose(kind, axis)
+        purpose = said if said is not None else self._inferred_purpose(kind, axis, dtype)
         place = Place(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
         row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
 
-    def _inferred_purpose(self, kind: str, axis: str) -> str:
+    def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
         """What PyTorch's wrappers use a collective for: mostly to reduce gradients."""
         if not self._infers:
             return ""
+        if dtype == "int32":
+            return UNUSED  # DDP's map of parameters
         if axis == PP and kind == "permute":
             return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
+        if axis == TP and self._module.endswith(".loss"):
+            return LOSS
+        if axis == TP and self._modules.is_bw:
+            return ACTIVATION_GRADIENTS
         if axis == TP:
-            return ACTIVATION_GRADIENTS if self._modules.is_bw else ACTIVATIONS
+            return ACTIVATIONS if self._module else REPLICATED_GRADIENTS
         is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
         return PARAMETERS if is_of_parameters else GRADIENTS
 

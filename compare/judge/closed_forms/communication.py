@@ -17,6 +17,8 @@ Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence 
 section 4.2); 1F1B (2006.09503).
 """
 
+from collections.abc import Iterable
+
 from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
@@ -32,8 +34,8 @@ from compare.contract.communication import (
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
-from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
-from compare.contract.schedules import make_schedule
+from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.contract.schedules import Kind, make_schedule
 from compare.contract.ticks import lock_step
 from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp, parameters_of_stage
 
@@ -78,7 +80,11 @@ def fully_sharded(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     from ZeRO-2 on it scatters the gradients of each pass. Under ZeRO-3 torch-manual gathers everything for
     each forward and again for each backward (FULL_SHARD), or once a step (SHARD_GRAD_OP). jax-manual gathers
     layers for each forward, and for each backward all that backward needs: not the bias that is added last.
-    What is in no layer it gathers once a step. In a pipeline each microbatch is a pass.
+    What is in no layer it gathers once a step. In a pipeline each microbatch is a pass; torch-manual does not
+    gather what it gathered last, such as a stage's last layer for a backward that follows its forward.
+
+    Raises:
+        ValueError: ZeRO-3 on ranks of several stages, where it is not known what is gathered ahead.
     """
     layout = experiment.layout
     if not layout.zero:
@@ -91,7 +97,7 @@ def fully_sharded(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
         if layout.zero >= SHARDED_FROM["parameters"]:
             gathered = _gathered_by_jax(experiment)
     elif layout.zero >= SHARDED_FROM["parameters"] and layout.reshard_after_forward:
-        gathered = 2 * _passes(experiment) * whole
+        gathered = _gathered_by_torch(experiment, stage)
     return {
         ("reduce_scatter", DP_SHARD, GRADIENTS): scattered,
         ("all_gather", DP_SHARD, PARAMETERS): gathered,
@@ -105,12 +111,17 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     in. Of what tp does not split each device then has the gradients of its own positions: summed once a step.
     The loss needs three numbers a position, and never the logits: jax-manual reduces each of them over tp,
     torch-manual gathers all three of every device. A pipeline's first rank has the embedding's way out, its
-    last one the head's way in and the loss.
+    last one the head's way in and the loss. What is computed anew for backward is gathered anew.
+
+    Raises:
+        ValueError: layout.remat = full, or dots in PyTorch: regions run twice.
     """
     layout, model = experiment.layout, experiment.model
     if layout.tp == 1:
         return {}
-    passes, stream = experiment.train.gradient_accumulation_steps, _stream(experiment)
+    if layout.remat == "full" or (layout.remat == "dots" and not _is_one_program(engine)):
+        raise ValueError(f"layout.remat = {layout.remat}: no closed form of what tp sends twice")
+    passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
     first, last = stage == 0, stage == layout.pp - 1
     of_layers = 2 * model.n_layer // layout.pp
     out, into = ((of_layers + end) * passes * stream for end in (first, last))
@@ -118,6 +129,8 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     if layout.sequence_parallel:
         for kind, forward, backward in (("reduce_scatter", out, into), ("all_gather", into, out)):
             found |= {(kind, TP, ACTIVATIONS): forward, (kind, TP, ACTIVATION_GRADIENTS): backward}
+        if layout.remat == "dots":  # keeps sums over devices, and not what is gathered
+            found["all_gather", TP, ACTIVATIONS] += of_layers * passes * stream
         held = parameters_of_stage(engine, experiment, stage=stage)
         repeated = sum(p.size for p in held if not is_split_by_tp(p))
         found["all_reduce", TP, REPLICATED_GRADIENTS] = _itemsize(experiment) * repeated
@@ -143,7 +156,7 @@ def pipeline_parallel(engine: str, experiment: Experiment, *, stage: int = 0) ->
     if layout.pp == 1:
         return {}
     forward, back = _messages(engine, experiment, stage)
-    message = _stream(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
+    message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
     (token, position), norm = end_parameters(experiment.model)
     shards = layout.dp_shard if layout.zero else 1
     found = {
@@ -168,14 +181,14 @@ def _is_one_program(engine: str) -> bool:
     return ENGINES[engine].side == JAX.name
 
 
-def _passes(experiment: Experiment) -> int:
-    """Forwards of a layer in a step."""
+def microbatches_of(experiment: Experiment) -> int:
+    """Forwards of a layer in a step: accumulated passes, or microbatches of all of them."""
     return experiment.train.gradient_accumulation_steps * experiment.layout.microbatches
 
 
 def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int]:
     """What a rank of a pipeline sends in a step: activations on, and gradients back."""
-    layout, microbatches = experiment.layout, _passes(experiment)
+    layout, microbatches = experiment.layout, microbatches_of(experiment)
     if _is_one_program(engine):
         ticks = lock_step(
             make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
@@ -183,6 +196,47 @@ def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int
         return int(ticks.sends_activations.sum()), int(ticks.sends_gradients.sum())
     of_chunks = layout.chunks * microbatches
     return of_chunks - microbatches * (stage == layout.pp - 1), of_chunks - microbatches * (stage == 0)
+
+
+def _gathered_by_torch(experiment: Experiment, stage: int) -> float:
+    """Bytes that ZeRO-3 gathers in a step: what runs and what is next is there, and all else is freed.
+
+    Units are blocks, and all else one; in a pipeline the tied embedding, and what else is at an end goes with
+    the block next to it (`torchpar.gpt_stages.units_of`).
+    """
+    model, layout = experiment.model, experiment.layout
+    (token, position), norm = end_parameters(model)
+    block = block_parameters(model, 0)
+    if layout.pp == 1:
+        elements = on_one_of_tp([token, position, *norm, *model.n_layer * block], layout)
+        return 2 * microbatches_of(experiment) * _itemsize(experiment) * elements
+    if layout.chunks > 1:
+        raise ValueError(f"layout.chunks = {layout.chunks}: no closed form of what ZeRO-3 gathers ahead")
+    blocks = [list(block) for _ in range(model.n_layer // layout.pp)]
+    first, last = stage == 0, stage == layout.pp - 1
+    if first:
+        blocks[0].append(position)
+    if last:
+        blocks[-1] += norm
+    tied = len(blocks)
+    sizes = [_itemsize(experiment) * on_one_of_tp(unit, layout) for unit in (*blocks, [token])]
+    in_order = list(range(len(blocks)))
+    orders = {  # the lookup's backward reads no weight
+        Kind.FORWARD: [tied] * first + in_order + [tied] * last,
+        Kind.BACKWARD: [tied] * last + in_order[::-1],
+    }
+    orders[Kind.BACKWARD_INPUT] = orders[Kind.BACKWARD]
+    gathered, there = 0.0, set[int]()
+    for task in make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches_of(experiment))[
+        stage
+    ]:
+        order = orders.get(task.kind, [])
+        for place, unit in enumerate(order):
+            needed = set(order[place : place + 2])
+            there &= {unit}
+            gathered += sum(sizes[one] for one in needed - there)
+            there |= needed
+    return gathered
 
 
 def _scattered_by_jax(experiment: Experiment, stage: int) -> float:
@@ -193,7 +247,7 @@ def _scattered_by_jax(experiment: Experiment, stage: int) -> float:
     used += [position] if stage == 0 else []
     used += norm if stage == layout.pp - 1 else []
     layers, _ = _layers_and_ends(experiment)
-    return _passes(experiment) * _itemsize(experiment) * (layers + on_one_of_tp(used, layout))
+    return microbatches_of(experiment) * _itemsize(experiment) * (layers + on_one_of_tp(used, layout))
 
 
 def _gathered_by_jax(experiment: Experiment) -> float:
@@ -205,7 +259,7 @@ def _gathered_by_jax(experiment: Experiment) -> float:
     block = block_parameters(model, 0)
     unneeded = model.n_layer // layout.pp * sum(p.size for p in block if p.name.endswith("mlp.down.bias"))
     again = layers - unneeded if layout.reshard_after_forward else 0
-    return _itemsize(experiment) * (ends + _passes(experiment) * (layers + again))
+    return _itemsize(experiment) * (ends + microbatches_of(experiment) * (layers + again))
 
 
 def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
@@ -218,15 +272,18 @@ def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
 
 def _bytes_of_stage(engine: str, experiment: Experiment, stage: int) -> float:
     """P, and G: of one rank of a pipeline."""
-    return _itemsize(experiment) * on_one_of_tp(
-        parameters_of_stage(engine, experiment, stage=stage), experiment.layout
-    )
+    return bytes_of(parameters_of_stage(engine, experiment, stage=stage), experiment)
 
 
-def _stream(experiment: Experiment) -> float:
+def stream_bytes(experiment: Experiment) -> float:
     """Bytes of the activations (B, T, C) of one pass, of a device's rows."""
     model, rows = experiment.model, experiment.train.batch_size // experiment.layout.data_parallel
     return _itemsize(experiment) * rows * model.block_size * model.n_embd
+
+
+def bytes_of(parameters: Iterable[Parameter], experiment: Experiment) -> float:
+    """Bytes of parameters on one device of tp, before dp_shard splits them."""
+    return _itemsize(experiment) * on_one_of_tp(parameters, experiment.layout)
 
 
 def _itemsize(experiment: Experiment) -> int:

@@ -1,0 +1,179 @@
+"""Ledgers beside closed forms, without running anything: what is named, in which order, what explains it."""
+
+import itertools
+
+import msgspec
+import pytest
+from records import make_record
+
+from compare.contract.communication import Communication, of_busiest_stage, summed
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment, Layout, Model, Train, edited
+from compare.contract.ledger import Ledger
+from compare.judge.closed_forms.communication import Bytes, communication
+from compare.judge.closed_forms.library import by_pytorch
+from compare.judge.closed_forms.xla import by_xla
+from compare.judge.known_deviations import PATTERNS
+from compare.judge.ledger_lines import Line, line_up
+from compare.present.ledger_lines import markdown, rows_of, sentence
+from compare.studies.fitting import refusal
+from compare.studies.ledgers import EngineLedger, engine_ledger
+from compare.studies.presets import PRESETS, spread
+
+MODEL = Model(n_layer=4, n_head=4, n_embd=32, block_size=16, vocab_size=64, bias=True)
+EXPERIMENT = Experiment(
+    model=MODEL, train=Train(batch_size=16, gradient_accumulation_steps=2), layout=Layout(remat="none")
+)
+FSDP = spread(EXPERIMENT, "fsdp", 4)
+GATHER = ("all_gather", "dp_shard", "parameters")
+
+
+def rows(form: Bytes, *, stage: int = 0) -> list[Communication]:
+    """A ledger that has just these bytes, in two places each."""
+    return [
+        Communication(
+            kind=kind,
+            axis=axis,
+            purpose=purpose,
+            calls=1,
+            bytes=int(part),
+            wire_bytes=1,
+            source=source,
+            stage=stage,
+        )
+        for (kind, axis, purpose), size in form.items()
+        for source, part in (("here", size // 2), ("there", size - size // 2))
+    ]
+
+
+def laid_out(preset: str) -> Experiment:
+    return spread(EXPERIMENT, preset, PRESETS[preset].devices)
+
+
+def cells(*engines: str) -> pytest.MarkDecorator:
+    """Every layout that an engine can express."""
+    able = [
+        (engine, preset)
+        for engine, preset in itertools.product(engines, PRESETS)
+        if preset != "single" and not refusal(ENGINES[engine], laid_out(preset).layout, preset=preset)
+    ]
+    return pytest.mark.parametrize(("engine", "preset"), able)
+
+
+@cells("jax-manual", "torch-manual")
+def test_every_layout_of_the_matrix_has_a_closed_form(engine, preset):
+    experiment = laid_out(preset)
+    everything = [
+        row
+        for stage in range(experiment.layout.pp)
+        for row in rows(communication(engine, experiment, stage=stage), stage=stage)
+    ]
+    lines = line_up(engine, experiment, everything)
+    assert {line.state for line in lines} == {"expected"}
+    split = {axis for axis, degree in experiment.layout.axes.items() if degree > 1}
+    assert {line.axis for line in lines} == split
+
+
+def test_what_is_wrong_comes_first_and_by_name():
+    form = communication("torch-manual", FSDP)
+    surprise = Communication(kind="all_to_all", axis="dp_shard", purpose="", calls=2, bytes=999, wire_bytes=9)
+    loss = Communication(kind="all_reduce", axis="dp_shard", purpose="loss", calls=2, bytes=16, wire_bytes=16)
+    found = line_up(
+        "torch-manual", FSDP, [*(row for row in rows(form) if row.kind != "all_gather"), surprise, loss]
+    )
+    states = [(line.state, line.kind, line.is_explained) for line in found]
+    assert states == [
+        ("unexpected", "all_to_all", False),
+        ("missing", "all_gather", False),
+        ("expected", "reduce_scatter", True),
+    ]
+    twice = line_up("torch-manual", FSDP, [*rows(form), *rows({GATHER: form[GATHER]})])
+    assert [(line.state, line.found / line.expected) for line in twice] == [("different", 2), ("expected", 1)]
+
+
+@cells("jax-compiler", "torch-library")
+def test_a_pattern_explains_its_bytes_and_no_others(engine, preset):
+    experiment = laid_out(preset)
+    stage = experiment.layout.pp - 1
+    expected = communication(engine, experiment, stage=stage)
+    if engine == "jax-compiler":
+        deviations = by_xla(experiment, expected)
+    else:
+        deviations = by_pytorch(experiment, expected, stage=stage)
+    for *_, pattern in deviations.values():
+        assert set(pattern.split(", ")) <= PATTERNS.keys()
+    changed = expected | {key: sizes[0] for key, sizes in deviations.items()}
+
+    def unexplained(form: Bytes) -> list[Line]:
+        lines = line_up(engine, experiment, rows({k: v for k, v in form.items() if v}, stage=stage))
+        return [line for line in lines if line.stage == stage and not line.is_explained]
+
+    assert unexplained(changed) == []
+    # Half as much again of any row, and half of a row that should be gone, are found.
+    for key, size in changed.items():
+        wrong = size * 1.5 or expected[key] / 2
+        assert [(line.kind, line.axis, line.purpose) for line in unexplained(changed | {key: wrong})] == [key]
+
+
+def test_numbers_that_travel_along_are_explained_and_a_tensor_is_not():
+    ddp = spread(EXPERIMENT, "ddp", 2)
+    ((key, size),) = communication("jax-compiler", ddp).items()
+    along, tensor = (line_up("jax-compiler", ddp, rows({key: size + more}))[0] for more in (8, 4 * 32 * 4))
+    assert (along.state, along.why) == ("different", "numbers sent along")
+    assert not tensor.is_explained
+    by_hand = line_up("jax-manual", ddp, rows({key: size + 8}))[0]
+    assert not by_hand.is_explained
+
+
+def test_sums_are_of_the_stage_that_has_most_and_costs_of_the_busiest():
+    first = rows({("permute", "pp", "activations"): 100})
+    last = [*rows({("permute", "pp", "activations"): 40}, stage=1), *rows({GATHER: 30}, stage=1)]
+    assert [(row.kind, row.bytes) for row in summed([*first, *last])] == [
+        ("all_gather", 30),
+        ("permute", 100),
+    ]
+    assert {row.stage for row in of_busiest_stage([*first, *last])} == {1}
+
+
+def test_what_has_no_closed_form_is_incomplete_and_said(tmp_path, tiny):
+    record = make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}}))
+    chunked = edited(
+        tiny,
+        {
+            "layout": {
+                "dp_shard": 2,
+                "zero": 3,
+                "pp": 2,
+                "chunks": 2,
+                "microbatches": 2,
+                "schedule": "interleaved",
+            }
+        },
+    )
+    manifest = msgspec.structs.replace(record.manifest, experiment=chunked, engine="torch-manual")
+    ledger = engine_ledger("mine", msgspec.structs.replace(record, manifest=manifest))
+    assert not ledger.passed
+    assert "layout.chunks = 2" in ledger.problems[0]
+    unread = msgspec.structs.replace(record, ledger=Ledger(problems=["a loop, at mine.py:3"]))
+    assert engine_ledger("mine", unread).problems == ["a loop, at mine.py:3"]
+    assert "1 ledgers are incomplete" in sentence([ledger])
+    assert "torch-manual is incomplete: layout.chunks = 2" in markdown([ledger])
+
+
+def test_engines_stand_side_by_side_and_unmatched_rows_first():
+    ledgers = []
+    for engine in ENGINES:
+        if not engine.startswith(("jax-", "torch-")):
+            continue
+        form = communication(engine, FSDP)
+        sent = form | ({GATHER: 3 * form[GATHER]} if engine == "torch-manual" else {})
+        ledgers.append(
+            EngineLedger(case=engine, engine=engine, experiment=FSDP, lines=line_up(engine, FSDP, rows(sent)))
+        )
+    first, *others = rows_of(ledgers)
+    assert first.key == GATHER
+    assert not first.lines["torch-manual"].is_explained
+    assert all(row.key != GATHER or row is first for row in itertools.chain([first], others))
+    page = markdown(ledgers)
+    assert f"**{3 * communication('torch-manual', FSDP)[GATHER]:,.0f}**" in page
+    assert "FSDP2's root stays" not in page  # this torch-library sends what torch-manual should
