@@ -18,13 +18,13 @@ from compare.contract.record import Record
 from compare.contract.tensors import RecordError
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.known_deviations import PATTERNS
-from compare.present.ledger_lines import sentence, used
+from compare.present.ledger_lines import sentence
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
 from compare.present.report.memory import at_rest, memory_table
 from compare.present.report.template import render_page
-from compare.studies.ledgers import engine_ledger
+from compare.studies.ledgers import EngineLedger, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
 from compare.terminal.layout_words import layout_in_words
 
@@ -39,7 +39,8 @@ class Column(Struct, frozen=True, kw_only=True):
     path: str
     summary: str
     code: Markup
-    marks: int
+    marked: list[int]
+    """Lines with something that makes data move, or says where they live."""
     compiled: list[Compiled] | None
     """None for an engine whose step is not compiled."""
     has_moved: bool
@@ -102,7 +103,7 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         rows=rows,
         ledgers=ledgers,
         lined_up=sentence(ledgers),
-        patterns={name: PATTERNS[name].explanation for name in used(ledgers)},
+        patterns=_patterns(ledgers),
         memory=memory_table(list(records), [at_rest(record) for record in records.values()]),
         timelines=_timelines(list(records.values())),
     )
@@ -166,10 +167,16 @@ def _column(source: Source, record: Record, rows: Sequence[Row]) -> Column:
         path=source.path,
         summary=source.summary,
         code=highlighted(source.text, source.marks, prefix=source.engine, targets=targets, links=links),
-        marks=len(source.marks),
+        marked=sorted({mark.line for mark in source.marks}),
         compiled=None if record.instructions is None else compiled,
         has_moved=any(map(source.has_moved, instructions)),
     )
+
+
+def _patterns(ledgers: Sequence[EngineLedger]) -> dict[str, str]:
+    """The known patterns that explain some line."""
+    why = [line.why for ledger in ledgers for line in ledger.lines]
+    return {name: text for name, text in PATTERNS.items() if any(name in one.split(", ") for one in why)}
 
 
 def _timelines(records: Sequence[Record]) -> list[object]:

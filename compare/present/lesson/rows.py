@@ -63,6 +63,8 @@ def ledger_rows(
 ) -> list[Row]:
     """A row for each kind, axis and purpose that any engine sends or should send; of a pipeline by stages.
 
+    Those with most bytes come first, and numbers that go alone last.
+
     Args:
         sources: of the lesson, in the order of the columns.
         records: by engine.
@@ -83,6 +85,9 @@ def ledger_rows(
             if source.engine in found.lines
         }
         rows.append(Row(key=found.key, anchor=anchor, stages=found.stages, cells=cells))
+    rows.sort(
+        key=lambda row: -max(max(cell.bytes, cell.line.expected) for cell in row.cells.values() if cell.line)
+    )
     return rows + _scalar_rows(sources, records)
 
 
