@@ -43,8 +43,8 @@ PATTERNS = {
     "torch-manual gathers all three at once.",
     library.ROW_BIASES: "a bias that is added to a partial product has the gathered gradient of its output: "
     "its own needs no reduction over tp.",
-    library.USED_MAP: "under PyTorch's schedules DDP looks for unused parameters, and its ranks tell each other "
-    "which they used, an int32 each.",
+    library.USED_MAP: "under PyTorch's schedules DDP looks for unused parameters, and its ranks tell each "
+    "other which they used, an int32 each.",
     ALONG: "XLA's combiner sends the loss, or norms, in the same all-reduce.",
     PADDED: "sizes that the shards do not divide: at most a row of each parameter for each device.",
 }

@@ -96,7 +96,7 @@ def print_ledgers(ledgers: Sequence[EngineLedger], folder: Path) -> None:
             for problem in ledger.problems:
                 console.print(f"{ledger.engine} is incomplete: {problem}", style="red", soft_wrap=True)
     for name in used(ledgers):
-        console.print(f"{name}: {PATTERNS[name].explanation}", soft_wrap=True)
+        console.print(f"{name}: {PATTERNS[name]}", soft_wrap=True)
     good = all(ledger.passed for ledger in ledgers)
     console.print(sentence(ledgers), style="bold green" if good else "bold red", soft_wrap=True)
     console.print(f"records: {folder}", soft_wrap=True)
@@ -118,7 +118,7 @@ def print_rows(ledgers: Sequence[EngineLedger], folder: Path) -> None:
 
 def used(ledgers: Iterable[EngineLedger]) -> list[str]:
     """The patterns that explain some line, in the order in which they are known."""
-    found = {line.why for ledger in ledgers for line in ledger.lines}
+    found = {name for ledger in ledgers for line in ledger.lines for name in line.why.split(", ")}
     return [name for name in PATTERNS if name in found]
 
 
@@ -140,7 +140,7 @@ def sentence(ledgers: Sequence[EngineLedger]) -> str:
 def markdown(ledgers: Sequence[EngineLedger]) -> str:
     """A table for each layout, and the patterns that explain some of its lines."""
     parts = [LEGEND, "", f"{sentence(ledgers)}.", "", "## Known patterns", ""]
-    parts += [f"- **{name}**: {PATTERNS[name].explanation}" for name in used(ledgers)]
+    parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(ledgers)]
     for of_layout in layouts_of(ledgers):
         words = layout_in_words(of_layout[0].experiment, "cpu")
         engines = [ledger.engine for ledger in of_layout]

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Experiment, revalidate
 from compare.contract.record import Record
 from compare.judge.comparison import read_comparison
@@ -62,8 +62,10 @@ def preset_cases(
 
 
 def engine_ledger(case: str, record: Record) -> EngineLedger:
-    """One record's ledger beside the closed form."""
+    """One record's ledger beside the closed form; of a peer nothing, which has ways of its own."""
     manifest = record.manifest
+    if manifest.engine not in STUDIED:
+        return EngineLedger(case=case, engine=manifest.engine, experiment=manifest.experiment)
     layout = msgspec.structs.replace(manifest.experiment.layout, remat=manifest.remat)
     experiment = msgspec.structs.replace(manifest.experiment, layout=layout)
     problems = list(record.ledger.problems)
@@ -87,5 +89,5 @@ def read_ledgers(folder: Path) -> list[EngineLedger]:
     return [
         engine_ledger(name, record)
         for name, record in zip(comparison.cases, records, strict=True)
-        if record.manifest.engine in ENGINES
+        if record.manifest.engine in STUDIED
     ]

@@ -13,7 +13,8 @@ from compare.present.report import tables
 from compare.present.report.memory import at_rest, device_table, memory_table
 from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.present.report.template import render_page
-from compare.present.report.traffic import ledger_table
+from compare.present.report.traffic import ledger_notes, ledger_table
+from compare.studies.ledgers import engine_ledger
 from compare.terminal.layout_words import layout_in_words
 
 PAGE = "report.html"
@@ -76,6 +77,8 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
 
     names = comparison.cases
     held = [at_rest(record) for record in records]
+    sums = [summed(record.ledger.rows) for record in records]
+    beside = [engine_ledger(name, record) for name, record in zip(names, records, strict=True)]
     return {
         "pictures": pictures(comparison, records, held),
         "timelines": timelines(records),
@@ -89,7 +92,8 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
             for name, one, record in zip(names, held, records, strict=True)
             if one
         ],
-        "ledger": ledger_table(names, [summed(record.ledger.rows) for record in records], comparison.costs),
+        "ledger": ledger_table(names, sums, comparison.costs, beside),
+        "ledger_notes": ledger_notes(beside),
         "manifests": [
             (name, ENGINES[record.manifest.engine].decides, tables.manifest_table(name, record))
             for name, record in zip(names, records, strict=True)
