@@ -13,6 +13,7 @@ from compare.contract.communication import (
     GRADIENTS,
     LOSS,
     PARAMETERS,
+    REPLICATED_GRADIENTS,
 )
 
 
@@ -54,8 +55,9 @@ _REGIONS: Names = {  # Megatron's f and g
 }
 _EITHER_WAY = Sends(PERMUTE, (ACTIVATIONS, ACTIVATION_GRADIENTS))
 _BETWEEN_STAGES = (Sends(PERMUTE, (ACTIVATIONS_AND_GRADIENTS,)),)
-# Of PyTorch's wrappers the ledger infers the purpose; along tp all of it counts as activations.
-_ALONG_TP = tuple(Sends(kind, (ACTIVATIONS,)) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
+# Of PyTorch's wrappers the ledger infers the purpose (`torchpar/measure/ledger.py`).
+_BOTH_WAYS = (ACTIVATIONS, ACTIVATION_GRADIENTS)
+_ALONG_TP = tuple(Sends(kind, _BOTH_WAYS) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
 
 NAMES: dict[str, Names] = {
     "jaxpar/compiler": {
@@ -107,8 +109,8 @@ NAMES: dict[str, Names] = {
         "SequenceParallel": _ALONG_TP,
         "PrepareModuleOutput": _ALONG_TP,
         "distribute_module": (),
-        "redistribute": _ALONG_TP,
-        "loss_parallel": _ALONG_TP,
+        "redistribute": (*_ALONG_TP, Sends(ALL_REDUCE, (REPLICATED_GRADIENTS,))),
+        "loss_parallel": (Sends(ALL_REDUCE, (LOSS,)),),
         "PipelineStage": _BETWEEN_STAGES,
         "ScheduleGPipe": _BETWEEN_STAGES,
         "Schedule1F1B": _BETWEEN_STAGES,

@@ -7,7 +7,6 @@ from msgspec import Struct
 
 from compare.contract.communication import Communication, summed
 from compare.contract.instructions import Instruction
-from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
 from compare.judge.ledger_lines import Line
 from compare.present.ledger_lines import Key, rows_of
@@ -75,11 +74,7 @@ def ledger_rows(
         anchor = anchor_of(found.key, found.stages)
         cells = {
             source.engine: _cell(
-                found.key,
-                f"{anchor}-{source.engine}",
-                found.lines[source.engine],
-                source,
-                records[source.engine],
+                found.key, anchor, source, records[source.engine], line=found.lines[source.engine]
             )
             for source in sources
             if source.engine in found.lines
@@ -88,20 +83,23 @@ def ledger_rows(
     rows.sort(
         key=lambda row: -max(max(cell.bytes, cell.line.expected) for cell in row.cells.values() if cell.line)
     )
-    return rows + _scalar_rows(sources, records)
+    lined_up = {(engine, row.key) for row in rows for engine in row.cells}
+    return rows + _other_rows(sources, records, lined_up)
 
 
-def _scalar_rows(sources: Sequence[Source], records: Mapping[str, Record]) -> list[Row]:
-    """Numbers that go alone, such as a loss: a row for each kind, axis and purpose, of the busiest stage."""
+def _other_rows(
+    sources: Sequence[Source], records: Mapping[str, Record], lined_up: set[tuple[str, Key]]
+) -> list[Row]:
+    """What the closed form leaves out, numbers such as a loss: by kind, axis and purpose, of one stage."""
     cells: dict[Key, dict[str, Cell]] = {}
     for source in sources:
         record = records[source.engine]
-        alone = [row for row in record.ledger.rows if row.bytes <= SCALAR * row.calls]
-        for one in summed(alone):
+        for one in summed(record.ledger.rows):
             key = one.kind, one.axis, one.purpose
-            anchor = f"{anchor_of(key, ())}-{source.engine}"
-            line = None
-            cells.setdefault(key, {})[source.engine] = _cell(key, anchor, line, source, record, total=one)
+            if (source.engine, key) in lined_up:
+                continue
+            cell = _cell(key, anchor_of(key, ()), source, record, total=one)
+            cells.setdefault(key, {})[source.engine] = cell
     return [Row(key=key, anchor=anchor_of(key, ()), stages=(), cells=cells[key]) for key in sorted(cells)]
 
 
@@ -113,13 +111,14 @@ def anchor_of(key: Key, stages: Sequence[int]) -> str:
 
 def _cell(
     key: Key,
-    anchor: str,
-    line: Line | None,
+    row: str,
     source: Source,
     record: Record,
     *,
+    line: Line | None = None,
     total: Communication | None = None,
 ) -> Cell:
+    """One engine's cell of a row with the anchor `row`, from its line or, without one, its total."""
     own = [row for row in record.ledger.rows if (row.kind, row.axis, row.purpose) == key]
     compiled = [one for one in record.instructions or () if (one.kind, one.axis, one.purpose) == key]
     lines = {mark.line for mark in source.marks if mark.causes(key[0], key[2])}
@@ -128,7 +127,7 @@ def _cell(
     name = source.path.rpartition("/")[2]
     lines |= {int(place[2]) for place in places if place[1] == name and source.has(int(place[2]), place[3])}
     return Cell(
-        anchor=anchor,
+        anchor=f"{row}-{source.engine}",
         calls=line.calls if line else total.calls if total else 0,
         bytes=line.found if line else total.bytes if total else 0,
         line=line,
