@@ -40,7 +40,7 @@ class Column(Struct, frozen=True, kw_only=True):
     summary: str
     code: Markup
     marked: list[int]
-    """Lines with something that makes data move, or says where they live."""
+    """Lines with something that makes data move, or says where they live, or that XLA names."""
     compiled: list[Compiled] | None
     """None for an engine whose step is not compiled."""
     has_moved: bool
@@ -167,7 +167,7 @@ def _column(source: Source, record: Record, rows: Sequence[Row]) -> Column:
         path=source.path,
         summary=source.summary,
         code=highlighted(source.text, source.marks, prefix=source.engine, targets=targets, links=links),
-        marked=sorted({mark.line for mark in source.marks}),
+        marked=sorted({mark.line for mark in source.marks} | links.keys()),
         compiled=None if record.instructions is None else compiled,
         has_moved=any(map(source.has_moved, instructions)),
     )
