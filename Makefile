@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix mirror measure moves survival recipes precisions savings profiles performance gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings profiles performance gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -44,6 +44,9 @@ faults: $(READY)  ## plant every known mistake; the ladder must catch each at it
 
 matrix: $(READY)  ## every layout on every engine against one device; writes docs/parity.md
 	$(BIN)/shardpair matrix --output docs/parity.md
+
+ledger: $(READY)  ## what every engine sends under every layout, beside the closed form; docs/ledger.md
+	$(BIN)/shardpair ledger check --presets all --fail_on_unexpected --output docs/ledger.md
 
 mirror: $(READY)  ## lines of code of each strategy in each engine, alone and with its helpers
 	$(BIN)/shardpair mirror

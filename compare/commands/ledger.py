@@ -11,10 +11,13 @@ from compare.commands.chosen_layout import Spread
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output
-from compare.present.ledger_lines import markdown, print_ledgers, print_rows
+from compare.present.ledger_lines import page, print_ledgers, print_rows
 from compare.studies.cases import Case, engine_cases
-from compare.studies.ledgers import preset_cases, read_ledgers, shortened
+from compare.studies.ledgers import preset_cases, read_ledgers, shortened, versions_in
+from compare.studies.matrix import LAYOUTS
 from compare.terminal.console import print_json
+
+ALL = "all"
 
 
 class Ledgers(Spread, frozen=True, kw_only=True):
@@ -33,7 +36,7 @@ class Ledgers(Spread, frozen=True, kw_only=True):
     """
 
     presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PRESET...")] = ()
-    """Several layouts by name, each on the devices that the parity matrix has: 4, or 8."""
+    """Several layouts by name, or `all` of the parity matrix, each on as many devices as there: 2, 4 or 8."""
     results: Path | None = None
     """Train nothing: read the ledgers of a finished run, check or matrix study from its folder."""
     rows: bool = False
@@ -69,7 +72,8 @@ class Ledgers(Spread, frozen=True, kw_only=True):
         if self.presets:
             self.refuse_layout(default, "--presets has every degree")
             experiment = shortened(self.resolved())
-            return experiment, *preset_cases(experiment, chosen_engines(self.engines), list(self.presets))
+            presets = LAYOUTS if self.presets == (ALL,) else list(self.presets)
+            return experiment, *preset_cases(experiment, chosen_engines(self.engines), presets)
         experiment = shortened(self.laid_out(self.resolved(), default))
         engines, left_out = self.fitting(experiment)
         return experiment, engine_cases(experiment, engines), left_out
@@ -77,7 +81,7 @@ class Ledgers(Spread, frozen=True, kw_only=True):
     def _shown(self, folder: Path, *, complete: bool) -> int:
         ledgers = read_ledgers(folder)
         if self.output:
-            write_atomically(self.output, markdown(ledgers).encode())
+            write_atomically(self.output, page(ledgers, versions=versions_in(folder)).encode())
         if self.json:
             print_json(ledgers)
         else:

@@ -7,11 +7,13 @@ for numbers that go along in a tuple, and padding where sizes do not divide.
 from collections.abc import Mapping
 
 from compare.contract.axes import DP_SHARD
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.ledger import SCALAR
 from compare.contract.parameters import MLP_RATIO, parameter_table, storage_dtype
 from compare.judge.closed_forms import library, xla
 from compare.judge.closed_forms.communication import Bytes
+from compare.judge.closed_forms.xla import Deviations
 
 ALONG, PADDED = "numbers sent along", "padding"
 PATTERNS = {
@@ -43,6 +45,7 @@ PATTERNS = {
     "torch-manual gathers all three at once.",
     library.ROW_BIASES: "a bias that is added to a partial product has the gathered gradient of its output: "
     "its own needs no reduction over tp.",
+    library.NOT_SCATTERED: "FSDP2 reduces whole gradients over tp, and then scatters them over dp_shard.",
     library.USED_MAP: "under PyTorch's schedules DDP looks for unused parameters, and its ranks tell each "
     "other which they used, an int32 each.",
     ALONG: "XLA's combiner sends the loss, or norms, in the same all-reduce.",
@@ -73,12 +76,7 @@ def explained(
     Returns:
         Names in PATTERNS, joined by commas, for the rows that they explain.
     """
-    if engine == "jax-compiler":
-        deviations = xla.by_xla(experiment, expected)
-    elif engine == "torch-library":
-        deviations = library.by_pytorch(experiment, expected, stage=stage)
-    else:
-        deviations = {}
+    deviations = _deviations(engine, experiment, expected, stage)
     why = {}
     for key in dict.fromkeys((*expected, *found)):
         size = found.get(key, 0)
@@ -91,6 +89,15 @@ def explained(
     return why
 
 
+def _deviations(engine: str, experiment: Experiment, expected: Bytes, stage: int) -> Deviations:
+    match ENGINES[engine].sends_by:
+        case "xla":
+            return xla.by_xla(experiment, expected)
+        case "pytorch":
+            return library.by_pytorch(engine, experiment, expected, stage=stage)
+    return {}
+
+
 def _allowance(
     engine: str, experiment: Experiment, key: tuple[str, str, str], predicted: float, size: int
 ) -> str | None:
@@ -99,12 +106,8 @@ def _allowance(
     beyond = size - predicted
     if beyond == 0:
         return ""
-    if (
-        engine == "jax-compiler"
-        and kind == "all_reduce"
-        and predicted
-        and 0 < beyond <= MOST_NUMBERS * SCALAR
-    ):
+    by_xla = ENGINES[engine].sends_by == "xla" and kind == "all_reduce"
+    if by_xla and predicted and 0 < beyond <= MOST_NUMBERS * SCALAR:
         return ALONG
     if predicted and 0 < beyond <= _most_padding(experiment, predicted) and axis == DP_SHARD:
         return PADDED

@@ -17,11 +17,12 @@ from compare.terminal.console import coloured, results_console
 from compare.terminal.layout_words import layout_in_words
 
 NONE, AS_EXPECTED = "\N{EN DASH}", "="
-LEGEND = (
-    "Logical bytes of a step on one device: those of the full tensors. = is the closed form to the byte, and "
-    "- is nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's / "
-    "PyTorch's."
-)
+PREAMBLE = """Written by `make ledger`, not by hand: what each engine sends in one step of `check`, in
+float64, beside the closed form of its layout (`compare/judge/closed_forms/communication.py`). Logical bytes
+of a device: those of the full tensors, and of a pipeline by stage. = is the closed form to the byte, a dash
+nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's /
+PyTorch's. A pattern explains a figure only if it gives its bytes. Numbers that go alone, such as the loss,
+are left out."""
 ROW_COLUMNS = (
     "operation",
     "axis",
@@ -137,9 +138,23 @@ def sentence(ledgers: Sequence[EngineLedger]) -> str:
     return ", ".join(parts)
 
 
-def markdown(ledgers: Sequence[EngineLedger]) -> str:
-    """A table for each layout, and the patterns that explain some of its lines."""
-    parts = [LEGEND, "", f"{sentence(ledgers)}.", "", "## Known patterns", ""]
+def page(ledgers: Sequence[EngineLedger], *, versions: str) -> str:
+    """A Markdown page: a table for each layout, and the patterns that explain some of its lines.
+
+    Args:
+        ledgers: of all layouts.
+        versions: of what ran them, in words.
+    """
+    parts = [
+        "# The ledger",
+        "",
+        PREAMBLE,
+        "",
+        f"{sentence(ledgers)}. {versions}.",
+        "",
+        "## Known patterns",
+        "",
+    ]
     parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(ledgers)]
     for of_layout in layouts_of(ledgers):
         words = layout_in_words(of_layout[0].experiment, "cpu")

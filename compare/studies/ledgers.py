@@ -79,6 +79,14 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
     )
 
 
+def versions_in(folder: Path) -> str:
+    """What ran the cases of a run, in words."""
+    seen: dict[str, str] = {}
+    for versions in read_comparison(folder)[0].versions:
+        seen |= versions
+    return ", ".join(f"{name} {seen[name]}" for name in ("python", "jax", "torch") if name in seen)
+
+
 def read_ledgers(folder: Path) -> list[EngineLedger]:
     """Of every finished case of a run, from its records; nothing runs.
 

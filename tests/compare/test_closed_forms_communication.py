@@ -116,15 +116,18 @@ def test_stages_divide_what_tensor_parallelism_sends():
     assert ways == [PASSES * count * STREAM for count in (L + 1, L, L, L + 1)]
 
 
-def test_a_stage_gathers_its_own_parameters_for_every_microbatch():
-    microbatches = 2
-    pipeline = experiment(pp=2, microbatches=microbatches, dp_shard=2, zero=3)
-    of_block = (N - C * (V + T + 2)) // L
-    held = [C * (V + T) + L // 2 * of_block, C * (V + 2) + L // 2 * of_block]
-    for stage, elements in enumerate(held):
-        found = fully_sharded("torch-manual", pipeline, stage=stage)
-        assert found["reduce_scatter", "dp_shard", "gradients"] == 4 * elements
-        assert found["all_gather", "dp_shard", "parameters"] == 2 * PASSES * microbatches * 4 * elements
+def test_a_stage_gathers_its_own_parameters_but_for_what_it_gathered_last():
+    """Two ranks of two blocks each. On the first a backward follows a later forward, whose last block is
+    there; on the last one each backward follows its forward, and each forward finds the first block."""
+    pipeline = experiment(pp=2, microbatches=2, dp_shard=2, zero=3)
+    microbatches, token, position, norm = 2 * PASSES, 4 * V * C, 4 * T * C, 4 * 2 * C
+    block = (4 * N - token - position - norm) // L
+    gather, scatter = ("all_gather", "dp_shard", "parameters"), ("reduce_scatter", "dp_shard", "gradients")
+    first, last = (fully_sharded("torch-manual", pipeline, stage=stage) for stage in (0, 1))
+    assert (first[scatter], last[scatter]) == (token + position + 2 * block, token + norm + 2 * block)
+    # All for each forward, and for each backward the first block; for the last backward the other one, too.
+    assert first[gather] == microbatches * (first[scatter] + position + block) + block
+    assert last[gather] == microbatches * (token + 2 * (norm + block) + block) + block
 
 
 @pytest.mark.parametrize("engine", MANUAL)

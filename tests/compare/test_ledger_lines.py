@@ -15,7 +15,7 @@ from compare.judge.closed_forms.library import by_pytorch
 from compare.judge.closed_forms.xla import by_xla
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line, line_up
-from compare.present.ledger_lines import markdown, rows_of, sentence
+from compare.present.ledger_lines import page, rows_of, sentence
 from compare.studies.fitting import refusal
 from compare.studies.ledgers import EngineLedger, engine_ledger
 from compare.studies.presets import PRESETS, spread
@@ -99,7 +99,7 @@ def test_a_pattern_explains_its_bytes_and_no_others(engine, preset):
     if engine == "jax-compiler":
         deviations = by_xla(experiment, expected)
     else:
-        deviations = by_pytorch(experiment, expected, stage=stage)
+        deviations = by_pytorch(engine, experiment, expected, stage=stage)
     for *_, pattern in deviations.values():
         assert set(pattern.split(", ")) <= PATTERNS.keys()
     changed = expected | {key: sizes[0] for key, sizes in deviations.items()}
@@ -157,7 +157,7 @@ def test_what_has_no_closed_form_is_incomplete_and_said(tmp_path, tiny):
     unread = msgspec.structs.replace(record, ledger=Ledger(problems=["a loop, at mine.py:3"]))
     assert engine_ledger("mine", unread).problems == ["a loop, at mine.py:3"]
     assert "1 ledgers are incomplete" in sentence([ledger])
-    assert "torch-manual is incomplete: layout.chunks = 2" in markdown([ledger])
+    assert "torch-manual is incomplete: layout.chunks = 2" in page([ledger], versions="")
 
 
 def test_engines_stand_side_by_side_and_unmatched_rows_first():
@@ -174,6 +174,6 @@ def test_engines_stand_side_by_side_and_unmatched_rows_first():
     assert first.key == GATHER
     assert not first.lines["torch-manual"].is_explained
     assert all(row.key != GATHER or row is first for row in itertools.chain([first], others))
-    page = markdown(ledgers)
-    assert f"**{3 * communication('torch-manual', FSDP)[GATHER]:,.0f}**" in page
-    assert "FSDP2's root stays" not in page  # this torch-library sends what torch-manual should
+    text = page(ledgers, versions="torch 2")
+    assert f"**{3 * communication('torch-manual', FSDP)[GATHER]:,.0f}**" in text
+    assert "FSDP2's root stays" not in text  # this torch-library sends what torch-manual should

@@ -45,6 +45,7 @@ _NOT_A_PLACE = (
     contextlib.__file__,
     __file__,
 )
+FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
 WIDEST = 8
 """Bytes of a float64."""
 
@@ -89,10 +90,10 @@ class LedgerMode(TorchDispatchMode):
         observers.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         observers.remove(self)
-        self._modules.__exit__(*error)
+        self._modules.__exit__(exc_type, exc_val, exc_tb)
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         """Note one of torchpar's own collectives; what it sends itself is part of it."""
@@ -150,7 +151,7 @@ class LedgerMode(TorchDispatchMode):
         if axis == TP and self._module.endswith(".loss"):
             return LOSS
         if axis == TP and self._modules.is_bw:
-            return ACTIVATION_GRADIENTS
+            return REPLICATED_GRADIENTS if _is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS
         if axis == TP:
             return ACTIVATIONS if self._module else REPLICATED_GRADIENTS
         is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
@@ -172,6 +173,13 @@ class LedgerMode(TorchDispatchMode):
     def _source(self) -> str:
         """The innermost line outside of PyTorch, and the innermost module."""
         return ": ".join(part for part in (_line(sys._getframe(1)), self._module) if part)
+
+
+def _is_of_fsdp(frame: FrameType | None) -> bool:
+    """True within what FSDP2 does with the gradients of a unit."""
+    while frame and FSDP2 not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _line(frame: FrameType | None) -> str:

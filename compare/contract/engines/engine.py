@@ -5,6 +5,7 @@ Every flag, table, count and refusal of the harness comes from these: see `regis
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -70,6 +71,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether it has dropout (`compare.contract.dropout`)."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
+    sends_by: Literal["", "xla", "pytorch"] = ""
+    """Whose collectives it sends where they are not written by hand."""
     impossible_faults: Mapping[str, str] = {}
     """Mistakes (`shardpair faults`) that it cannot make, and why."""
     refuses: Callable[[Layout], str] = _nothing

@@ -21,6 +21,7 @@ JAX = Side(
     engines=(
         Engine(
             name="jax-compiler",
+            sends_by="xla",
             checkpoints=True,
             evaluates=True,
             drops=True,

@@ -50,6 +50,7 @@ TORCH = Side(
         ),
         Engine(
             name="torch-library",
+            sends_by="pytorch",
             checkpoints=True,
             evaluates=True,
             drops=True,

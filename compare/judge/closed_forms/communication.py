@@ -131,9 +131,7 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
             found |= {(kind, TP, ACTIVATIONS): forward, (kind, TP, ACTIVATION_GRADIENTS): backward}
         if layout.remat == "dots":  # keeps sums over devices, and not what is gathered
             found["all_gather", TP, ACTIVATIONS] += of_layers * passes * stream
-        held = parameters_of_stage(engine, experiment, stage=stage)
-        repeated = sum(p.size for p in held if not is_split_by_tp(p))
-        found["all_reduce", TP, REPLICATED_GRADIENTS] = _itemsize(experiment) * repeated
+        found["all_reduce", TP, REPLICATED_GRADIENTS] = _replicated(engine, experiment, stage)
     else:
         found = {("all_reduce", TP, ACTIVATIONS): out, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
     if last:
@@ -198,38 +196,40 @@ def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int
     return of_chunks - microbatches * (stage == layout.pp - 1), of_chunks - microbatches * (stage == 0)
 
 
-def _gathered_by_torch(experiment: Experiment, stage: int) -> float:
-    """Bytes that ZeRO-3 gathers in a step: what runs and what is next is there, and all else is freed.
+def _units_of_torch(experiment: Experiment, stage: int) -> list[list[Parameter]]:
+    """Parameters that torch-manual gathers together: what `torchpar.gpt_stages.units_of` says.
 
-    Units are blocks, and all else one; in a pipeline the tied embedding, and what else is at an end goes with
-    the block next to it (`torchpar.gpt_stages.units_of`).
+    Blocks, and last all else. In a pipeline that is the tied embedding, if the rank has it, and what else is
+    at an end goes with the block next to it.
     """
     model, layout = experiment.model, experiment.layout
     (token, position), norm = end_parameters(model)
-    block = block_parameters(model, 0)
+    blocks = [list(block_parameters(model, 0)) for _ in range(model.n_layer // layout.pp)]
     if layout.pp == 1:
-        elements = on_one_of_tp([token, position, *norm, *model.n_layer * block], layout)
-        return 2 * microbatches_of(experiment) * _itemsize(experiment) * elements
-    if layout.chunks > 1:
-        raise ValueError(f"layout.chunks = {layout.chunks}: no closed form of what ZeRO-3 gathers ahead")
-    blocks = [list(block) for _ in range(model.n_layer // layout.pp)]
+        return [*blocks, [token, position, *norm]]
     first, last = stage == 0, stage == layout.pp - 1
     if first:
-        blocks[0].append(position)
+        blocks[0].insert(0, position)
     if last:
         blocks[-1] += norm
-    tied = len(blocks)
-    sizes = [_itemsize(experiment) * on_one_of_tp(unit, layout) for unit in (*blocks, [token])]
-    in_order = list(range(len(blocks)))
-    orders = {  # the lookup's backward reads no weight
-        Kind.FORWARD: [tied] * first + in_order + [tied] * last,
-        Kind.BACKWARD: [tied] * last + in_order[::-1],
-    }
-    orders[Kind.BACKWARD_INPUT] = orders[Kind.BACKWARD]
+    return [*blocks, [token]] if first or last else blocks
+
+
+def _gathered_by_torch(experiment: Experiment, stage: int) -> float:
+    """Bytes that ZeRO-3 gathers in a step: what runs and what is next is there, and all else is freed."""
+    layout = experiment.layout
+    sizes = [bytes_of(unit, experiment) for unit in _units_of_torch(experiment, stage)]
+    if layout.pp == 1:
+        return 2 * microbatches_of(experiment) * sum(sizes)
+    if layout.chunks > 1:
+        raise ValueError(f"layout.chunks = {layout.chunks}: no closed form of what ZeRO-3 gathers ahead")
+    blocks, tied = list(range(experiment.model.n_layer // layout.pp)), [len(sizes) - 1]
+    first, last = stage == 0, stage == layout.pp - 1
+    forward, backward = tied * first + blocks + tied * last, tied * last + blocks[::-1]
+    orders = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.BACKWARD_INPUT: backward}
+    microbatches = microbatches_of(experiment)
     gathered, there = 0.0, set[int]()
-    for task in make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches_of(experiment))[
-        stage
-    ]:
+    for task in make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches)[stage]:
         order = orders.get(task.kind, [])
         for place, unit in enumerate(order):
             needed = set(order[place : place + 2])
@@ -237,6 +237,34 @@ def _gathered_by_torch(experiment: Experiment, stage: int) -> float:
             gathered += sum(sizes[one] for one in needed - there)
             there |= needed
     return gathered
+
+
+def _replicated(engine: str, experiment: Experiment, stage: int) -> float:
+    """Bytes of the gradients that sequence parallelism leaves partial: of what tp does not split.
+
+    With ZeRO a device reduces its shard of them. jax-manual halves leaves; torch-manual cuts flat units, so
+    that ranks have more and less of them: the rank that has most counts.
+    """
+    layout = experiment.layout
+    held = parameters_of_stage(engine, experiment, stage=stage)
+    whole = _itemsize(experiment) * sum(p.size for p in held if not is_split_by_tp(p))
+    if not layout.zero:
+        return whole
+    if _is_one_program(engine):
+        return whole / layout.dp_shard
+    if layout.zero < SHARDED_FROM["gradients"]:
+        raise ValueError(
+            "layout.zero = 1 with sequence_parallel: no closed form of which rank has which part"
+        )
+    of_rank = [0] * layout.dp_shard
+    for unit in _units_of_torch(experiment, stage):
+        sizes = [round(on_one_of_tp([p], layout)) for p in unit]
+        share, begin = -(-sum(sizes) // layout.dp_shard), 0
+        for parameter, size in zip(unit, sizes, strict=True):
+            for rank in range(layout.dp_shard) if not is_split_by_tp(parameter) else ():
+                of_rank[rank] += max(0, min(begin + size, (rank + 1) * share) - max(begin, rank * share))
+            begin += size
+    return _itemsize(experiment) * max(of_rank)
 
 
 def _scattered_by_jax(experiment: Experiment, stage: int) -> float:

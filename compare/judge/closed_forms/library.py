@@ -10,7 +10,7 @@ from compare.contract.experiment import Experiment
 from compare.contract.parameters import block_parameters, end_parameters
 from compare.contract.schedules import Kind, make_schedule
 from compare.judge.closed_forms.communication import Bytes, bytes_of, microbatches_of
-from compare.judge.closed_forms.memory import parameters_of_stage
+from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
 from compare.judge.closed_forms.xla import Deviations
 
 INT32 = 4  # bytes
@@ -22,13 +22,15 @@ ROOT_STAYS = "FSDP2's root stays"
 BLOCKS_STAY = "FSDP2 in a pipeline"
 REDUCED_LOSS = "loss in three reductions"
 ROW_BIASES = "row biases' gradients are whole"
+NOT_SCATTERED = "reduced before they are scattered"
 USED_MAP = "DDP's map of used parameters"
 
 
-def by_pytorch(experiment: Experiment, expected: Bytes, *, stage: int) -> Deviations:
-    """Rows of torch-library that are not torch-manual's.
+def by_pytorch(engine: str, experiment: Experiment, expected: Bytes, *, stage: int) -> Deviations:
+    """Rows of an engine of PyTorch's wrappers that are not torch-manual's.
 
     Args:
+        engine: whose stages are meant.
         experiment: with `layout.remat` resolved.
         expected: the closed form, on one rank of the pipeline.
         stage: that rank.
@@ -48,18 +50,18 @@ def by_pytorch(experiment: Experiment, expected: Bytes, *, stage: int) -> Deviat
     if gathered := expected.get(("all_gather", TP, LOSS)):
         found["all_gather", TP, LOSS] = (0, REDUCED_LOSS)
         found["all_reduce", TP, LOSS] = (gathered / layout.tp, REDUCED_LOSS)
-    replicated = ("all_reduce", TP, REPLICATED_GRADIENTS)
-    if replicated in expected:
-        biases = [p for p in block_parameters(experiment.model, 0) if p.name.endswith(ROW_BIAS)]
-        held = experiment.model.n_layer // layout.pp * bytes_of(biases, experiment)
-        found[replicated] = (expected[replicated] - held, ROW_BIASES)
+    if layout.sequence_parallel:
+        held = parameters_of_stage(engine, experiment, stage=stage)
+        partial = [p for p in held if not is_split_by_tp(p) and not p.name.endswith(ROW_BIAS)]
+        pattern = f"{ROW_BIASES}, {NOT_SCATTERED}" if layout.zero else ROW_BIASES
+        found["all_reduce", TP, REPLICATED_GRADIENTS] = (bytes_of(partial, experiment), pattern)
     if (
         layout.pp > 1
         and layout.dp_replicate > 1
         and layout.zero < SHARDED_FROM["gradients"]
         and layout.tp == 1
     ):
-        parameters = parameters_of_stage("torch-library", experiment, stage=stage)
+        parameters = parameters_of_stage(engine, experiment, stage=stage)
         found["all_reduce", DP_REPLICATE, UNUSED] = (INT32 * len(parameters), USED_MAP)
     return found
 

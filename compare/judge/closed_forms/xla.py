@@ -59,8 +59,12 @@ def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
     if layout.pp > 1:
         return {scatter: (0, SLICED)} | _fully_sharded_pipeline(experiment)
     if layout.zero >= SHARDED_FROM["gradients"]:
-        (token, _), _ = end_parameters(experiment.model)
-        scattered += microbatches_of(experiment) * bytes_of([token], experiment)
+        (token, position), _ = end_parameters(experiment.model)
+        again = bytes_of([token], experiment)
+        if layout.sequence_parallel:  # a gathered table has a whole gradient, and positions are split
+            again *= layout.tp
+            again -= (1 - 1 / layout.tp) * bytes_of([position], experiment)
+        scattered += microbatches_of(experiment) * again
         pattern = f"{SLICED}, {TWICE}"
     return {scatter: (0, SLICED), ("all_reduce", DP_SHARD, GRADIENTS): (scattered, pattern)}
 
@@ -115,7 +119,12 @@ def _sequence_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
     itemsize = stream / (passes * _positions(experiment) * model.n_embd)
     table, positions = (itemsize * size * model.n_embd for size in (model.vocab_size, model.block_size))
     norms = passes * itemsize * model.n_embd * (4 * model.n_layer + 1)
-    gathered = expected["all_gather", TP, ACTIVATIONS] + table + positions
+    gathered = expected["all_gather", TP, ACTIVATIONS] + table
+    back = of_layers
+    if experiment.layout.zero >= SHARDED_FROM["gradients"]:
+        back += passes * positions
+    else:
+        gathered += positions
     reduced = of_layers + stream + passes * table + norms
     return {
         ("reduce_scatter", TP, ACTIVATIONS): (0, SLICED),
@@ -133,7 +142,7 @@ def _sequence_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
             reduced,
             f"{SLICED}, {TABLE}, {NORMS}, {ITS_LOSS}",
         ),
-        ("all_gather", TP, ACTIVATION_GRADIENTS): (of_layers, TABLE),
+        ("all_gather", TP, ACTIVATION_GRADIENTS): (back, TABLE),
     }
 
 
