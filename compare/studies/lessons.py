@@ -79,8 +79,8 @@ LESSONS = {
                 question="What does freeing parameters after forward cost?",
                 command="shardpair run check --preset shard_grad_op --devices 2",
                 watch="layout.reshard_after_forward is off: what forward has gathered stays for backward, "
-                "and the bytes of all_gather fall to half, or below where passes share one gather. What that "
-                "holds more of between the two is in the peak memory.",
+                "and the bytes of all_gather fall to half, or below where passes share one gather. What is "
+                "held meanwhile shows in the peak memory.",
             ),
             Trial(
                 question="Why shard parameters at all?",

@@ -257,7 +257,6 @@ def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_lesson_of_a_real_run(shardpair, tmp_path):
     size = ["--model.n_layer", "2", "--train.max_iters", "2", "--timeout_s", "300"]
     done = shardpair(

@@ -214,12 +214,8 @@ class Axis:
                 )
         call = Call(kind, self.name, purpose)
         self.traffic.add(call, full.nbytes)
-        self.traffic.purpose = purpose
-        try:
-            with observed(call, full, self.size):
-                yield
-        finally:
-            self.traffic.purpose = ""
+        with observed(call, full, self.size):
+            yield
 
 
 def _pad(tensor: torch.Tensor, count: int) -> torch.Tensor:

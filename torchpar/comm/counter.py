@@ -51,14 +51,12 @@ class Traffic:
 
     Attributes:
         calls, bytes: by kind, axis and purpose; bytes are those of the full (gathered) tensors.
-        purpose: of the call being made right now, "" outside of one; `measure.ledger` asks for it.
         is_paused: nothing is counted just now.
     """
 
     def __init__(self):
         self.calls: dict[Call, int] = defaultdict(int)
         self.bytes: dict[Call, int] = defaultdict(int)
-        self.purpose = ""
         self.is_paused = False
 
     def add(self, call: Call, size: int) -> None:
