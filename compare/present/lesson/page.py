@@ -23,6 +23,7 @@ from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
 from compare.present.report.memory import at_rest, memory_table
+from compare.present.report.pictures import Picture, timelines
 from compare.present.report.template import render_page
 from compare.studies.ledgers import EngineLedger, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
@@ -105,7 +106,7 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         lined_up=sentence(ledgers),
         patterns=_patterns(ledgers),
         memory=memory_table(list(records), [at_rest(record) for record in records.values()]),
-        timelines=_timelines(list(records.values())),
+        timelines=_timelines(records),
     )
 
 
@@ -179,6 +180,6 @@ def _patterns(ledgers: Sequence[EngineLedger]) -> dict[str, str]:
     return {name: text for name, text in PATTERNS.items() if any(name in one.split(", ") for one in why)}
 
 
-def _timelines(records: Sequence[Record]) -> list[object]:
-    """Pictures of the profiled step, if the run was profiled: each with title, svg and caption."""
-    return []
+def _timelines(records: Mapping[str, Record]) -> list[Picture]:
+    """The schedule of a pipeline, as planned."""
+    return timelines(list(records.values()))
