@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings profiles performance gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings profiles counts performance gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -77,6 +77,9 @@ savings: $(READY)  ## what of a device's memory each setting saves; docs/savings
 profiles: $(READY)  ## where the time of jaxpar's steps goes, on an idle machine; docs/profiles.json
 	$(BIN)/python docs/profiles.py
 	$(BIN)/python docs/make_docs.py
+
+counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against the ledger; docs/dynamic_counts.json
+	$(BIN)/python docs/dynamic_counts.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
 	$(BIN)/python docs/performance.py

@@ -22,6 +22,7 @@ from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
+from jaxpar.measure.profile import profiled_step
 from jaxpar.measure.usage import PACKAGES, first_device, memory_in_use, peak_memory, resident_bytes, threads
 from jaxpar.optimizer import moments
 from jaxpar.remat import Remat
@@ -152,7 +153,14 @@ class Recording:
             self._first_step_s = seconds
         loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
         memory = memory_in_use(first_device(self._state.params))
-        done = place.record(self._experiment, loss=loss, grad_norm=grad_norm, seconds=seconds, memory=memory)
+        done = place.record(
+            self._experiment,
+            loss=loss,
+            grad_norm=grad_norm,
+            seconds=seconds,
+            memory=memory,
+            instrumented=place.step == profiled_step(self._request),
+        )
         self._recorder.step(done)
         end_if_diverged(self._request.engine, done, where=self._first_weight_not_finite)
 

@@ -33,6 +33,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step, device_scalars
 from jaxpar.evaluation import make_evaluation
 from jaxpar.functional import make_loss, make_pieces
+from jaxpar.measure.profile import profiling, require_watchable
 from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
@@ -90,6 +91,7 @@ def train(
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
+    require_watchable(request)
     experiment, layout = request.experiment, request.experiment.layout
     ENGINES[request.engine].require(layout, platform=request.platform)
     remat = resolve_remat(layout)
@@ -131,7 +133,8 @@ def train(
         run = first if state.step == request.first_step else step
         together = request.timing.together(state.step) if request.timing else 1
         drawn = [arrays_of_step(corpus, experiment, state.step + ahead) for ahead in range(together)]
-        train_steps(run, sharded, state, recording, experiment, drawn)
+        with profiling(request, recorder, state.step, run, list(mesh.devices.flat)):
+            train_steps(run, sharded, state, recording, experiment, drawn)
         evaluation = evaluate_if_due()
         saving.step_is_done(state, evaluation)
         progress(in_step=state.step < experiment.train.max_iters)

@@ -25,13 +25,13 @@ KINDS = {
 }
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+ = .*)$")
 _OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
 _REMATTED = "rematted_computation"
@@ -58,6 +58,7 @@ class Collective:
         source: the line of the program, if the module tells.
         stack: that line and its callers, the innermost first, without jaxpar's wrappers of collectives.
         text: the instruction as XLA writes it, without its name.
+        name: of the instruction, which no other of the module has.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Collective:
     source: Line | None = None
     stack: tuple[Line, ...] = ()
     text: str = ""
+    name: str = ""
 
     def calls_at(self, stage: int) -> int:
         """How often it runs in one step on a rank of a pipeline."""
@@ -112,13 +114,13 @@ class _Module:
     """The text of a module, by computations."""
 
     def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None):
-        self._computations, self.entry = _computations(hlo)
+        self._computations, self.entry = computations(hlo)
         self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
 
     def walk(self, name: str, *, times: int) -> Iterator[Collective]:
         """The collectives that a computation runs, and the computations that it calls."""
         for text in self._computations[name]:
-            opcode = _opcode(text)
+            opcode = opcode_of(text)
             if opcode.removesuffix("-start") in KINDS:
                 yield from self._read(text, opcode, times)
             elif opcode.endswith("-done"):
@@ -126,7 +128,7 @@ class _Module:
             elif opcode.startswith(_COMMUNICATES):
                 self._object(f"{opcode} is an operation that the ledger does not know", text)
             else:
-                called = _called(text)
+                called = called_by(text)
                 inner = [found for other in called for found in self.walk(other, times=times)]
                 if opcode == "while" and inner:
                     trips = self._trip_count(text, inner)
@@ -146,7 +148,7 @@ class _Module:
             yield replace(found, calls=times, source=stack[0] if stack else None, stack=stack, text=text)
 
     def _trip_count(self, text: str, inner: list[Collective]) -> int:
-        if match := _TRIP_COUNT.search(text):
+        if match := TRIP_COUNT.search(text):
             return int(match[1])
         kinds = ", ".join(sorted({found.kind for found in inner}))
         self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
@@ -159,26 +161,27 @@ class _Module:
         self._problems.append(line)
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The instructions of each computation, by its name; and the name of the entry."""
-    computations: dict[str, list[str]] = {}
+def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of each computation, `name = ...`, by its name; and the name of the entry."""
+    found: dict[str, list[str]] = {}
     entry = name = ""
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             name = header[2]
-            computations[name] = []
+            found[name] = []
             entry = name if header[1] else entry
         elif name and (instruction := _INSTRUCTION.match(line)):
-            computations[name].append(instruction[1])
-    return computations, entry
+            found[name].append(instruction[1])
+    return found, entry
 
 
-def _opcode(text: str) -> str:
+def opcode_of(text: str) -> str:
+    """What an instruction does: `all-reduce`, `fusion`, `while`; "" if that cannot be read."""
     match = _OPCODE.search(text)
     return match[1] if match else ""
 
 
-def _called(text: str) -> list[str]:
+def called_by(text: str) -> list[str]:
     """Names of the computations that an instruction runs."""
     names = []
     for match in _CALLED.finditer(text):
@@ -200,7 +203,7 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         arrays = arrays[len(arrays) // 2 :]  # (operands, results)
     if kind == "reduce_scatter":
         arrays = [array * len(groups[0]) for array in arrays]
-    op_name = _OP_NAME.search(text)
+    op_name = OP_NAME.search(text)
     backward = bool(op_name) and "transpose(" in op_name[1] and _REMATTED not in op_name[1]
     turns, of_turns = (_TURNS.findall(text) or [("1", "1")])[-1]
     return Collective(
@@ -213,6 +216,7 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         backward=backward,
         dtypes=tuple(dict.fromkeys(dtype for dtype, dims in found if dtype != "u32" or len(found) == 1)),
         op_name=op_name[1] if op_name else "",
+        name=text.partition(" ")[0],
     )
 
 

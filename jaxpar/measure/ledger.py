@@ -171,3 +171,10 @@ def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, i
             elif groups == set(candidates) and len(candidates[0]) > 1:
                 return joined(*axes), len(candidates[0])
     return "?", max(map(len, groups))
+
+
+def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, str, str] | None:
+    """The kind, axis and purpose under which `communications` counts a collective; None over one device."""
+    axis, group_size = _axis(collective, axis_sizes)
+    purpose = collective.purpose or _inferred_purpose(collective, axis)
+    return (collective.kind, axis, purpose) if group_size > 1 else None

@@ -1,0 +1,20 @@
+"""What a device of the pipeline does at a tick, for a timeline: as `run_pipeline` counts it."""
+
+from functools import partial
+
+from compare.contract.experiment import Layout
+from jaxpar.measure.turns_of_work import Schedule, Work
+
+
+def make_turns(layout: Layout, microbatches: int) -> Schedule:
+    """The ticks of a step's microbatches: once forward, then, in a loop of its own, as many backward."""
+    ticks = microbatches * layout.chunks + layout.pp - 1
+    return Schedule(ticks, partial(_work, layout, microbatches, ticks))
+
+
+def _work(layout: Layout, microbatches: int, ticks: int, stage: int, turn: int, backward: bool) -> Work:
+    begun = (ticks - 1 - turn if backward else turn) - stage
+    microbatch = begun // (layout.pp * layout.chunks) * layout.pp + begun % layout.pp
+    if begun < 0 or microbatch >= microbatches:
+        return Work()  # it computes on what is there, for nothing
+    return Work(microbatch, begun // layout.pp % layout.chunks)

@@ -1,0 +1,56 @@
+"""Which microbatch a device works on at a turn of the loop over microbatches, or over a pipeline's ticks.
+
+Known beforehand: an engine's `turns.py` says what its pipeline does.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from compare.contract.axes import PP
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment, Layout
+from compare.contract.timeline import Kind
+
+
+class Work(NamedTuple):
+    """What a device does at a turn."""
+
+    microbatch: int = -1
+    """-1 for none: the device is idle."""
+    chunk: int = 0
+    kind: Kind | None = None
+    """If it does one thing alone."""
+
+
+class Schedule(NamedTuple):
+    """Work by turns."""
+
+    turns: int
+    """Of the loop; 0 if there is none over microbatches."""
+    work: Callable[[int, int, bool], Work]
+    """(device, turn, whether the loop is of backward alone) -> its work; of a pipeline's engine by the place
+    along pp."""
+
+
+def make_turns(engine: str, experiment: Experiment) -> Schedule:
+    """The loop over microbatches that an engine makes of an experiment.
+
+    Args:
+        engine: of this side, or a peer.
+        experiment: its layout, and how many passes are accumulated.
+    """
+    layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
+    if layout.pp == 1:
+        return Schedule(passes if passes > 1 else 0, lambda device, turn, backward: Work(turn))
+    of_engine = importlib.import_module(f"jaxpar.{ENGINES[engine].folder}.turns")
+    turns, work = of_engine.make_turns(layout, passes * layout.microbatches)
+    stages = _stages(layout)
+    return Schedule(turns, lambda device, turn, backward: work(int(stages[device]), turn, backward))
+
+
+def _stages(layout: Layout) -> np.ndarray:
+    """The place along pp of each device."""
+    return np.indices(tuple(layout.axes.values()))[list(layout.axes).index(PP)].ravel()

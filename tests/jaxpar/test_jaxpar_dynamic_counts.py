@@ -1,0 +1,170 @@
+"""The ledger says how often each collective runs, the profiler how often it ran, and what was done when.
+
+The oracles are of different kinds: the ledger is read from the text of a program, the profile is of its run,
+the order of a pipeline is the schedule's.
+"""
+
+import re
+from functools import cache
+from itertools import groupby
+
+import pytest
+from dynamic_counts import EXPERIMENT, watch
+from msgspec.structs import replace
+
+from compare.contract.experiment import ExperimentError, Layout, Train
+from compare.contract.record import Recorder, read_record
+from compare.contract.request import Request
+from compare.contract.schedules import Kind, make_schedule
+from compare.contract.timeline import COMPUTE, Lane, Timeline, communication_us, exposed_us, idle_us
+from jaxpar.measure.dynamic_counts import Counted, dynamic_counts
+from jaxpar.measure.profile import make_timeline
+from jaxpar.measure.profile_events import Executions
+from jaxpar.peers import plain_jit
+from jaxpar.train import train
+
+PASSES = EXPERIMENT.train.gradient_accumulation_steps
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=4),
+    "zero2": Layout(dp_shard=4, zero=2),
+    "fsdp_tp_sp": Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True),
+    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, schedule="gpipe", microbatches=2),
+    "interleaved": Layout(pp=2, schedule="interleaved", chunks=2, microbatches=2),
+    "tp_pp": Layout(pp=2, tp=2, schedule="1f1b", microbatches=2),
+}
+BY_COMPILER = ("zero2", "fsdp_tp_sp", "fsdp_pp")
+BY_HAND = ("ddp", "fsdp_tp_sp", "fsdp_pp", "interleaved", "tp_pp")
+CASES = [("jax-compiler", name) for name in BY_COMPILER] + [("jax-manual", name) for name in BY_HAND]
+"""All presets are in docs/dynamic_counts.json."""
+
+
+@cache
+def ran(engine: str, name: str) -> tuple[Executions, str]:
+    return watch(engine, replace(EXPERIMENT, layout=LAYOUTS[name]))
+
+
+def counted(engine: str, name: str, *, edit=lambda hlo: hlo) -> list[Counted]:
+    executions, hlo = ran(engine, name)
+    return dynamic_counts(executions.events, edit(hlo), LAYOUTS[name].axes)
+
+
+@cache
+def timeline_of(engine: str, name: str) -> Timeline:
+    executions, hlo = ran(engine, name)
+    experiment = replace(EXPERIMENT, layout=LAYOUTS[name])
+    return make_timeline(executions, hlo, engine=engine, experiment=experiment, step=1)
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_collectives_run_as_often_as_the_ledger_says(engine, name):
+    rows = counted(engine, name)
+    assert rows
+    assert [(row.static, row.differences) for row in rows] == [(row.dynamic, []) for row in rows]
+
+
+def test_what_one_end_of_a_pipeline_does_is_counted_there_alone():
+    """The loss is the last stage's: its reductions over tp are the devices 2 and 3's."""
+    rows = counted("jax-manual", "tp_pp")
+    (of_loss,) = [row.dynamic for row in rows if (row.axis, row.purpose) == ("tp", "loss")]
+    assert of_loss[:2] == [0, 0]
+    assert of_loss[2] == of_loss[3] > 0
+
+
+@pytest.mark.parametrize(("engine", "name"), [("jax-manual", "fsdp_tp_sp"), ("jax-compiler", "fsdp_pp")])
+def test_a_wrong_trip_count_is_noticed(engine, name):
+    """Doctored in the text that the ledger is read from: one loop would turn once more than it did."""
+    trips = r'("known_trip_count":\{"n":")(\d+)'
+    hlo = ran(engine, name)[1]
+    wrong = 0
+    for place in re.finditer(trips, hlo):
+
+        def doctored(hlo: str, place: re.Match[str] = place) -> str:
+            return hlo[: place.start(2)] + str(int(place[2]) + 1) + hlo[place.end(2) :]
+
+        wrong += any(row.differences for row in counted(engine, name, edit=doctored))
+    assert wrong >= 2  # the loops with a collective in them
+
+
+def test_a_collective_that_did_not_run_is_noticed():
+    executions, hlo = ran("jax-manual", "ddp")
+    reduce = next(event for event in executions.events if "psum" in event.name)
+    others = [event for event in executions.events if event.name != reduce.name]
+    rows = dynamic_counts(others, hlo, LAYOUTS["ddp"].axes)
+    expected = f"{reduce.name}: {[0] * 4} times, and not {[1] * 4}"
+    assert [line for row in rows for line in row.differences] == [expected]
+
+
+def tasks(lane: Lane) -> list[tuple[str, int, int]]:
+    """(kind, microbatch, chunk) of a lane's compute, each once where it goes on."""
+    found = [(s.kind, s.microbatch, s.chunk) for s in lane.spans if s.kind in COMPUTE and s.microbatch >= 0]
+    return [task for task, _ in groupby(found)]
+
+
+@pytest.mark.parametrize("name", ["tp_pp", "interleaved"])
+def test_a_pipeline_by_hand_did_its_schedule(name):
+    layout = LAYOUTS[name]
+    schedule = make_schedule(
+        layout.schedule, ranks=layout.pp, microbatches=PASSES * layout.microbatches, chunks=layout.chunks
+    )
+    words = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
+    devices = layout.devices // layout.pp
+    for lane in timeline_of("jax-manual", name).lanes:
+        rank = lane.device // devices  # pp is the outermost axis of the mesh
+        expected = [(words[task.kind], task.microbatch, task.stage // layout.pp) for task in schedule[rank]]
+        assert tasks(lane) == expected
+
+
+def test_a_pipeline_of_the_compiler_goes_back_in_reverse():
+    """Autodiff's order: GPipe, its backward from the last microbatch to the first, on every stage."""
+    microbatches = range(PASSES * LAYOUTS["fsdp_pp"].microbatches)
+    expected = [("forward", m, 0) for m in microbatches] + [
+        ("backward", m, 0) for m in reversed(microbatches)
+    ]
+    for lane in timeline_of("jax-compiler", "fsdp_pp").lanes:
+        assert tasks(lane) == expected
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
+def test_lanes_have_every_collective_and_the_three_kinds_of_compute(engine, name):
+    timeline = timeline_of(engine, name)
+    for lane in timeline.lanes:
+        assert {span.kind for span in lane.spans} == {*COMPUTE, "communication"}
+        assert [span.begin_us for span in lane.spans] == sorted(span.begin_us for span in lane.spans)
+        assert max(span.end_us for span in lane.spans) <= timeline.wall_us + 1e-3
+        for row in counted(engine, name):
+            key = row.kind, row.axis, row.purpose
+            spans = [span for span in lane.spans if (span.operation, span.axis, span.purpose) == key]
+            assert len(spans) == row.dynamic[lane.device], key
+        assert 0 < exposed_us(lane) <= communication_us(lane) + 1e-3
+        assert communication_us(lane) + idle_us(lane, timeline.wall_us) < timeline.wall_us
+    assert "until the last device had come" in timeline.method
+
+
+def test_accumulated_passes_come_one_after_the_other():
+    for lane in timeline_of("jax-manual", "fsdp_tp_sp").lanes:
+        numbers = [number for number, _ in groupby(span.microbatch for span in lane.spans) if number >= 0]
+        assert numbers == list(range(PASSES))
+
+
+def test_a_profiled_run_leaves_the_timeline_of_its_last_step_if_it_is_short(tmp_path):
+    experiment = replace(EXPERIMENT, train=Train(max_iters=2, batch_size=2), layout=Layout(dp_replicate=2))
+    train(Request(engine="jax-manual", experiment=experiment, profile=True), Recorder(tmp_path))
+    record = read_record(tmp_path, requested=False)
+    assert record.timeline is not None
+    assert record.timeline.step == 1
+    assert [lane.device for lane in record.timeline.lanes] == [0, 1]
+    assert [step.instrumented for step in record.steps] == [False, True]
+    assert record.timeline.wall_us <= 1e3 * record.steps[1].step_time_ms
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ledger.json",
+        "manifest.json",
+        "steps.jsonl",
+        "timeline.json",
+    ]
+
+
+@pytest.mark.parametrize(("engine", "trains"), [("jax-manual", train), ("plain-jit", plain_jit.train)])
+def test_there_is_no_silent_twin(tmp_path, engine, trains):
+    request = Request(engine=engine, experiment=EXPERIMENT, silent=True)
+    with pytest.raises(ExperimentError, match="jaxpar, which has no silent twin"):
+        trains(request, Recorder(tmp_path))
