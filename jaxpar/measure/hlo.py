@@ -57,7 +57,7 @@ class Collective:
         op_name: of the operation in JAX that it is made of: the path of scopes and transforms.
         source: the line of the program, if the module tells.
         stack: that line and its callers, the innermost first, without jaxpar's wrappers of collectives.
-        text: the instruction as XLA writes it, without its name.
+        text: the instruction as XLA writes it.
         name: of the instruction, which no other of the module has.
     """
 
