@@ -20,7 +20,7 @@ from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.known_deviations import PATTERNS
 from compare.present.ledger_lines import sentence
 from compare.present.lesson.code import Link, highlighted
-from compare.present.lesson.rows import Compiled, Row, compiled_steps, ledger_rows
+from compare.present.lesson.rows import Cell, Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
 from compare.present.report.memory import at_rest, memory_table
 from compare.present.report.pictures import Picture, timelines
@@ -147,15 +147,7 @@ def _column(source: Source, record: Record, rows: Sequence[Row]) -> Column:
     instructions = record.instructions or []
     compiled = compiled_steps(source, instructions, rows)
     cells = [(row, row.cells[source.engine]) for row in rows if source.engine in row.cells]
-    links: dict[int, list[Link]] = {}
-    for row, cell in {row.key: (row, cell) for row, cell in reversed(cells)}.values():  # the first of each
-        kind, axis, purpose = row.key
-        for line in cell.lines:
-            links.setdefault(line, []).append(Link(cell.anchor, f"{kind} · {purpose or axis}"))
-    for line in sorted({step.line for step in compiled} - {0}):
-        made = [step for step in compiled if step.line == line]
-        count = f" and {len(made) - 1} more" if len(made) > 1 else ""
-        links.setdefault(line, []).append(Link(made[0].anchor, f"HLO {made[0].number}{count}"))
+    links = _links(cells, compiled)
     targets = {}
     for mark in source.marks:
         caused = [cell.anchor for row, cell in cells if mark.causes(row.key[0], row.key[2])]
@@ -172,6 +164,21 @@ def _column(source: Source, record: Record, rows: Sequence[Row]) -> Column:
         compiled=None if record.instructions is None else compiled,
         has_moved=any(map(source.has_moved, instructions)),
     )
+
+
+def _links(cells: Sequence[tuple[Row, Cell]], compiled: Sequence[Compiled]) -> dict[int, list[Link]]:
+    """What is written behind each line: the rows of the ledger that it causes, and XLA's instructions."""
+    links: dict[int, list[Link]] = {}
+    first_of_stages = {row.key: (row, cell) for row, cell in reversed(cells)}
+    for row, cell in first_of_stages.values():
+        kind, axis, purpose = row.key
+        for line in cell.lines:
+            links.setdefault(line, []).append(Link(cell.anchor, f"{kind} · {purpose or axis}"))
+    for line in sorted({step.line for step in compiled} - {0}):
+        made = [step for step in compiled if step.line == line]
+        count = f" and {len(made) - 1} more" if len(made) > 1 else ""
+        links.setdefault(line, []).append(Link(made[0].anchor, f"HLO {made[0].number}{count}"))
+    return links
 
 
 def _patterns(ledgers: Sequence[EngineLedger]) -> dict[str, str]:
