@@ -1,5 +1,8 @@
 """Tables of what the scripts beside this file measured: each from its JSON, or a word that there is none."""
 
+import json
+from pathlib import Path
+
 from moves import read_moves
 from performance import BENCHES, read_performance
 from precisions import (
@@ -19,6 +22,9 @@ from survival import read_survival
 from table_text import markdown
 
 from compare.terminal.units import error_text, human_bytes
+
+COUNTS = Path(__file__).parent / "dynamic_counts.json"
+"""As text: the script that writes it needs JAX, and the docs do not."""
 
 
 def moves() -> str:
@@ -140,6 +146,15 @@ def precisions() -> str:
     header = [f"{STEPS} steps", "last loss", "furthest from float32", "between engines"]
     header += [f"weights changed by {NEARBY:g}", "skipped", "verdict"]
     return markdown(header, rows)
+
+
+def counts_agree() -> str:
+    """How many of the layouts whose collectives were counted as they ran agree with the ledger."""
+    found = json.loads(COUNTS.read_text())
+    agree = sum(one["agrees"] for one in found)
+    rows = [row for one in found for row in one["rows"]]
+    calls = sum(sum(row["dynamic"]) for row in rows)
+    return f"{agree} of {len(found)} layouts agree: {len(rows)} rows, {calls:,} calls on all devices"
 
 
 def savings() -> str:

@@ -10,6 +10,7 @@ import msgspec
 from measured import Errors, Measured, read_measured
 from measured_tables import (
     agreement,
+    counts_agree,
     endings,
     moves,
     performance,
@@ -245,6 +246,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profiles": profiles,
     "precisions": precisions,
     "savings": savings,
+    "counts-agree": counts_agree,
     "endings": endings,
     "refusals": refusals,
     **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},

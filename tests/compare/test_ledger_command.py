@@ -1,0 +1,106 @@
+"""`shardpair ledger` over finished runs: what it prints, its exit codes, and what it refuses."""
+
+import json
+
+import msgspec
+import pytest
+from records import comparison_of, make_record, make_request
+
+from compare.cli import main
+from compare.contract.communication import Communication
+from compare.contract.experiment import Experiment, edited
+from compare.contract.json_files import write_json
+from compare.contract.ledger import Ledger
+from compare.contract.record import LEDGER
+from compare.judge.closed_forms.communication import communication
+from compare.judge.comparison import save
+
+ENGINES = ("jax-manual", "torch-manual")
+
+
+def rows(engine: str, experiment: Experiment) -> list[Communication]:
+    return [
+        Communication(
+            kind=kind,
+            axis=axis,
+            purpose=purpose,
+            calls=2,
+            bytes=int(size),
+            wire_bytes=int(size),
+            group_size=2,
+            dtype="float64",
+            phase="backward",
+            source="model.py:7 (forward): blocks",
+            loops=(2, 4),
+        )
+        for (kind, axis, purpose), size in communication(engine, experiment).items()
+    ]
+
+
+@pytest.fixture
+def run(tmp_path, tiny):
+    """Two engines, fully sharded, that send what they should."""
+    experiment = edited(tiny, {"layout": {"dp_shard": 2, "zero": 3}})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    requests = {}
+    for engine in ENGINES:
+        record = make_record(folder / engine, experiment, engine=engine)
+        requests[engine] = record.request or make_request(experiment, engine=engine)
+        resolved = msgspec.structs.replace(experiment.layout, remat=record.manifest.remat)
+        as_run = msgspec.structs.replace(experiment, layout=resolved)
+        write_json(folder / engine / LEDGER, Ledger(rows=rows(engine, as_run)))
+    save(comparison_of(experiment, cases=list(ENGINES), requests=requests), folder)
+    return folder
+
+
+def test_a_run_that_sends_what_it_should(run, tmp_path, capsys):
+    page = tmp_path / "ledger.md"
+    flags = ["--rows", "--fail_on_unexpected", "--output", str(page)]
+    assert main(["ledger", "--results", str(run), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "fully sharded over 2: 2 CPU devices" in shown
+    assert "4 of 4 lines are the closed form's to the byte" in shown
+    assert "model.py:7 (forward): blocks" in shown
+    assert "2 x 4" in shown
+    text = page.read_text()
+    assert text.startswith("# The ledger")
+    assert "| reduce_scatter | dp_shard | gradients |" in text
+    assert main(["ledger", "--results", str(run), "--json"]) == 0
+    (first, second) = json.loads(capsys.readouterr().out)
+    assert {line["expected"] for line in first["lines"]} <= {line["found"] for line in first["lines"]}
+    assert second["engine"] == "torch-manual"
+
+
+def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
+    path = run / "torch-manual" / LEDGER
+    ledger = msgspec.json.decode(path.read_bytes(), type=Ledger)
+    twice = [msgspec.structs.replace(row, bytes=2 * row.bytes) for row in ledger.rows]
+    write_json(path, Ledger(rows=twice, problems=["a loop has no known trip count, at mine.py:3"]))
+    assert main(["ledger", "--results", str(run)]) == 0
+    assert main(["ledger", "--results", str(run), "--fail_on_unexpected"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{twice[0].bytes:,}" in shown
+    assert "2 of 4 lines are the closed form's to the byte, 2 are not explained" in shown
+    assert "torch-manual is incomplete: a loop has no known trip count, at mine.py:3" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "ddp"], "leave out the layout and the experiment"),
+        (["--model.n_layer", "3"], "leave out the layout and the experiment"),
+    ],
+)
+def test_a_finished_run_has_its_own_layout(run, flags, message, capsys):
+    assert main(["ledger", "--results", str(run), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_asked_for_is_refused(capsys, tmp_path):
+    assert main(["ledger", "--preset", "ddp", "--presets", "fsdp"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert main(["ledger", "--results", str(tmp_path)]) == 2
+    assert "is not the folder of a `shardpair run`" in capsys.readouterr().err
+    assert main(["ledger", "--presets", "nothing"]) == 2
+    assert "--layouts nothing: no such layout" in capsys.readouterr().err
