@@ -28,6 +28,7 @@ from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
+from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
@@ -53,6 +54,7 @@ COMMANDS: dict[str, type] = {
     "golden": Golden,
     "sweep": Sweep,
     "bench": Bench,
+    "profile": Profile,
     "ledger": Ledgers,
     "list": List,
     "report": Report,
@@ -70,6 +72,7 @@ DEFAULT_EXPERIMENT = {
     "resume": "",
     "check": "check",
     "bench": "demo",
+    "profile": "demo",
     "faults": "check",
     "matrix": "check",
     "ledger": "check",

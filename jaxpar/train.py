@@ -94,6 +94,7 @@ def train(
     require_watchable(request)
     experiment, layout = request.experiment, request.experiment.layout
     ENGINES[request.engine].require(layout, platform=request.platform)
+    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     remat = resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)

@@ -17,6 +17,7 @@ from compare.contract.parameters import parameter_count
 from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Rung
+from compare.contract.timeline import profiled_step
 from compare.contract.timing import Window, merged
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
@@ -66,7 +67,30 @@ class Recording:
 
     @contextmanager
     def watch_step(self) -> Generator[None]:
-        """Around a step. One of them is instrumented: its peak memory, and its ledger."""
+        """Around a step. One of them is instrumented: its peak memory, and its ledger. Of another one, in a
+        profiled run, the timeline is left."""
+        with self._timeline(), self._instruments():
+            yield
+
+    @contextmanager
+    def _timeline(self) -> Generator[None]:
+        """Around a step: the timeline of the one that is profiled."""
+        request, step = self._run.request, self._run.state.step
+        if not request.profile or step != profiled_step(
+            request.first_step, request.steps, self._instrumented
+        ):
+            yield
+            return
+        from torchpar.measure.timeline import watch  # what it marks is not imported for every run
+
+        with watch(self._run, self._ledger_mode.library_calls) as found:
+            yield
+        if self._recorder and found.timeline:
+            self._recorder.timeline(found.timeline)
+
+    @contextmanager
+    def _instruments(self) -> Generator[None]:
+        """Around a step: memory and ledger of the one that is instrumented."""
         if self._run.state.step != self._instrumented:
             yield
             return
@@ -97,6 +121,8 @@ class Recording:
         """
         run, step = self._run, self._run.state.step
         run.rank.at(step, "record")
+        if run.request.silent:  # no rank waits for another but here
+            seconds = max(run.mesh.world.all_gather_objects(seconds))
         if step == run.request.first_step:
             self._first_step_s = seconds
         self._note(run.state.place, loss, norm, seconds=seconds)
@@ -133,7 +159,8 @@ class Recording:
         )
         if self._recorder:
             self._recorder.step(done)
-        end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
+        if not run.request.silent:
+            end_if_diverged(run.request.engine, done, where=lambda: first_gradient_not_finite(run))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """After an evaluation, which has the same losses on all ranks."""

@@ -26,6 +26,7 @@ from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
+from torchpar.comm.silence import fall_silent
 from torchpar.evaluation import evaluate_if_due
 from torchpar.host_memory import keep_freed_memory
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
@@ -76,6 +77,8 @@ def train(
     require_validation(run.experiment, run.corpus)
     evaluate_if_due(run, recording)
     while run.state.step < run.experiment.train.max_iters:
+        if request.silent and run.state.step == request.first_step + 1:
+            fall_silent(run.mesh.axes, run.mesh.device, run.parallel.module)
         if request.timing and request.timing.is_in_window(run.state.step):
             train_window(run, recording, steps=request.timing.window)
         else:
@@ -99,7 +102,7 @@ def join_mesh(rank: Rank, request: Request) -> Mesh:
             timeout_s=rank.collective_timeout_s,
         )
     rank.at(0, "setting up")
-    return make_mesh(layout, rank=rank.rank, device=device)
+    return make_mesh(layout, rank=rank.rank, device=device, apart=request.silent)
 
 
 def _set_up_device(rank: Rank, request: Request) -> torch.device:
@@ -171,7 +174,10 @@ def train_step(run: Run, recording: Recording) -> None:
         recording.gradients_are_ready()
         begun = now(run)
         run.rank.at(state.step, "optimizer")
-        norm = optimizer_step(run.parallel, run.experiment.optimizer, state.updates)
+        # A silent twin's numbers mean nothing: its norm must not keep it from an update.
+        norm = optimizer_step(
+            run.parallel, run.experiment.optimizer, state.updates, waits=not run.request.silent
+        )
         update_s = now(run) - begun
     recording.step_is_done(loss, norm, seconds=gradients_s + update_s)
     move_on(run, norm)
@@ -206,6 +212,8 @@ def move_on(run: Run, norm: torch.Tensor) -> None:
         DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
     """
     norm_of = norm.item() if run.state.loss_scale else None
+    if norm_of is not None and run.request.silent:
+        norm_of = 0.0  # it means nothing, and overflows nothing
     if norm_of is not None and run.state.place.overflowed(norm_of):
         run.parallel.optimizer.zero_grad(set_to_none=True)
     run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of)

@@ -121,6 +121,7 @@ def read_request(folder: Path) -> Request:
         raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
     revalidate(request.experiment)
     _require_timeable(request)
+    _require_watchable(request)
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
         raise ExperimentError(
             f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "
@@ -144,6 +145,20 @@ def _require_timeable(request: Request) -> None:
         raise ExperimentError("timing: a timed run evaluates nothing: train.eval_interval = 0")
     if timing and timing.steps != steps:
         raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
+
+
+def _require_watchable(request: Request) -> None:
+    """Refuse a profile of steps that nothing waits for, and a silent run that leaves more than its time."""
+    if request.profile and request.timing:
+        raise ExperimentError(
+            "profile: steps that nothing waits for cannot be told apart: ask without timing"
+        )
+    kept = request.ladder or request.resume or request.experiment.checkpoint.every
+    if request.silent and (kept or request.experiment.train.eval_interval):
+        raise ExperimentError(
+            "silent: numbers of a run that communicates nothing mean nothing: ask for its time alone, "
+            "without ladder, checkpoints and evaluations"
+        )
 
 
 def rungs_asked_for(request: Request) -> tuple[Rung, ...]:

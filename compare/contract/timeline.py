@@ -58,9 +58,29 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """How it was measured, in words, and what it cannot tell."""
 
 
+def profiled_step(first: int, steps: int, instrumented: int) -> int:
+    """The step that a profiled run watches.
+
+    Args:
+        first: the run's first step.
+        steps: how many it has.
+        instrumented: the one whose memory and ledger are measured, which is slow.
+
+    Returns:
+        `PROFILED_STEP`, or the last step of a shorter run; but not the instrumented one if there is another.
+    """
+    wanted = first + min(PROFILED_STEP, steps - 1)
+    return wanted - 1 if wanted == instrumented and steps > 1 else wanted
+
+
+def busy_us(lane: Lane, kind: Kind) -> float:
+    """Time in which a device does something of a kind: spans that lie over each other count once."""
+    return _covered(_intervals(lane, (kind,)))
+
+
 def communication_us(lane: Lane) -> float:
-    """Time in which a device communicates: spans that lie over each other count once."""
-    return _covered(_intervals(lane, ("communication",)))
+    """Time in which a device communicates."""
+    return busy_us(lane, "communication")
 
 
 def exposed_us(lane: Lane) -> float:
@@ -72,6 +92,26 @@ def exposed_us(lane: Lane) -> float:
 def idle_us(lane: Lane, wall_us: float) -> float:
     """Time in which a device neither computes nor communicates."""
     return max(0.0, wall_us - _covered(_intervals(lane, (*COMPUTE, "communication"))))
+
+
+def bubble_fraction(timeline: Timeline) -> float | None:
+    """The share of the devices' time within a pipeline in which they wait: for each other, or for a message.
+
+    The pipeline begins with the first microbatch's first forward on any device, and ends with the last
+    backward of any.
+
+    Returns:
+        None where no span tells its microbatch.
+    """
+    tasks = [
+        [(span.begin_us, span.end_us) for span in lane.spans if span.microbatch >= 0 and span.kind in COMPUTE]
+        for lane in timeline.lanes
+    ]
+    ends = [end for own in tasks for _, end in own]
+    if not ends:
+        return None
+    length = max(ends) - min(begin for own in tasks for begin, _ in own)
+    return 1.0 - sum(map(_covered, tasks)) / (len(tasks) * length)
 
 
 def _intervals(lane: Lane, kinds: tuple[Kind, ...]) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ from compare.contract.record import Record, Step
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """One engine's row of the table. Times are of steady steps: not the first, nor an instrumented one."""
+    """One engine's row of the table. Times are of steady steps: not the first, nor one that was watched."""
 
     engine: str
     devices: int
@@ -46,7 +46,10 @@ class Cost(Struct, frozen=True, kw_only=True):
 
 def steady_times_ms(record: Record) -> list[float]:
     """Wall times of the steps that count; of all steps where a run is too short to have any."""
-    steady = [step.step_time_ms for step in record.steps[1:] if not step.instrumented]
+    watched = record.timeline.step if record.timeline else None
+    steady = [
+        step.step_time_ms for step in record.steps[1:] if not step.instrumented and step.step != watched
+    ]
     return steady or [step.step_time_ms for step in record.steps]
 
 

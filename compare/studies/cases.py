@@ -33,6 +33,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     ladder: bool = True
     """Leave gradients, weights and moments for the ladder; without them losses and norms are compared."""
+    profile: bool = False
+    """Leave the timeline of one step."""
     pythons: Mapping[str, str] = {}
     init_from: str = ""
     """A file of weights to begin with; see `freeze_weights`."""

@@ -237,6 +237,7 @@ def _request(
         init_from=init.path,
         init_sha256=init.sha256,
         resume=resume,
+        profile=settings.profile,
         fault=case.fault,
     )
 

@@ -104,6 +104,7 @@ def train(
     require_watchable(request)
     experiment = request.experiment
     ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
+    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     (device,) = find_devices(1, platform=request.platform)
     remat = resolve_remat(experiment.layout)
     problem = make_problem(experiment, remat=remat)

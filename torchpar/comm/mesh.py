@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,28 +50,31 @@ class Mesh:
         return {axis.name: axis.size for axis in self.axes}
 
 
-def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
+def make_mesh(layout: Layout, *, rank: int, device: torch.device, apart: bool = False) -> Mesh:
     """The mesh of a layout; with more than one device the process group must be there.
 
     Args:
         layout: the degrees.
         rank: this process among `layout.devices`.
         device: its own.
+        apart: no axis of a step shares the group of all ranks.
     """
     traffic, sizes = Traffic(), layout.axes
-    axes = {name: _make_axis((name,), sizes, rank, traffic) for name in sizes}
+    make = partial(_make_axis, sizes=sizes, rank=rank, traffic=traffic)
+    axes = {name: make((name,), apart=apart) for name in sizes}
     real = [name for name in BATCH if sizes[name] > 1]
-    data = _make_axis(tuple(real), sizes, rank, traffic) if len(real) > 1 else axes[(*real, DP_SHARD)[0]]
-    world = _make_axis(tuple(sizes), sizes, rank, traffic)
-    return Mesh(**axes, data=data, world=world, device=device, traffic=traffic)
+    data = make(tuple(real), apart=apart) if len(real) > 1 else axes[(*real, DP_SHARD)[0]]
+    return Mesh(**axes, data=data, world=make(tuple(sizes)), device=device, traffic=traffic)
 
 
-def _make_axis(names: tuple[str, ...], sizes: Mapping[str, int], rank: int, traffic: Traffic) -> Axis:
+def _make_axis(
+    names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int, traffic: Traffic, apart: bool = False
+) -> Axis:
     """The axis, or several axes as one, of the grid of ranks."""
     places = [list(sizes).index(name) for name in names]
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     size = math.prod(sizes[name] for name in names)
     lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, size).tolist()
     mine = next(line for line in lines if rank in line)
-    group = make_group(lines) if size > 1 else None
+    group = make_group(lines, apart=apart) if size > 1 else None
     return Axis(joined(*names), size=size, rank=mine.index(rank), group=group, traffic=traffic)

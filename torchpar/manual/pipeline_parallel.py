@@ -205,7 +205,7 @@ class PipelineParallel:
                 f"schedule is for {len(schedule)} ranks, and has {wanted} there"
             )
         splits = any(task.kind == Kind.BACKWARD_WEIGHT for task in tasks)
-        self._stages = {n: Stage(module, splits_backward=splits) for n, module in stages.items()}
+        self._stages = {n: Stage(module, splits_backward=splits, number=n) for n, module in stages.items()}
         self._microbatches = 1 + max(task.microbatch for task in tasks)
         self._instructions = make_instructions(schedule, self._axis.rank)
         self._loss, self._boundary, self._no_sync = loss, boundary, no_sync

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 # c10d and functional names without punctuation -> the ledger's kind
-_KINDS = {
+KINDS = {
     "allreduce": "all_reduce",
     "allreducecoalesced": "all_reduce",
     "broadcast": "broadcast",
@@ -57,7 +57,7 @@ def call_of(func: Any, args: tuple, kwargs: dict, result: object) -> SeenCall | 
         size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
     dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     return SeenCall(
-        kind=_KINDS.get(name, name),
+        kind=KINDS.get(name, name),
         group=_group_name((*args, *kwargs.values())),
         bytes=size,
         dtype=", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)),

@@ -73,12 +73,14 @@ class LedgerMode(TorchDispatchMode):
     Attributes:
         is_updating: gradients are ready, and the optimizer is at work.
         seen, own: bytes on the wire by axis: of all that the dispatcher saw, and of our own calls.
+        library_calls: those that are not our own, in their order.
     """
 
     def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
         super().__init__()
         self.is_updating = False
         self.seen, self.own = Counter[str](), Counter[str]()
+        self.library_calls: list[Call] = []
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
         self._modules = ModuleTracker()
@@ -136,6 +138,8 @@ class LedgerMode(TorchDispatchMode):
     def _note(self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row; `said` is None where it was not our own."""
         purpose = said if said is not None else self._inferred_purpose(kind, axis, dtype)
+        if said is None:
+            self.library_calls.append(Call(kind, axis, purpose))
         place = Place(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
         row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]

@@ -69,6 +69,12 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether it can evaluate weights on held-out data."""
     drops: bool = False
     """Whether it has dropout (`compare.contract.dropout`)."""
+    profiles: bool = False
+    """Whether it leaves the timeline of a step (`Request.profile`)."""
+    falls_silent: bool = False
+    """Whether it runs without communicating, too (`Request.silent`)."""
+    no_twin: str = ""
+    """Why it does not."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     sends_by: Literal["", "xla", "pytorch"] = ""
@@ -123,6 +129,14 @@ class Engine(Struct, frozen=True, kw_only=True):
                 f"checkpoint.every = {every}: {self.name} saves no checkpoints: set it to 0, or leave "
                 f"{self.name} out of --engines"
             )
+
+    def require_watchable(self, *, profile: bool, silent: bool) -> None:
+        """Refuse a timeline or a silent run that this engine does not have. Raises ExperimentError."""
+        if profile and not self.profiles:
+            raise ExperimentError(f"profile: {self.name} leaves no timeline: leave it out of --engines")
+        if silent and not self.falls_silent:
+            why = self.no_twin or f"{self.name} always communicates"
+            raise ExperimentError(f"silent: {self.name} has no silent twin: {why}")
 
     @property
     def pip_line(self) -> str:

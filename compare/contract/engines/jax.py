@@ -3,6 +3,7 @@
 from compare.contract.engines.engine import LOSS_SCALED, Engine, Side
 from compare.contract.engines.peers import JAX_PEERS
 
+NO_TWIN = "a collective is an operation of XLA's program: to leave it out makes another program"
 INSERTED_BY_XLA = (
     "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
 )
@@ -26,6 +27,8 @@ JAX = Side(
             evaluates=True,
             drops=True,
             offloads=True,
+            profiles=True,
+            no_twin=NO_TWIN,
             dtypes=LOSS_SCALED,
             side="jaxpar",
             folder="compiler",
@@ -62,6 +65,8 @@ JAX = Side(
             evaluates=True,
             drops=True,
             offloads=True,
+            profiles=True,
+            no_twin=NO_TWIN,
             dtypes=LOSS_SCALED,
             side="jaxpar",
             folder="manual",

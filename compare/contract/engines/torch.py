@@ -36,6 +36,8 @@ TORCH = Side(
             checkpoints=True,
             evaluates=True,
             drops=True,
+            profiles=True,
+            falls_silent=True,
             offloads=True,
             dtypes=LOSS_SCALED,
             side="torchpar",
@@ -54,6 +56,8 @@ TORCH = Side(
             checkpoints=True,
             evaluates=True,
             drops=True,
+            profiles=True,
+            falls_silent=True,
             no_offload="PyTorch moves moments to the host only along with parameters, gradients and update "
             "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
             dtypes=LOSS_SCALED,

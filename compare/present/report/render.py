@@ -73,6 +73,7 @@ def _summary(comparison: Comparison) -> dict[str, object]:
 
 def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object]:
     """Pictures and tables of what finished."""
+    from compare.present.report.lanes import measured_steps
     from compare.present.report.pictures import pictures, timelines
 
     names = comparison.cases
@@ -81,7 +82,7 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
     beside = [engine_ledger(name, record) for name, record in zip(names, records, strict=True)]
     return {
         "pictures": pictures(comparison, records, held),
-        "timelines": timelines(records),
+        "timelines": [*measured_steps(names, records), *timelines(records)],
         "layouts": tables.layout_table(comparison, records),
         "costs": tables.cost_table(comparison),
         "ladder": tables.ladder_table(comparison.verdicts),

@@ -31,7 +31,9 @@ def repeat_command(comparison: Comparison) -> str:
         return ""
     if not _same(cases, comparison):
         return ""
-    has_ladder = all(request.ladder for request in comparison.requests.values())
+    has_ladder = comparison.command == "profile" or all(
+        request.ladder for request in comparison.requests.values()
+    )
     if comparison.platform != "cpu":
         options += ["--platform", comparison.platform]
     if not has_ladder:
@@ -84,7 +86,7 @@ def _matrix(comparison: Comparison) -> tuple[list[str], list[Case]]:
     )
 
 
-_REBUILD = {"run": _run, "check": _check, "faults": _faults, "matrix": _matrix}
+_REBUILD = {"run": _run, "profile": _run, "check": _check, "faults": _faults, "matrix": _matrix}
 
 
 def _same(cases: list[Case], comparison: Comparison) -> bool:

@@ -30,10 +30,11 @@ class Stage:
     Args:
         module: on the first stage its input is the microbatch itself.
         splits_backward: whether weight gradients are a task of their own.
+        number: along the model.
     """
 
-    def __init__(self, module: nn.Module, *, splits_backward: bool):
-        self.module, self._splits = module, splits_backward
+    def __init__(self, module: nn.Module, *, splits_backward: bool, number: int = 0):
+        self.module, self.splits_backward, self.number = module, splits_backward, number
         self._of_weights = WeightGradients(module, spares_hooks=not splits_backward)
         self._activations: dict[int, _Activations] = {}
         self._factors: dict[int, list[Factors]] = {}
@@ -63,7 +64,7 @@ class Stage:
         """
         x = x.detach().requires_grad_(x.is_floating_point())
         factors: list[Factors] = []
-        with self._of_weights.into(factors.append if self._splits else add_up):
+        with self._of_weights.into(factors.append if self.splits_backward else add_up):
             y = finish(self.module(x, *also))
         self._activations[microbatch] = _Activations(x, y, factors)
         return y.detach()
@@ -80,9 +81,9 @@ class Stage:
         """
         kept = self._activations.pop(microbatch)
         if kept.y.requires_grad:  # else the stage is frozen, and its input is no floating-point tensor
-            with self._of_weights.into(kept.factors.append if self._splits else add_up):
+            with self._of_weights.into(kept.factors.append if self.splits_backward else add_up):
                 torch.autograd.backward(kept.y, gradient)
-        if self._splits:
+        if self.splits_backward:
             self._factors[microbatch] = kept.factors
         return kept.x.grad
 

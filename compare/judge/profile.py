@@ -1,0 +1,188 @@
+"""A profile: where the time of one step goes, engine by engine; saved as profile.json."""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.json_files import write_json
+from compare.contract.record import Record
+from compare.contract.schedule_simulator import bubble_fraction as planned_fraction
+from compare.contract.schedules import make_schedule
+from compare.contract.timeline import (
+    Lane,
+    bubble_fraction,
+    busy_us,
+    communication_us,
+    exposed_us,
+    idle_us,
+)
+from compare.judge.comparison import Comparison
+from compare.judge.costs import steady_times_ms
+
+PROFILE = "profile.json"
+NO_TIMELINE = "it left no timeline"
+NOT_ASKED = "no twin was asked for"
+
+
+class DeviceTime(Struct, frozen=True, kw_only=True):
+    """One device's milliseconds of the step that was watched. Communication may lie beside compute."""
+
+    device: int
+    forward_ms: float
+    backward_ms: float
+    update_ms: float
+    communication_ms: float
+    exposed_ms: float
+    """Of the communication: with no compute beside it."""
+    idle_ms: float
+    """Neither compute nor communication."""
+
+
+class EngineProfile(Struct, frozen=True, kw_only=True):
+    """One engine's step."""
+
+    name: str
+    """Of its case, and its folder."""
+    step_ms: float
+    """The median of the steps that nobody watched."""
+    devices: list[DeviceTime] = []
+    step: int | UnsetType = UNSET
+    """The one that was watched; unset, as what follows from it, if there is no timeline."""
+    watched_ms: float | UnsetType = UNSET
+    """What the watched step took by the engine's own clock."""
+    wall_ms: float | UnsetType = UNSET
+    """The same by the timeline, on the device that took longest."""
+    twin_ms: float | UnsetType = UNSET
+    """The median step of the silent twin, on the rank that took longest."""
+    no_twin: str = ""
+    """Why there is none."""
+    bubble: float | UnsetType = UNSET
+    """Of a pipeline: the share of its time in which devices wait, as it was measured."""
+    planned_bubble: float | UnsetType = UNSET
+    """The same of the schedule on a clock, where a backward takes two forwards and messages take no time."""
+    method: str = ""
+    """How the timeline was measured, or why there is none."""
+
+    @property
+    def exposed_by_twin_ms(self) -> float | UnsetType:
+        """What the step takes beyond that of its twin, which waits for nobody."""
+        return UNSET if self.twin_ms is UNSET else self.step_ms - self.twin_ms
+
+    @property
+    def overhead(self) -> float | UnsetType:
+        """What watching costs, as a fraction of the step."""
+        return UNSET if self.watched_ms is UNSET else self.watched_ms / self.step_ms - 1.0
+
+    def mean_ms(self, field: str) -> float | UnsetType:
+        """The mean over the devices of a field of `DeviceTime`; unset if there is no timeline."""
+        values = [getattr(device, field) for device in self.devices]
+        return statistics.fmean(values) if values else UNSET
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """What `shardpair profile` found."""
+
+    name: str
+    experiment: Experiment
+    platform: str
+    created_utc: str
+    machine: str
+    device_kind: str
+    git_commit: str
+    git_dirty: bool
+    engines: list[EngineProfile]
+    """Of every engine that finished."""
+    failures: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    verdict: str = ""
+    """Whether every engine finished, and their losses agree; and who left no timeline."""
+    passed: bool = False
+    """Every engine finished, agreed and left a timeline."""
+
+
+def profile_of(
+    comparison: Comparison, records: Mapping[str, Record], twins: Mapping[str, Record | str]
+) -> Profile:
+    """Reduce timelines and twins to figures.
+
+    Args:
+        comparison: of the watched runs.
+        records: of its finished cases, by name.
+        twins: of some cases the record of the silent twin, or why there is none.
+    """
+    engines = [_engine(name, record, twins.get(name, NOT_ASKED)) for name, record in records.items()]
+    without = [engine.name for engine in engines if not engine.devices]
+    missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
+    return Profile(
+        name=comparison.name,
+        experiment=comparison.experiment,
+        platform=comparison.platform,
+        created_utc=comparison.created_utc,
+        machine=comparison.machine,
+        device_kind=comparison.device_kind,
+        git_commit=comparison.git_commit,
+        git_dirty=comparison.git_dirty,
+        engines=engines,
+        failures=comparison.failures,
+        left_out=comparison.left_out,
+        verdict=missing + comparison.sentence(),
+        passed=comparison.passed and not without,
+    )
+
+
+def save(profile: Profile, folder: Path) -> None:
+    """Write profile.json."""
+    write_json(folder / PROFILE, profile)
+
+
+def _engine(name: str, record: Record, twin: Record | str) -> EngineProfile:
+    timeline, experiment = record.timeline, record.manifest.experiment
+    found = EngineProfile(
+        name=name,
+        step_ms=statistics.median(steady_times_ms(record)),
+        twin_ms=UNSET if isinstance(twin, str) else statistics.median(steady_times_ms(twin)),
+        no_twin=(ENGINES[record.manifest.engine].no_twin or twin) if isinstance(twin, str) else "",
+        planned_bubble=planned_bubble(experiment),
+        method=NO_TIMELINE,
+    )
+    if timeline is None:
+        return found
+    bubble = bubble_fraction(timeline) if experiment.layout.pp > 1 else None
+    return msgspec.structs.replace(
+        found,
+        devices=[_device(lane, timeline.wall_us) for lane in timeline.lanes],
+        step=timeline.step,
+        watched_ms=next((s.step_time_ms for s in record.steps if s.step == timeline.step), UNSET),
+        wall_ms=timeline.wall_us / 1e3,
+        bubble=UNSET if bubble is None else bubble,
+        method=timeline.method,
+    )
+
+
+def _device(lane: Lane, wall_us: float) -> DeviceTime:
+    return DeviceTime(
+        device=lane.device,
+        forward_ms=busy_us(lane, "forward") / 1e3,
+        backward_ms=busy_us(lane, "backward") / 1e3,
+        update_ms=busy_us(lane, "update") / 1e3,
+        communication_ms=communication_us(lane) / 1e3,
+        exposed_ms=exposed_us(lane) / 1e3,
+        idle_ms=idle_us(lane, wall_us) / 1e3,
+    )
+
+
+def planned_bubble(experiment: Experiment) -> float | UnsetType:
+    """The bubble of the layout's schedule; unset without a pipeline."""
+    layout = experiment.layout
+    if layout.pp == 1:
+        return UNSET
+    microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
+    schedule = make_schedule(
+        layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
+    )
+    return planned_fraction(schedule)

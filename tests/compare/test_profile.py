@@ -1,0 +1,235 @@
+"""`shardpair profile`: figures, traces, pages and refusals; made by hand, and one for real."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from records import comparison_of, make_record, make_request
+
+from compare.cli import main
+from compare.contract.json_files import read_json
+from compare.contract.record import Failure, write_failure
+from compare.contract.request import Request
+from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
+from compare.execute.launch import EngineError
+from compare.judge.comparison import judged, save
+from compare.judge.costs import steady_times_ms
+from compare.judge.profile import PROFILE, Profile, profile_of
+from compare.present.chrome_trace import chrome_trace, without_overlap
+from compare.present.report.profile_page import PAGE
+from compare.studies import profile
+from compare.studies.profile import ALONE, twin_of
+
+
+def span(kind, begin, end, **more):
+    return Span(kind=kind, name=kind, begin_us=begin, duration_us=end - begin, **more)
+
+
+def planted(step=3):
+    """Two devices: 3 ms of communication each, of which 1 ms is exposed on the first and 3 on the second."""
+    ours = [span("forward", 0, 4000), span("backward", 4000, 9000)]
+    sent = {"operation": "all_reduce", "axis": "dp_replicate", "purpose": "gradients"}
+    lanes = [
+        Lane(
+            device=0,
+            spans=[
+                *ours,
+                span("communication", 7000, 9000, **sent),
+                span("communication", 8000, 10000, **sent),
+            ],
+        ),
+        Lane(device=1, spans=[*ours, span("communication", 9000, 12000, **sent)]),
+    ]
+    return Timeline(step=step, wall_us=12500, lanes=lanes, method="by hand")
+
+
+def profiled(folder, experiment, engine="torch-manual", timeline=None):
+    """A record with a timeline, as a profiled run leaves it."""
+    record = make_record(folder, experiment, engine=engine, ladder=False, tensors={})
+    if timeline:
+        (folder / TIMELINE).write_bytes(msgspec.json.encode(timeline))
+    request = msgspec.structs.replace(record.request, profile=True)
+    (folder / "request.json").write_bytes(msgspec.json.encode(request))
+    return msgspec.structs.replace(record, request=request, timeline=timeline)
+
+
+@pytest.fixture
+def spread(tiny):
+    return msgspec.structs.replace(
+        tiny,
+        layout=msgspec.structs.replace(tiny.layout, dp_replicate=2),
+        train=msgspec.structs.replace(tiny.train, max_iters=8),
+    )
+
+
+def test_planted_exposure_is_found_and_beside_it_the_twins(spread, tmp_path):
+    record = profiled(tmp_path / "torch-manual", spread, timeline=planted())
+    steps = [msgspec.structs.replace(step, step_time_ms=4.0) for step in record.steps]
+    twin = msgspec.structs.replace(record, steps=steps, timeline=None)
+    comparison = judged(
+        comparison_of(spread, requests={"torch-manual": record.request}), {"torch-manual": record}
+    )
+    (engine,) = profile_of(comparison, {"torch-manual": record}, {"torch-manual": twin}).engines
+    assert [device.exposed_ms for device in engine.devices] == [1, 3]
+    assert [device.communication_ms for device in engine.devices] == [3, 3]
+    assert [device.idle_ms for device in engine.devices] == [2.5, 0.5]
+    assert engine.mean_ms("exposed_ms") == 2
+    # steps.jsonl has 10 + n ms; the first, the instrumented (1) and the watched one (3) do not count
+    assert steady_times_ms(record) == [12, 14, 15, 16, 17]
+    assert engine.step_ms == 15
+    assert engine.watched_ms == 13
+    assert engine.exposed_by_twin_ms == 11
+    assert engine.bubble is engine.planned_bubble is msgspec.UNSET
+
+
+def test_a_trace_is_sorted_and_no_thread_overlaps():
+    trace = json.loads(chrome_trace("torch-manual", planted(), process=2))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 7
+    times = [event["ts"] for event in events]
+    assert times == sorted(times)
+    assert min(times) >= 0
+    assert all(event["dur"] >= 0 and event["pid"] == 2 for event in events)
+    threads = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert set(threads.values()) == {
+        "device 0",
+        "device 1",
+        "device 0: communication",
+        "device 0: communication 2",
+        "device 1: communication",
+    }
+    for thread in threads:
+        own = [event for event in events if event["tid"] == thread]
+        assert own
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(own))
+    compute = {event["tid"] for event in events if event["cat"] != "communication"}
+    assert {threads[thread] for thread in compute} == {"device 0", "device 1"}
+    sent = next(event for event in events if event["cat"] == "communication")
+    assert sent["args"] == {"operation": "all_reduce", "axis": "dp_replicate", "purpose": "gradients"}
+
+
+def test_rows_are_as_few_as_the_spans_that_overlap():
+    rows = without_overlap([span("communication", b, b + 10) for b in (0, 3, 10, 12, 14, 40)])
+    assert [[one.begin_us for one in row] for row in rows] == [[0, 10, 40], [3, 14], [12]]
+
+
+def saved(folder, experiment, engines=("torch-manual", "jax-manual"), timelines=(True, False)):
+    """The folder of a profile whose runs are done."""
+    records = {
+        name: profiled(folder / name, experiment, engine=name, timeline=planted() if has else None)
+        for name, has in zip(engines, timelines, strict=True)
+    }
+    requests = {name: record.request for name, record in records.items()}
+    planned = comparison_of(experiment, command="profile", name="profile-test", requests=requests)
+    save(judged(planned, records), folder)
+    return folder
+
+
+def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
+    folder = saved(tmp_path / "run", spread)
+    assert main(["profile", "--results", str(folder)]) == 1  # one engine left no timeline, which is said
+    said = capsys.readouterr().out
+    assert "jax-manual: it left no timeline" in said
+    assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
+    assert "jax-manual: no silent twin: a collective is an operation of XLA's program" in said
+    assert "torch-manual: no silent twin: no twin was asked for" in said
+    assert "exposed, by the twin" not in said
+    page = (folder / PAGE).read_text()
+    assert page.count("<svg") == 1
+    assert "torch-manual, step 3 as it was measured" in page
+    assert "prefers-color-scheme: dark" in page
+    assert "torch-manual, step 3 as it was measured" in (folder / "report.html").read_text()
+    assert (folder / "torch-manual" / "trace.json").is_file()
+    assert not (folder / "jax-manual" / "trace.json").exists()
+    assert main(["profile", "--results", str(folder), "--json"]) == 1
+    assert read_json(folder / PROFILE, Profile) == msgspec.json.decode(capsys.readouterr().out, type=Profile)
+
+
+def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
+    monkeypatch, spread, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "run", spread, engines=("torch-manual",), timelines=(True,))
+    asked = []
+
+    def interrupted(request, folder, **_):
+        asked.append((folder.name, request.silent))
+        raise KeyboardInterrupt
+
+    def failing(request, folder, **_):
+        folder.mkdir()
+        write_failure(folder, Failure(message="it died"))
+        raise EngineError("torch-manual: it died", exit_code=1)
+
+    monkeypatch.setattr(profile, "launch", interrupted)
+    assert main(["profile", "--continue", "run", "--quiet"]) == 130
+    assert asked == [("torch-manual.silent", True)]
+    assert "`shardpair profile --continue run` runs the silent twins" in capsys.readouterr().err
+    monkeypatch.setattr(profile, "launch", failing)
+    assert main(["profile", "--continue", "run", "--quiet"]) == 0
+    assert "torch-manual: no silent twin: it died" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--train.max_iters 5", "--train.max_iters 5 is too short for a profile: give 6 steps or more"),
+        ("--init_from nosuch.pt", "the time of a step does not depend on the weights"),
+        ("--devices 2", "--devices 2 without --preset has no effect"),
+        ("--engines nanogpt-loop --preset single", "nanogpt-loop leaves no timeline"),
+        ("--results . --preset ddp --no-twin", "leave out --preset, --no-twin"),
+        ("--results .", "has no comparison.json"),
+        ("--continue . --preset ddp", "leave out --preset"),
+    ],
+)
+def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "demo", *arguments.split(), "--quiet"]) == 2
+    output = capsys.readouterr()
+    assert says in output.err
+    assert output.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_twin_is_asked_for_its_time_alone_and_never_compared(spread, tiny, tmp_path):
+    request = msgspec.structs.replace(make_request(spread, ladder=False), profile=True)
+    twin = twin_of(request)
+    assert isinstance(twin, Request)
+    assert (twin.silent, twin.profile, twin.ladder) == (True, False, False)
+    assert twin_of(make_request(tiny, ladder=False)) == ALONE
+    assert "XLA" in str(twin_of(make_request(spread, engine="jax-manual", ladder=False)))
+    real = make_record(tmp_path / "real", spread, ladder=False, tensors={})
+    silent = msgspec.structs.replace(real, request=twin)
+    requests = {"real": real.request, "silent": twin}
+    comparison = judged(comparison_of(spread, requests=requests), {"real": real, "silent": silent})
+    assert not comparison.passed
+    assert "FAIL at request: silent: it communicated nothing" in comparison.sentence()
+
+
+def test_two_engines_for_real(shardpair):
+    flags = (
+        "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --model.n_layer 2"
+    )
+    done = shardpair("profile", "check", *flags.split(), "--run_dir", "run", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = msgspec.json.decode(done.stdout, type=Profile)
+    assert [engine.name for engine in result.engines] == ["torch-manual", "torch-library"]
+    for engine in result.engines:
+        assert engine.step == 3
+        assert engine.twin_ms is not msgspec.UNSET
+        assert len(engine.devices) == 2
+        assert all(device.forward_ms > 0 and device.communication_ms > 0 for device in engine.devices)
+        folder = shardpair.folder / "run"
+        assert json.loads((folder / engine.name / "trace.json").read_text())["traceEvents"]
+        twin = read_json(folder / f"{engine.name}.silent" / "request.json", Request)
+        assert twin.silent
+        assert not [
+            path for path in (folder / f"{engine.name}.silent").iterdir() if path.suffix == ".safetensors"
+        ]
+    assert Path(shardpair.folder, "run", PAGE).is_file()

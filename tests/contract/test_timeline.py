@@ -1,0 +1,85 @@
+"""Timelines: unions, overlap, idle time, bubbles, and which step is watched; against times set by hand."""
+
+import numpy as np
+import pytest
+
+from compare.contract.schedule_simulator import bubble_fraction as planned
+from compare.contract.schedule_simulator import run
+from compare.contract.schedules import Kind, make_schedule
+from compare.contract.timeline import (
+    Lane,
+    Span,
+    Timeline,
+    bubble_fraction,
+    busy_us,
+    communication_us,
+    exposed_us,
+    idle_us,
+    profiled_step,
+)
+
+
+def span(kind, begin, end, **more):
+    return Span(kind=kind, name=kind, begin_us=begin, duration_us=end - begin, **more)
+
+
+def test_a_planted_lane_has_the_times_that_were_planted():
+    lane = Lane(
+        device=0,
+        spans=[
+            span("forward", 0, 10),
+            span("communication", 5, 15),  # 5 beside the forward, 5 exposed
+            span("communication", 12, 20),  # over the one before it: 3 count once
+            span("backward", 20, 40),
+            span("communication", 25, 30),  # hidden
+            span("update", 50, 60),
+        ],
+    )
+    assert communication_us(lane) == 20
+    assert exposed_us(lane) == 10
+    assert busy_us(lane, "backward") == 20
+    assert idle_us(lane, 70) == 70 - 50
+    assert idle_us(lane, 10) == 0.0
+
+
+def test_unions_are_those_of_a_clock_that_ticks():
+    """Spans at random, whose unions are counted tick by tick."""
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        ticks = {"communication": np.zeros(200, bool), "compute": np.zeros(200, bool)}
+        spans = []
+        for kind in draw.choice(["forward", "backward", "update", "communication"], 12):
+            begin, length = int(draw.integers(0, 150)), int(draw.integers(0, 50))
+            spans.append(span(str(kind), begin, begin + length))
+            ticks["communication" if kind == "communication" else "compute"][begin : begin + length] = True
+        lane = Lane(device=0, spans=spans)
+        assert communication_us(lane) == ticks["communication"].sum()
+        assert exposed_us(lane) == (ticks["communication"] & ~ticks["compute"]).sum()
+        assert idle_us(lane, 200) == (~(ticks["communication"] | ticks["compute"])).sum()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_the_bubble_of_a_schedule_carried_out_to_the_tick_is_the_schedules_own(name):
+    schedule = make_schedule(name, ranks=4, microbatches=8, chunks=2 if name == "interleaved" else 1)
+    lanes = [Lane(device=rank, spans=[]) for rank in range(4)]
+    for rank, task, begin, end in run(schedule):
+        kind = "forward" if task.kind == Kind.FORWARD else "backward"
+        lanes[rank].spans.append(span(kind, 100 + begin, 100 + end, microbatch=task.microbatch))
+    lanes[0].spans.append(span("update", 500, 600))  # is no part of the pipeline
+    timeline = Timeline(step=3, wall_us=600, lanes=lanes)
+    assert bubble_fraction(timeline) == pytest.approx(planned(schedule), abs=1e-12)
+
+
+def test_without_microbatches_there_is_no_bubble_to_tell():
+    assert (
+        bubble_fraction(Timeline(step=3, wall_us=1, lanes=[Lane(device=0, spans=[span("forward", 0, 1)])]))
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "steps", "instrumented", "watched"),
+    [(0, 20, 2, 3), (10, 20, 12, 13), (0, 4, 2, 3), (0, 3, 2, 1), (0, 2, 1, 0), (0, 1, 0, 0), (7, 1, 7, 7)],
+)
+def test_the_watched_step_has_no_instruments_if_there_is_another(first, steps, instrumented, watched):
+    assert profiled_step(first, steps, instrumented) == watched
