@@ -88,7 +88,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             command="run",
             run_dir=self.run_dir,
             # No cache of compiled programs: one that was compiled from an older source has its lines.
-            settings=Settings(timeout_s=self.timeout_s, pythons=pythons),
+            settings=Settings(timeout_s=self.timeout_s, pythons=pythons, profile=True),
             reporter=Reporter(quiet=self.quiet),
             needs_first=False,
         )

@@ -1,6 +1,7 @@
 """Write the page of a lesson from a finished run of several engines, and from the tree that runs.
 
-The same records and the same tree give the same bytes: no date, no time and no folder of a machine is in it.
+The same records and the same tree give the same bytes: no date and no folder of a machine is in it. Two runs
+differ in the times of their timelines alone.
 """
 
 import re
@@ -22,6 +23,7 @@ from compare.present.ledger_lines import sentence
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Cell, Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
+from compare.present.report.lanes import measured_steps
 from compare.present.report.memory import at_rest, memory_table
 from compare.present.report.pictures import Picture, timelines
 from compare.present.report.template import render_page
@@ -188,5 +190,5 @@ def _patterns(ledgers: Sequence[EngineLedger]) -> dict[str, str]:
 
 
 def _timelines(records: Mapping[str, Record]) -> list[Picture]:
-    """The schedule of a pipeline, as planned."""
-    return timelines(list(records.values()))
+    """The profiled step of each engine as it was measured, and the schedule of a pipeline as planned."""
+    return [*measured_steps(list(records), list(records.values())), *timelines(list(records.values()))]
