@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance gpu-bench docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -88,6 +88,13 @@ counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
 	$(BIN)/python docs/performance.py
 	$(BIN)/python docs/make_docs.py
+
+LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel
+
+lessons: $(READY)  ## the four lessons, from the tree and from real runs: docs/lessons/*.html
+	for strategy in $(LESSONS); do \
+		$(BIN)/shardpair lesson $$strategy --output docs/lessons/$$strategy.html --no_open || exit; \
+	done
 
 docs: $(READY)  ## write the generated numbers and tables into README.md and docs/*.md
 	$(BIN)/python docs/make_docs.py

@@ -24,6 +24,7 @@ from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.golden import Golden
 from compare.commands.ledger import Ledgers
+from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
@@ -59,6 +60,7 @@ COMMANDS: dict[str, type] = {
     "report": Report,
     "doctor": Doctor,
     "schedule": Draw,
+    "lesson": ReadLesson,
     "mirror": Mirror,
     "collectives": Collectives,
     "convert": Convert,

@@ -21,6 +21,7 @@ from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
+from jaxpar.measure.listing import listing
 from jaxpar.measure.memory_profile import memory_profile
 from jaxpar.measure.profile import profiled_step
 from jaxpar.measure.usage import (
@@ -143,6 +144,7 @@ class Recording:
         sizes = {model.vocab_size, -(-model.vocab_size // experiment.layout.tp)}
         if profile := memory_profile(step, planned=planned_memory(step), vocab=sizes, width=model.n_embd):
             self._recorder.memory(profile)
+        self._recorder.instructions(listing(hlo, experiment.layout.axes))
         problems: list[str] = []
         rows = communications(hlo, experiment.layout.axes, problems=problems)
         self._recorder.finish(manifest, Ledger(rows=rows, problems=problems))

@@ -14,6 +14,7 @@ from compare.contract.parameters import parameter_count
 from compare.execute.packages import missing_package
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
+from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS, preset_layout
 from compare.terminal.console import print_json, results_console
 
@@ -28,7 +29,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class List(Struct, frozen=True, kw_only=True):
-    """Name every experiment, preset, fault and engine that there is, a line each.
+    """Name every experiment, preset, fault, engine and lesson that there is, a line each.
 
     Try:
       shardpair list
@@ -47,6 +48,7 @@ class List(Struct, frozen=True, kw_only=True):
             "harness_faults": harness_faults(),
             "engines": engines(),
             "peers": peers(),
+            "lessons": lessons(),
         }
         if self.json:
             print_json(everything)
@@ -121,6 +123,18 @@ def peers() -> list[Entry]:
             facts={"missing": peer.pip_line if missing_package(peer, sys.executable) else ""},
         )
         for peer in PEERS.values()
+    ]
+
+
+def lessons() -> list[Entry]:
+    """The rows of the grid (`shardpair lesson`), with the layout that each is shown under."""
+    return [
+        Entry(
+            name=name,
+            description=f"{lesson.title}, in all four engines on one page",
+            facts={"preset": lesson.preset, "devices": lesson.devices},
+        )
+        for name, lesson in LESSONS.items()
     ]
 
 

@@ -1,7 +1,6 @@
 """`shardpair mirror`: the same question, answered four times: how long each answer is."""
 
 import ast
-import importlib.util
 import io
 import tokenize
 from collections.abc import Iterable
@@ -10,14 +9,10 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.torch import TORCH
 from compare.contract.experiment import Experiment
+from compare.studies.lessons import FOLDERS, STRATEGIES, source_root
 from compare.terminal.console import print_json, results_console
 
-FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
-"""The folder of each engine's lessons."""
-STRATEGIES = ("data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel")
 _LAYOUT = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -74,7 +69,7 @@ def lengths(lesson: Lesson) -> str:
 
 def lessons() -> dict[str, dict[str, Lesson]]:
     """Every strategy's length, by its name and by the engine's folder."""
-    by_folder = {folder: lessons_of(_root() / folder) for folder in FOLDERS.values()}
+    by_folder = {folder: lessons_of(source_root() / folder) for folder in FOLDERS.values()}
     return {
         strategy: {folder: found[strategy] for folder, found in by_folder.items()} for strategy in STRATEGIES
     }
@@ -156,11 +151,3 @@ def lines_of_code(source: str) -> int:
         if token.type not in _LAYOUT and token.type != tokenize.ENDMARKER:
             code.update(range(token.start[0], token.end[0] + 1))
     return len(code - docstrings)
-
-
-def _root() -> Path:
-    """The folder of both sides, which is beside `compare`: found without importing them."""
-    spec = importlib.util.find_spec("compare")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent.parent

@@ -4,6 +4,7 @@
     steps.jsonl               one `Step` a line
     evaluations.jsonl         one `Evaluation` a line, if there are any
     ledger.json               what one steady step communicated (`compare.contract.ledger`)
+    collectives.hlo.json      of a compiled step: its collectives one by one (`compare.contract.instructions`)
     timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
     memory.json               memory of one step by class (`compare.contract.memory_profile`)
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
@@ -34,6 +35,7 @@ from compare.contract.checkpoint.saver import remove_unfinished
 from compare.contract.evaluation import Evaluation
 from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
+from compare.contract.instructions import HLO_COLLECTIVES, Instruction
 from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, MemoryProfile
@@ -137,6 +139,8 @@ class Record(Struct, frozen=True, kw_only=True):
     steps: list[Step]
     ledger: Ledger = field(default_factory=Ledger)
     evaluations: list[Evaluation] = field(default_factory=list)
+    instructions: list[Instruction] | None = None
+    """Collectives of a compiled step; None where nothing is compiled."""
     timeline: Timeline | None = None
     """Of a profiled run."""
     memory: MemoryProfile | None = None
@@ -188,6 +192,10 @@ class Recorder:
         with full_disk_named(self.folder), (self.folder / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
 
+    def instructions(self, instructions: list[Instruction]) -> None:
+        """Leave the collective instructions of the compiled step."""
+        write_json(self.folder / HLO_COLLECTIVES, instructions)
+
     def timeline(self, timeline: Timeline) -> None:
         """Leave the timeline of the profiled step."""
         write_json(self.folder / TIMELINE, timeline)
@@ -206,7 +214,7 @@ class Recorder:
 
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
-    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, TIMELINE, MEMORY]
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY]
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
@@ -239,6 +247,10 @@ def _read_lines(path: Path, type: type[T]) -> list[T]:
         raise garbled(path, error) from None
 
 
+def _read_if_there(path: Path, type: type[T]) -> T | None:
+    return read_own_json(path, type) if path.exists() else None
+
+
 def read_record(folder: Path, *, requested: bool = True) -> Record:
     """Read a finished run back.
 
@@ -257,6 +269,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         steps=read_steps(folder / STEPS),
         ledger=read_own_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
+        instructions=_read_if_there(folder / HLO_COLLECTIVES, list[Instruction]),
         timeline=read_own_json(folder / TIMELINE, Timeline) if (folder / TIMELINE).exists() else None,
         memory=read_own_json(folder / MEMORY, MemoryProfile) if (folder / MEMORY).exists() else None,
         request=read_own_json(folder / REQUEST, Request) if requested else None,

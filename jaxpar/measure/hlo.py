@@ -56,6 +56,8 @@ class Collective:
         dtypes: of the arrays, as HLO has them: f32, bf16.
         op_name: of the operation in JAX that it is made of: the path of scopes and transforms.
         source: the line of the program, if the module tells.
+        stack: that line and its callers, the innermost first, without jaxpar's wrappers of collectives.
+        text: the instruction as XLA writes it.
         name: of the instruction, which no other of the module has.
     """
 
@@ -71,6 +73,8 @@ class Collective:
     dtypes: tuple[str, ...] = ()
     op_name: str = ""
     source: Line | None = None
+    stack: tuple[Line, ...] = ()
+    text: str = ""
     name: str = ""
 
     def calls_at(self, stage: int) -> int:
@@ -140,7 +144,8 @@ class _Module:
         except ValueError as error:
             self._object(str(error), text)
         else:
-            yield replace(found, calls=times, source=self._sources.of(text))
+            stack = tuple(self._sources.stack(text))
+            yield replace(found, calls=times, source=stack[0] if stack else None, stack=stack, text=text)
 
     def _trip_count(self, text: str, inner: list[Collective]) -> int:
         if match := TRIP_COUNT.search(text):

@@ -55,12 +55,15 @@ class SourceLines:
 
     def of(self, instruction: str) -> Line | None:
         """The innermost line that is not in jaxpar's own wrappers of collectives; None if nothing tells."""
+        return (self.stack(instruction) or [None])[0]
+
+    def stack(self, instruction: str) -> list[Line]:
+        """`of` and its callers, the innermost first; [] if nothing tells."""
         if inline := _INLINE.search(instruction):
-            return Line(inline[1], int(inline[2]))
+            return [Line(inline[1], int(inline[2]))]
         match = _FRAME.search(instruction)
         stack = self._stack(match[1]) if match else []
-        outside = [line for line in stack if Path(line.file).parent != OWN_WRAPPERS]
-        return (outside or stack or [None])[0]
+        return [line for line in stack if Path(line.file).parent != OWN_WRAPPERS] or stack
 
     def _stack(self, frame: str) -> list[Line]:
         """A frame and its callers, the innermost first."""

@@ -15,6 +15,7 @@ from compare.contract.engines.registry import PEERS, STUDIED
 from compare.contract.experiment import named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
+from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def test_list_names_everything_a_line_each(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first_words = [line.split()[0] for line in lines if line.strip()]
-    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *STUDIED, *PEERS):
+    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *STUDIED, *PEERS, *LESSONS):
         assert first_words.count(name) == 1, name
     assert all(len(line) <= 160 for line in lines)
 
@@ -39,6 +40,7 @@ def test_list_as_json(capsys):
         "harness_faults": HARNESS_FAULTS,
         "engines": STUDIED,
         "peers": PEERS,
+        "lessons": LESSONS,
     }
     assert {kind: [entry["name"] for entry in entries] for kind, entries in everything.items()} == {
         kind: list(names) for kind, names in known.items()

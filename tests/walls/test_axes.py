@@ -10,7 +10,11 @@ from compare.contract.experiment import Layout
 
 ROOT = Path(__file__).parents[2]
 DECLARED = "compare/contract/axes.py"
-NAMES_OF_PRESETS = {"compare/studies/presets.py", "compare/studies/faults.py"}
+NAMES_OF_PRESETS = {
+    "compare/studies/presets.py",
+    "compare/studies/faults.py",
+    "compare/studies/lessons.py",
+}
 """Where "tp" and "pp" name a preset: a user's word for a layout, which is no axis."""
 
 

@@ -1,0 +1,48 @@
+"""Collective instructions that a compiler made of a step, as RUN_DIR/collectives.hlo.json.
+
+Only an engine whose step is compiled leaves them. The ledger sums up the same instructions; here each one
+says where in the program it comes from.
+"""
+
+from msgspec import Struct
+
+HLO_COLLECTIVES = "collectives.hlo.json"
+
+
+class Place(Struct, frozen=True):
+    """A line of the program."""
+
+    file: str
+    """Relative to the folder that has the packages: jaxpar/manual/fully_sharded.py."""
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        """file.py:12 (function), the file without its folders."""
+        where = f"{self.file.rpartition('/')[2]}:{self.line}"
+        return f"{where} ({self.function})" if self.function else where
+
+
+class Instruction(Struct, frozen=True, kw_only=True):
+    """One collective of the optimised program, or several that are alike but for their names."""
+
+    kind: str
+    """As in the ledger; so are axis and purpose."""
+    axis: str
+    purpose: str
+    operation: str
+    """As the compiler writes it: all-reduce, collective-permute-start."""
+    result: str
+    """Dtypes and shapes of what it returns on one device, without their layouts in memory: f64[4,96]."""
+    groups: str
+    """Devices that speak with each other, by their places in the mesh: {{0,1},{2,3}}; of a permute from
+    where to where."""
+    op_name: str = ""
+    """The path of scopes and transforms in the program that it is made of."""
+    calls: int
+    """How often it runs in a step."""
+    bytes: int
+    """Logical bytes of all its calls."""
+    stack: tuple[Place, ...] = ()
+    """The side's own lines that caused it, the innermost first, without what starts any step; () if the
+    compiler does not tell."""
