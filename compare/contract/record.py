@@ -270,7 +270,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         ledger=read_own_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
         instructions=_read_if_there(folder / HLO_COLLECTIVES, list[Instruction]),
-        timeline=read_own_json(folder / TIMELINE, Timeline) if (folder / TIMELINE).exists() else None,
-        memory=read_own_json(folder / MEMORY, MemoryProfile) if (folder / MEMORY).exists() else None,
+        timeline=_read_if_there(folder / TIMELINE, Timeline),
+        memory=_read_if_there(folder / MEMORY, MemoryProfile),
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

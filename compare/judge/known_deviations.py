@@ -21,6 +21,7 @@ PATTERNS = {
     "sends twice the bytes.",
     xla.TWICE: "the token embedding is used at both ends; XLA reduces the gradient of each use, and adds "
     "them up after that.",
+    xla.AT_ONCE: "with one pass XLA sums over replicas and shards in one all-reduce, and slices after that.",
     xla.IDLE: "all stages work at every tick, m + p - 1 of them, because they are one dim of an array: the "
     "idle ones gather, reduce and drop what they made.",
     xla.SHARED: "embedding, loss and their parameters are on every stage, each with its share of the "

@@ -39,6 +39,7 @@ from compare.contract.schedules import Kind, make_schedule
 from compare.contract.ticks import lock_step
 from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp, parameters_of_stage
 
+WIDE = ("float64", "float32")
 Bytes = dict[tuple[str, str, str], float]
 """(kind, axis, purpose) -> logical bytes of a step."""
 
@@ -114,7 +115,8 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     last one the head's way in and the loss. What is computed anew for backward is gathered anew.
 
     Raises:
-        ValueError: layout.remat = full, or dots in PyTorch: regions run twice.
+        ValueError: layout.remat = full, or dots in PyTorch: regions run twice. Or 16 bits in torch-manual,
+            with sequence parallelism or a pipeline.
     """
     layout, model = experiment.layout, experiment.model
     if layout.tp == 1:
@@ -124,7 +126,8 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
     first, last = stage == 0, stage == layout.pp - 1
     of_layers = 2 * model.n_layer // layout.pp
-    out, into = ((of_layers + end) * passes * stream for end in (first, last))
+    narrow = _narrow(engine, experiment)
+    out, into = (of_layers * narrow + first) * passes * stream, (of_layers + last) * passes * stream
     found: Bytes = {}
     if layout.sequence_parallel:
         for kind, forward, backward in (("reduce_scatter", out, into), ("all_gather", into, out)):
@@ -177,6 +180,20 @@ def measured(ledger: list[Communication]) -> Bytes:
 def _is_one_program(engine: str) -> bool:
     """True if all devices run one program, as those of jax-manual do, and not each rank its own."""
     return ENGINES[engine].side == JAX.name
+
+
+def _narrow(engine: str, experiment: Experiment) -> float:
+    """How wide a layer's output goes to tp, in full widths: with 16 bits torch-manual sends half of it.
+
+    XLA on a CPU promotes what it reduces to float32; gradients, and what the embedding puts out, are wide.
+    """
+    if _is_one_program(engine) or experiment.precision.dtype in WIDE:
+        return 1.0
+    if experiment.layout.sequence_parallel or experiment.layout.pp > 1:
+        raise ValueError(
+            f"precision.dtype = {experiment.precision.dtype}: no closed form of what is sent in it"
+        )
+    return 0.5
 
 
 def microbatches_of(experiment: Experiment) -> int:

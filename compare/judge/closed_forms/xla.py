@@ -5,7 +5,7 @@ pattern (`compare.judge.known_deviations`). Another version of XLA, or a GPU, ma
 not explained. Numbers that travel along in a tuple are left out.
 """
 
-from compare.contract.axes import DP_SHARD, PP, SHARDED_FROM, TP
+from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -29,6 +29,7 @@ IDLE = "ticks of all stages"
 SHARED = "ends on every stage"
 ROLLED = "waiting microbatches move along"
 ITS_LOSS = "loss by the compiler"
+AT_ONCE = "replicas and shards at once"
 TABLE = "embeddings gathered"
 NORMS = "norms reduced in each pass"
 
@@ -42,6 +43,9 @@ def by_xla(experiment: Experiment, expected: Bytes) -> Deviations:
     """
     layout = experiment.layout
     found: Deviations = {}
+    reduce = ("all_reduce", DP_REPLICATE, GRADIENTS)
+    if layout.pp == 1 and not layout.zero and reduce in expected and (again := _again(experiment)):
+        found[reduce] = (expected[reduce] + again, TWICE)
     if layout.zero:
         found |= _fully_sharded(experiment, expected)
     if layout.tp > 1:
@@ -55,18 +59,29 @@ def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
     """XLA on a CPU has no pass that makes an all-reduce and a slice a reduce-scatter."""
     layout = experiment.layout
     scatter = ("reduce_scatter", DP_SHARD, GRADIENTS)
-    scattered, pattern = expected[scatter], SLICED
     if layout.pp > 1:
         return {scatter: (0, SLICED)} | _fully_sharded_pipeline(experiment)
-    if layout.zero >= SHARDED_FROM["gradients"]:
-        (token, position), _ = end_parameters(experiment.model)
-        again = bytes_of([token], experiment)
-        if layout.sequence_parallel:  # a gathered table has a whole gradient, and positions are split
-            again *= layout.tp
-            again -= (1 - 1 / layout.tp) * bytes_of([position], experiment)
-        scattered += microbatches_of(experiment) * again
-        pattern = f"{SLICED}, {TWICE}"
-    return {scatter: (0, SLICED), ("all_reduce", DP_SHARD, GRADIENTS): (scattered, pattern)}
+    again = _again(experiment)
+    reduced, pattern = expected[scatter] + again, f"{SLICED}, {TWICE}" if again else SLICED
+    if layout.dp_replicate > 1 and microbatches_of(experiment) == 1:
+        return {
+            scatter: (0, SLICED),
+            ("all_reduce", DP_REPLICATE, GRADIENTS): (0, AT_ONCE),
+            ("all_reduce", joined(DP_REPLICATE, DP_SHARD), GRADIENTS): (reduced, f"{pattern}, {AT_ONCE}"),
+        }
+    return {scatter: (0, SLICED), ("all_reduce", DP_SHARD, GRADIENTS): (reduced, pattern)}
+
+
+def _again(experiment: Experiment) -> float:
+    """Bytes of the tied gradient that are reduced once more: in each pass, if each reduces for itself."""
+    layout, passes = experiment.layout, microbatches_of(experiment)
+    if layout.zero < SHARDED_FROM["gradients"] and passes > 1:
+        return 0.0  # the sum of all passes is reduced
+    (token, position), _ = end_parameters(experiment.model)
+    again = bytes_of([token], experiment)
+    if layout.sequence_parallel:  # a gathered table has a whole gradient, and positions are split
+        again = layout.tp * again - (1 - 1 / layout.tp) * bytes_of([position], experiment)
+    return passes * again
 
 
 def _fully_sharded_pipeline(experiment: Experiment) -> Deviations:
@@ -121,7 +136,7 @@ def _sequence_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
     norms = passes * itemsize * model.n_embd * (4 * model.n_layer + 1)
     gathered = expected["all_gather", TP, ACTIVATIONS] + table
     back = of_layers
-    if experiment.layout.zero >= SHARDED_FROM["gradients"]:
+    if experiment.layout.zero >= SHARDED_FROM["gradients"] or passes == 1:
         back += passes * positions
     else:
         gathered += positions

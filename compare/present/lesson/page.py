@@ -23,9 +23,10 @@ from compare.present.ledger_lines import sentence
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Cell, Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
+from compare.present.memory_tables import at_peak
 from compare.present.report.lanes import measured_steps
-from compare.present.report.memory import at_rest, memory_table
-from compare.present.report.pictures import Picture, timelines
+from compare.present.report.memory import at_rest, memory_table, peak_table
+from compare.present.report.pictures import Picture, peak_words, timelines
 from compare.present.report.template import render_page
 from compare.studies.ledgers import EngineLedger, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
@@ -89,6 +90,7 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
     sources = read_sources(strategy, list(records))
     ledgers = [engine_ledger(engine, record) for engine, record in records.items()]
     rows = ledger_rows(sources, records, ledgers)
+    peaks = [at_peak(record) for record in records.values()]
     columns = [_column(source, records[source.engine], rows) for source in sources]
     return render_page(
         "lesson.html",
@@ -108,6 +110,8 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         lined_up=sentence(ledgers),
         patterns=_patterns(ledgers),
         memory=memory_table(list(records), [at_rest(record) for record in records.values()]),
+        peaks=peak_table(list(records), peaks) if any(peaks) else None,
+        moments=peak_words(list(records), peaks),
         timelines=_timelines(records),
     )
 
