@@ -11,6 +11,7 @@ from compare.contract.communication import Communication, ring_wire_bytes
 from compare.contract.initial_weights import starting_parameters
 from compare.contract.json_files import read_json
 from compare.contract.learning_rate import learning_rate
+from compare.contract.ledger import Ledger
 from compare.contract.optimizer import global_norm, reference_step
 from compare.contract.parameters import fingerprint, parameter_count, parameter_table
 from compare.contract.record import Manifest, Recorder, Step
@@ -105,7 +106,7 @@ def train(request: Request, recorder: Recorder) -> None:
             "optimizer": [2 * size] * devices,
         },
     )
-    recorder.finish(manifest, [sent] if devices > 1 else [])
+    recorder.finish(manifest, Ledger(rows=[sent] if devices > 1 else []))
 
 
 if __name__ == "__main__":
