@@ -9,6 +9,9 @@ from compare.contract.record import Record
 from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
 from compare.terminal.units import human_bytes
 
+SCOPES = 3
+"""How much of the path of a JAX operation is shown: its last parts."""
+
 
 class AtPeak(Struct, frozen=True, kw_only=True):
     """A device at its peak, as it was measured and as it should be."""
@@ -32,8 +35,10 @@ class AtPeak(Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """Where the peak is, in words."""
-        return self.peak.operation + (f" in {self.peak.place}" if self.peak.place else "")
+        """Where the peak is, in words; of JAX's path of scopes the end."""
+        line, _, path = self.peak.place.partition(": ")
+        place = ": ".join(filter(None, (line, "/".join(path.split("/")[-SCOPES:]))))
+        return self.peak.operation + (f" in {place}" if place else "")
 
 
 def at_peak(record: Record, *, device: int | None = None) -> AtPeak | None:

@@ -52,7 +52,7 @@ def communications(
         UnreadableError: without `problems`, as `hlo.collectives`.
     """
     found = collectives(hlo, axis_sizes, problems=problems)
-    return _rows(found, axis_sizes, _inferred_purpose, stages=axis_sizes.get(PP, 1))
+    return _rows(found, axis_sizes, inferred_purpose, stages=axis_sizes.get(PP, 1))
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
@@ -90,7 +90,7 @@ def _rows(
     differentiates = any("jvp(" in collective.op_name for collective in found)
     merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     for collective in found:
-        axis, group_size = _axis(collective, axis_sizes)
+        axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
             continue
         purpose = collective.purpose or infer(collective, axis)
@@ -142,7 +142,7 @@ def _phase(collective: Collective, purpose: str) -> str:
     )
 
 
-def _inferred_purpose(collective: Collective, axis: str) -> str:
+def inferred_purpose(collective: Collective, axis: str) -> str:
     """A guess, for what XLA put there by itself, without a purpose.
 
     By size: scalars are of the loss or the norm. By axis: along tp go activations, and permutes along pp
@@ -157,7 +157,7 @@ def _inferred_purpose(collective: Collective, axis: str) -> str:
     return PARAMETERS if collective.kind == "all_gather" else GRADIENTS
 
 
-def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, int]:
+def axis_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, int]:
     """The mesh axis, or axes joined by +, that a collective runs along; and the size of its groups."""
     groups = {frozenset(group) for group in collective.groups}
     if max(map(len, groups)) == 1:
@@ -175,6 +175,6 @@ def _axis(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, i
 
 def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, str, str] | None:
     """The kind, axis and purpose under which `communications` counts a collective; None over one device."""
-    axis, group_size = _axis(collective, axis_sizes)
-    purpose = collective.purpose or _inferred_purpose(collective, axis)
+    axis, group_size = axis_of(collective, axis_sizes)
+    purpose = collective.purpose or inferred_purpose(collective, axis)
     return (collective.kind, axis, purpose) if group_size > 1 else None

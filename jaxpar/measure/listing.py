@@ -9,7 +9,7 @@ import msgspec
 
 from compare.contract.instructions import Instruction, Place
 from jaxpar.measure.hlo import Collective, collectives
-from jaxpar.measure.ledger import _axis, _inferred_purpose
+from jaxpar.measure.ledger import axis_of, inferred_purpose
 from jaxpar.measure.source_lines import Line
 
 PACKAGE = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
     """
     calls: Counter[Instruction] = Counter()
     for collective in collectives(hlo, axis_sizes, problems=[]):
-        axis, group_size = _axis(collective, axis_sizes)
+        axis, group_size = axis_of(collective, axis_sizes)
         if group_size > 1:
             calls[_once(collective, axis)] += collective.calls
     return [
@@ -46,7 +46,7 @@ def _once(collective: Collective, axis: str) -> Instruction:
     return Instruction(
         kind=collective.kind,
         axis=axis,
-        purpose=collective.purpose or _inferred_purpose(collective, axis),
+        purpose=collective.purpose or inferred_purpose(collective, axis),
         operation=operation[1] if operation else "",
         result=_result(collective.text[: operation.start()] if operation else ""),
         groups="{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in collective.groups) + "}",

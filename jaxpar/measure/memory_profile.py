@@ -59,12 +59,18 @@ def memory_profile(
         width: of the token table.
 
     Returns:
-        None if XLA does not tell: that is so on some platforms.
+        None if XLA does not tell, as on some platforms, or writes it down in another way: a training that has
+        ended is not lost for that.
     """
     try:
-        assignment = read_assignment(step)
-    except UnreadableError:
+        return _profile(step, read_assignment(step), planned=planned, vocab=vocab, width=width)
+    except (UnreadableError, LookupError, TypeError):
         return None
+
+
+def _profile(
+    step: jax.stages.Compiled, assignment: Assignment, *, planned: int, vocab: Iterable[int], width: int
+) -> MemoryProfile:
     program = _Program(assignment, vocab, width)
     in_use = program.in_use()
     instruction = assignment.schedule[peak_position(in_use)]
