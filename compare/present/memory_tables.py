@@ -35,10 +35,15 @@ class AtPeak(Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """Where the peak is, in words; of JAX's path of scopes the end."""
-        line, _, path = self.peak.place.partition(": ")
-        place = ": ".join(filter(None, (line, "/".join(path.split("/")[-SCOPES:]))))
-        return self.peak.operation + (f" in {place}" if place else "")
+        """Where the peak is, in words."""
+        return where(self.peak)
+
+
+def where(peak: Peak) -> str:
+    """The operation at which a peak is, and its place; of JAX's path of scopes the end."""
+    line, _, path = peak.place.partition(": ")
+    place = ": ".join(filter(None, (line, "/".join(path.split("/")[-SCOPES:]))))
+    return peak.operation + (f" in {place}" if place else "")
 
 
 def at_peak(record: Record, *, device: int | None = None) -> AtPeak | None:

@@ -59,8 +59,9 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
 
     Returns:
         None for what it does not know: 16-bit precision and dropout, which keep casts and masks as well;
-        logits in parts, offload, chunks; in torch selective recomputation, in JAX full recomputation,
-        accumulation and pipelines, which peak elsewhere; and engines that are not ours.
+        logits in parts, offload, chunks; in torch selective recomputation, and pipelines but 1F1B alone; in
+        JAX full recomputation, accumulation and pipelines, which peak elsewhere; and engines that are not
+        ours.
     """
     layout, model = experiment.layout, experiment.model
     is_plain = experiment.precision.dtype in ("float32", "float64") and not model.dropout
@@ -74,7 +75,8 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
 
 def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
-    if layout.remat == "dots" or layout.schedule not in ("1f1b", "gpipe"):
+    is_pure = layout.devices == layout.pp and layout.schedule == "1f1b"
+    if layout.remat == "dots" or (layout.pp > 1 and not is_pure):
         return None
     stage, last = device * layout.pp // layout.devices, layout.pp - 1
     block = numbers_kept(BLOCK_INPUT if layout.remat == "full" else TORCH_BLOCK, experiment)

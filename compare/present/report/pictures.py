@@ -9,7 +9,7 @@ from msgspec import Struct
 from compare.contract.record import Record
 from compare.contract.schedules import make_schedule
 from compare.judge.comparison import Comparison
-from compare.present.memory_tables import AtPeak
+from compare.present.memory_tables import AtPeak, where
 from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest
 from compare.present.report.memory_curves import memory_over_step
@@ -79,10 +79,9 @@ def memory_curves(names: list[str], records: list[Record]) -> list[Picture]:
     for name, record in zip(names, records, strict=True):
         if profile := record.memory:
             device = profile.devices[profile.fullest]
-            where = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
-            peak = device.peak
-            at = f"{peak.operation}{f' in {peak.place}' if peak.place else ''}"
-            caption = f"{where}; the dotted line is the peak, in {peak.phase}: {at}. {profile.method}."
+            which = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
+            at = f"in {device.peak.phase}: {where(device.peak)}"
+            caption = f"{which}; the dotted line is the peak, {at}. {profile.method}."
             drawn.append(Picture(f"Memory of {name}", memory_over_step(name, device), caption))
     return drawn
 
