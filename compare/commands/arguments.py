@@ -123,18 +123,12 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         Raises:
             ExperimentError: a time-out that is none, a cache that cannot be written, or no such Python.
         """
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise ExperimentError(
-                f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
-            )
-        pythons = pythons_of(self)
-        for name, python in pythons.items():
-            check_python(f"--{SIDES[name].python_flag}", python)
+        check_timeout(self.timeout_s)
         return Settings(
             platform=self.platform,
             timeout_s=self.timeout_s,
             cache_dir=self._cache(),
-            pythons=pythons,
+            pythons=checked_pythons(self),
             init_from=self.init_from,
         )
 
@@ -262,6 +256,20 @@ def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
 def pythons_of(arguments: SidePythons) -> dict[str, str]:
     """Side -> the interpreter that its flag names."""
     return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
+
+
+def checked_pythons(arguments: SidePythons) -> dict[str, str]:
+    """`pythons_of`. Raises ExperimentError: there is no such Python."""
+    pythons = pythons_of(arguments)
+    for name, python in pythons.items():
+        check_python(f"--{SIDES[name].python_flag}", python)
+    return pythons
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a time-out that is none. Raises ExperimentError."""
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ExperimentError(f"--timeout_s {seconds} must be more than 0 and at most {MAX_TIMEOUT_S}")
 
 
 def chosen_engines(engines: tuple[str, ...]) -> list[str]:

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from compare.commands.arguments import MAX_TIMEOUT_S, SidePythons, pythons_of
+from compare.commands.arguments import SidePythons, check_timeout, checked_pythons
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Kind
-from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, require_idle
-from compare.execute.paths import PICTURES, check_output, check_python
+from compare.execute.paths import PICTURES, check_output
 from compare.present.collectives import print_bench
 from compare.studies.collectives import (
     RANKS,
@@ -96,9 +95,7 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
         Returns:
             The rows with their fits, and the folder of the results.
         """
-        pythons = pythons_of(self)
-        for name, python in pythons.items():
-            check_python(f"--{SIDES[name].python_flag}", python)
+        pythons = checked_pythons(self)
         order = self.order()
         requests, left_out = requests_of(order)
         busy = busy_cores()
@@ -123,10 +120,7 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
         check_names("--implementations", f"way on platform {self.platform}", self.implementations, here)
         if not 0 < self.row_s <= MOST_ROW_S:
             raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise ExperimentError(
-                f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
-            )
+        check_timeout(self.timeout_s)
         kinds = self.kinds or KINDS
         if self.fault and self.fault not in kinds:
             raise ExperimentError(f"--fault {self.fault} has no effect: it is not among --kinds")

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from compare.commands.arguments import MAX_TIMEOUT_S, SidePythons, pythons_of
-from compare.contract.engines.registry import SIDES
+from compare.commands.arguments import SidePythons, check_timeout, checked_pythons
 from compare.contract.experiment import Experiment, ExperimentError
-from compare.execute.paths import check_output, check_python
+from compare.execute.paths import check_output
 from compare.execute.progress import Reporter
 from compare.judge.comparison import Comparison
 from compare.studies.cases import Settings
@@ -73,13 +72,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
 
     def _trained(self) -> Path:
         """Train the lesson's run. Returns its folder."""
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise ExperimentError(
-                f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
-            )
-        pythons = pythons_of(self)
-        for name, python in pythons.items():
-            check_python(f"--{SIDES[name].python_flag}", python)
+        check_timeout(self.timeout_s)
         cases = lesson_cases(self.strategy)
         _, folder = compare_cases(
             f"lesson-{self.strategy}",
@@ -88,7 +81,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             command="run",
             run_dir=self.run_dir,
             # No cache of compiled programs: one that was compiled from an older source has its lines.
-            settings=Settings(timeout_s=self.timeout_s, pythons=pythons, profile=True),
+            settings=Settings(timeout_s=self.timeout_s, pythons=checked_pythons(self), profile=True),
             reporter=Reporter(quiet=self.quiet),
             needs_first=False,
         )
