@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.module_tracker import ModuleTracker
 
 from compare.contract.axes import DP_SHARD, PP, TP
 from compare.contract.communication import (
@@ -36,9 +35,8 @@ from compare.contract.communication import (
 from compare.contract.ledger import Ledger
 from torchpar.comm.counter import Call, Traffic, observers
 from torchpar.measure.calls import call_of
+from torchpar.measure.modules import RunningModules
 
-OUTSIDE = "Global"
-"""ModuleTracker's word for no module."""
 _NOT_A_PLACE = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[1] / "comm"),
@@ -83,7 +81,7 @@ class LedgerMode(TorchDispatchMode):
         self.library_calls: list[Call] = []
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
-        self._modules = ModuleTracker()
+        self._modules = RunningModules()
         self._rows = dict[Place, list[int]]()
         self._depth = 0
 
@@ -154,7 +152,7 @@ class LedgerMode(TorchDispatchMode):
             return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
         if axis == TP and self._module.endswith(".loss"):
             return LOSS
-        if axis == TP and self._modules.is_bw:
+        if axis == TP and self._modules.are_in_backward:
             return REPLICATED_GRADIENTS if _is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS
         if axis == TP:
             return ACTIVATIONS if self._module else REPLICATED_GRADIENTS
@@ -162,7 +160,7 @@ class LedgerMode(TorchDispatchMode):
         return PARAMETERS if is_of_parameters else GRADIENTS
 
     def _phase(self, purpose: str) -> str:
-        if self._modules.is_bw:
+        if self._modules.are_in_backward:
             return "backward"
         if self.is_updating:
             return "update"
@@ -171,7 +169,7 @@ class LedgerMode(TorchDispatchMode):
     @property
     def _module(self) -> str:
         """The innermost module that is running."""
-        return max(self._modules.parents - {OUTSIDE}, key=lambda name: name.count("."), default="")
+        return self._modules.innermost
 
     @property
     def _source(self) -> str:

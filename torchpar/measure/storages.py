@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from compare.contract.memory_profile import (
     Class,
@@ -38,6 +37,7 @@ from compare.contract.memory_profile import (
     usage,
 )
 from torchpar.comm.counter import Call, observers
+from torchpar.measure.modules import RunningModules
 
 Tag = Class | Literal["messages"]
 PRECEDENCE: tuple[Tag, ...] = (
@@ -53,7 +53,6 @@ PRECEDENCE: tuple[Tag, ...] = (
 RESIZE = "resize_"
 HEAD, LOSS = "lm_head", "loss"
 """The model's modules whose results are logits."""
-_OUTSIDE = "Global"  # ModuleTracker's word for no module
 
 
 class _Life:
@@ -113,7 +112,7 @@ class StorageMode(TorchDispatchMode):
         self._made_by_forward: list[_Life] = []
         self._operators: list[tuple[Any, str]] = []
         self._phases: list[Phase] = []
-        self._modules = ModuleTracker()
+        self._modules = RunningModules()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._calls: list[Call] = []
         self._is_updating, self._in_loss, self._logits_bytes = False, 0, 0
@@ -189,7 +188,7 @@ class StorageMode(TorchDispatchMode):
     @property
     def _running(self) -> str:
         """The innermost module that is running."""
-        return max(self._modules.parents - {_OUTSIDE}, key=lambda name: name.count("."), default="")
+        return self._modules.innermost
 
     def _note_phase(self) -> None:
         is_backward = torch._C._current_graph_task_id() != -1
