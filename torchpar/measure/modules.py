@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
@@ -69,7 +70,7 @@ class RunningModules:
 
     def _note(self) -> None:
         """From the next operator on another module runs."""
-        number = torch._C._autograd._get_sequence_nr()
+        number = _get_sequence_nr()
         if self._numbers and number < self._numbers[-1]:
             return  # of another thread
         self._numbers.append(number)
