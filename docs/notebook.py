@@ -9,6 +9,7 @@
 import numpy as np
 
 from compare.api import experiment, run
+from compare.contract.communication import summed
 
 # %% [markdown]
 # ## Train
@@ -58,8 +59,6 @@ for name in sorted(gradients, key=lambda name: -np.abs(gradients[name]).max())[:
 # %%
 for training in result:
     print(training.name, training.manifest.resident_bytes)
-    for entry in training.record.ledger:
-        print(
-            f"  {entry.calls:3} x {entry.kind:15} along {entry.axis}: {entry.bytes:,} bytes {entry.purpose}"
-        )
+    for row in summed(training.record.ledger.rows):  # each row of the ledger is a place in the program
+        print(f"  {row.calls:3} x {row.kind:15} along {row.axis}: {row.bytes:,} bytes {row.purpose}")
 print("the whole report:", result.report)

@@ -32,6 +32,7 @@ import torch
 from compare.contract.data import Corpus, open_corpus
 from compare.contract.experiment import Experiment, load, named_experiments
 from compare.contract.json_files import write_json
+from compare.contract.ledger import Ledger
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Manifest, Recorder, Step
 from compare.contract.request import Rung
@@ -245,7 +246,7 @@ def main(checkout: Path, output: Path) -> None:
         peak_memory_bytes=[0],
         peak_memory_method="not measured",
     )
-    recorder.finish(manifest, [])
+    recorder.finish(manifest, Ledger())
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
     )

@@ -155,12 +155,8 @@ def test_a_profiled_run_leaves_the_timeline_of_its_last_step_if_it_is_short(tmp_
     assert [lane.device for lane in record.timeline.lanes] == [0, 1]
     assert [step.instrumented for step in record.steps] == [False, True]
     assert record.timeline.wall_us <= 1e3 * record.steps[1].step_time_ms
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "ledger.json",
-        "manifest.json",
-        "steps.jsonl",
-        "timeline.json",
-    ]
+    assert (tmp_path / "timeline.json").is_file()
+    assert not any(path.is_dir() for path in tmp_path.iterdir())  # the profiler's own folder is gone
 
 
 @pytest.mark.parametrize(("engine", "trains"), [("jax-manual", train), ("plain-jit", plain_jit.train)])
