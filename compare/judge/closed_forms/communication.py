@@ -17,8 +17,6 @@ Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence 
 section 4.2); 1F1B (2006.09503).
 """
 
-from collections.abc import Iterable
-
 from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
@@ -34,10 +32,12 @@ from compare.contract.communication import (
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
-from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
-from compare.contract.schedules import Kind, make_schedule
+from compare.contract.parameters import block_parameters, end_parameters
+from compare.contract.schedules import make_schedule
 from compare.contract.ticks import lock_step
 from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp, parameters_of_stage
+from compare.judge.closed_forms.sizes import bytes_of, itemsize_of, microbatches_of, stream_bytes
+from compare.judge.closed_forms.torch_units import gathered_by_torch, replicated_by_torch
 
 WIDE = ("float64", "float32")
 Bytes = dict[tuple[str, str, str], float]
@@ -98,7 +98,7 @@ def fully_sharded(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
         if layout.zero >= SHARDED_FROM["parameters"]:
             gathered = _gathered_by_jax(experiment)
     elif layout.zero >= SHARDED_FROM["parameters"] and layout.reshard_after_forward:
-        gathered = _gathered_by_torch(experiment, stage)
+        gathered = gathered_by_torch(experiment, stage)
     return {
         ("reduce_scatter", DP_SHARD, GRADIENTS): scattered,
         ("all_gather", DP_SHARD, PARAMETERS): gathered,
@@ -140,9 +140,8 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     if last:
         of_positions = passes * 3 * stream / model.n_embd
         by_torch = not _is_one_program(engine)
-        found["all_gather" if by_torch else "all_reduce", TP, LOSS] = of_positions * (
-            layout.tp if by_torch else 1
-        )
+        kind, copies = ("all_gather", layout.tp) if by_torch else ("all_reduce", 1)
+        found[kind, TP, LOSS] = of_positions * copies
     return found
 
 
@@ -165,10 +164,9 @@ def pipeline_parallel(engine: str, experiment: Experiment, *, stage: int = 0) ->
         ("permute", PP, ACTIVATION_GRADIENTS): back * message,
     }
     if _is_one_program(engine):
-        tied = on_one_of_tp([token, position, *norm], layout)
-        found["all_reduce", PP, TIED_GRADIENTS] = _itemsize(experiment) * tied / shards
+        found["all_reduce", PP, TIED_GRADIENTS] = bytes_of([token, position, *norm], experiment) / shards
     elif stage in (0, layout.pp - 1):
-        found["permute", PP, TIED_GRADIENTS] = _itemsize(experiment) * on_one_of_tp([token], layout) / shards
+        found["permute", PP, TIED_GRADIENTS] = bytes_of([token], experiment) / shards
     return found
 
 
@@ -196,11 +194,6 @@ def _narrow(engine: str, experiment: Experiment) -> float:
     return 0.5
 
 
-def microbatches_of(experiment: Experiment) -> int:
-    """Forwards of a layer in a step: accumulated passes, or microbatches of all of them."""
-    return experiment.train.gradient_accumulation_steps * experiment.layout.microbatches
-
-
 def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int]:
     """What a rank of a pipeline sends in a step: activations on, and gradients back."""
     layout, microbatches = experiment.layout, microbatches_of(experiment)
@@ -213,58 +206,14 @@ def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int
     return of_chunks - microbatches * (stage == layout.pp - 1), of_chunks - microbatches * (stage == 0)
 
 
-def _units_of_torch(experiment: Experiment, stage: int) -> list[list[Parameter]]:
-    """Parameters that torch-manual gathers together: what `torchpar.gpt_stages.units_of` says.
-
-    Blocks, and last all else. In a pipeline that is the tied embedding, if the rank has it, and what else is
-    at an end goes with the block next to it.
-    """
-    model, layout = experiment.model, experiment.layout
-    (token, position), norm = end_parameters(model)
-    blocks = [list(block_parameters(model, 0)) for _ in range(model.n_layer // layout.pp)]
-    if layout.pp == 1:
-        return [*blocks, [token, position, *norm]]
-    first, last = stage == 0, stage == layout.pp - 1
-    if first:
-        blocks[0].insert(0, position)
-    if last:
-        blocks[-1] += norm
-    return [*blocks, [token]] if first or last else blocks
-
-
-def _gathered_by_torch(experiment: Experiment, stage: int) -> float:
-    """Bytes that ZeRO-3 gathers in a step: what runs and what is next is there, and all else is freed."""
-    layout = experiment.layout
-    sizes = [bytes_of(unit, experiment) for unit in _units_of_torch(experiment, stage)]
-    if layout.pp == 1:
-        return 2 * microbatches_of(experiment) * sum(sizes)
-    if layout.chunks > 1:
-        raise ValueError(f"layout.chunks = {layout.chunks}: no closed form of what ZeRO-3 gathers ahead")
-    blocks, tied = list(range(experiment.model.n_layer // layout.pp)), [len(sizes) - 1]
-    first, last = stage == 0, stage == layout.pp - 1
-    forward, backward = tied * first + blocks + tied * last, tied * last + blocks[::-1]
-    orders = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.BACKWARD_INPUT: backward}
-    microbatches = microbatches_of(experiment)
-    gathered, there = 0.0, set[int]()
-    for task in make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches)[stage]:
-        order = orders.get(task.kind, [])
-        for place, unit in enumerate(order):
-            needed = set(order[place : place + 2])
-            there &= {unit}
-            gathered += sum(sizes[one] for one in needed - there)
-            there |= needed
-    return gathered
-
-
 def _replicated(engine: str, experiment: Experiment, stage: int) -> float:
     """Bytes of the gradients that sequence parallelism leaves partial: of what tp does not split.
 
-    With ZeRO a device reduces its shard of them. jax-manual halves leaves; torch-manual cuts flat units, so
-    that ranks have more and less of them: the rank that has most counts.
+    With ZeRO a device reduces its shard of them: jax-manual cuts each leaf evenly, torch-manual flat units.
     """
     layout = experiment.layout
     held = parameters_of_stage(engine, experiment, stage=stage)
-    whole = _itemsize(experiment) * sum(p.size for p in held if not is_split_by_tp(p))
+    whole = itemsize_of(experiment) * sum(p.size for p in held if not is_split_by_tp(p))
     if not layout.zero:
         return whole
     if _is_one_program(engine):
@@ -273,15 +222,7 @@ def _replicated(engine: str, experiment: Experiment, stage: int) -> float:
         raise ValueError(
             "layout.zero = 1 with sequence_parallel: no closed form of which rank has which part"
         )
-    of_rank = [0] * layout.dp_shard
-    for unit in _units_of_torch(experiment, stage):
-        sizes = [round(on_one_of_tp([p], layout)) for p in unit]
-        share, begin = -(-sum(sizes) // layout.dp_shard), 0
-        for parameter, size in zip(unit, sizes, strict=True):
-            for rank in range(layout.dp_shard) if not is_split_by_tp(parameter) else ():
-                of_rank[rank] += max(0, min(begin + size, (rank + 1) * share) - max(begin, rank * share))
-            begin += size
-    return _itemsize(experiment) * max(of_rank)
+    return replicated_by_torch(experiment, stage)
 
 
 def _scattered_by_jax(experiment: Experiment, stage: int) -> float:
@@ -292,7 +233,7 @@ def _scattered_by_jax(experiment: Experiment, stage: int) -> float:
     used += [position] if stage == 0 else []
     used += norm if stage == layout.pp - 1 else []
     layers, _ = _layers_and_ends(experiment)
-    return microbatches_of(experiment) * _itemsize(experiment) * (layers + on_one_of_tp(used, layout))
+    return microbatches_of(experiment) * itemsize_of(experiment) * (layers + on_one_of_tp(used, layout))
 
 
 def _gathered_by_jax(experiment: Experiment) -> float:
@@ -300,11 +241,11 @@ def _gathered_by_jax(experiment: Experiment) -> float:
     model, layout = experiment.model, experiment.layout
     layers, ends = _layers_and_ends(experiment)
     if layout.pp > 1 and not layout.reshard_after_forward:
-        return _itemsize(experiment) * (ends + layers)
+        return itemsize_of(experiment) * (ends + layers)
     block = block_parameters(model, 0)
     unneeded = model.n_layer // layout.pp * sum(p.size for p in block if p.name.endswith("mlp.down.bias"))
     again = layers - unneeded if layout.reshard_after_forward else 0
-    return _itemsize(experiment) * (ends + microbatches_of(experiment) * (layers + again))
+    return itemsize_of(experiment) * (ends + microbatches_of(experiment) * (layers + again))
 
 
 def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
@@ -318,18 +259,3 @@ def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
 def _bytes_of_stage(engine: str, experiment: Experiment, stage: int) -> float:
     """P, and G: of one rank of a pipeline."""
     return bytes_of(parameters_of_stage(engine, experiment, stage=stage), experiment)
-
-
-def stream_bytes(experiment: Experiment) -> float:
-    """Bytes of the activations (B, T, C) of one pass, of a device's rows."""
-    model, rows = experiment.model, experiment.train.batch_size // experiment.layout.data_parallel
-    return _itemsize(experiment) * rows * model.block_size * model.n_embd
-
-
-def bytes_of(parameters: Iterable[Parameter], experiment: Experiment) -> float:
-    """Bytes of parameters on one device of tp, before dp_shard splits them."""
-    return _itemsize(experiment) * on_one_of_tp(parameters, experiment.layout)
-
-
-def _itemsize(experiment: Experiment) -> int:
-    return storage_dtype(experiment).itemsize

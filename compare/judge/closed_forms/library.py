@@ -1,7 +1,7 @@
 """What PyTorch's own wrappers send, where that is not what torch-manual sends.
 
-Counted from what they are documented to do: rows that differ, each with the name of its pattern
-(`compare.judge.known_deviations`).
+Rows that differ, each with the name of its pattern (`compare.judge.known_deviations`). Written down after
+their ledgers were seen, of PyTorch 2.13: another version may do otherwise, and a row is then not explained.
 """
 
 from compare.contract.axes import DP_REPLICATE, DP_SHARD, SHARDED_FROM, TP
@@ -9,8 +9,9 @@ from compare.contract.communication import GRADIENTS, LOSS, PARAMETERS, REPLICAT
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import block_parameters, end_parameters
 from compare.contract.schedules import Kind, make_schedule
-from compare.judge.closed_forms.communication import Bytes, bytes_of, microbatches_of
+from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
+from compare.judge.closed_forms.sizes import bytes_of, microbatches_of
 from compare.judge.closed_forms.xla import Deviations
 
 INT32 = 4  # bytes

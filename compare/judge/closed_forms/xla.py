@@ -1,8 +1,9 @@
 """What XLA on a CPU makes of jax-compiler's layouts, where that is not what jax-manual sends.
 
-Counted from the structure of the program, as the closed form is: rows that differ, each with the name of its
-pattern (`compare.judge.known_deviations`). Another version of XLA, or a GPU, may do otherwise: then a row is
-not explained. Numbers that travel along in a tuple are left out.
+Rows that differ, each with the name of its pattern (`compare.judge.known_deviations`). Written down after
+their ledgers were seen, of jax 0.10.2: they say of what a row's bytes are made; tests/compare/test_ledger_numbers.py
+holds them to another size. Another version of XLA, or a GPU, may do otherwise: then a row is not explained. Numbers that travel
+along in a tuple are left out.
 """
 
 from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
@@ -17,7 +18,8 @@ from compare.contract.communication import (
 )
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import block_parameters, end_parameters
-from compare.judge.closed_forms.communication import Bytes, bytes_of, microbatches_of, stream_bytes
+from compare.judge.closed_forms.communication import Bytes
+from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
 
 Deviations = dict[tuple[str, str, str], tuple]
 """(kind, axis, purpose) -> bytes instead of the closed form's, one or several that can be; last the pattern's
