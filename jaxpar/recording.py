@@ -23,7 +23,7 @@ from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
 from jaxpar.measure.memory_profile import memory_profile
-from jaxpar.measure.profile import profiled_step
+from jaxpar.measure.profile import watched_step
 from jaxpar.measure.usage import (
     PACKAGES,
     first_device,
@@ -172,7 +172,7 @@ class Recording:
             grad_norm=grad_norm,
             seconds=seconds,
             memory=memory,
-            instrumented=place.step == profiled_step(self._request),
+            instrumented=place.step == watched_step(self._request),
         )
         self._recorder.step(done)
         end_if_diverged(self._request.engine, done, where=self._first_weight_not_finite)

@@ -33,7 +33,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step, device_scalars
 from jaxpar.evaluation import make_evaluation
 from jaxpar.functional import make_loss, make_pieces
-from jaxpar.measure.profile import profiling, require_watchable
+from jaxpar.measure.profile import profiling
 from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
@@ -91,7 +91,6 @@ def train(
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
-    require_watchable(request)
     experiment, layout = request.experiment, request.experiment.layout
     ENGINES[request.engine].require(layout, platform=request.platform)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)

@@ -87,10 +87,7 @@ class Recording:
     @contextmanager
     def _timeline(self) -> Generator[None]:
         """Around a step: the timeline of the one that is profiled."""
-        request, step = self._run.request, self._run.state.step
-        if not request.profile or step != profiled_step(
-            request.first_step, request.steps, self._instrumented
-        ):
+        if self._run.state.step != self._profiled:
             yield
             return
         from torchpar.measure.timeline import watch  # what it marks is not imported for every run
@@ -175,7 +172,7 @@ class Recording:
             grad_norm=norm.item(),
             seconds=seconds,
             memory=memory_in_use(run.mesh.device),
-            instrumented=place.step == self._instrumented,
+            instrumented=place.step in (self._instrumented, self._profiled),
         )
         if self._recorder:
             self._recorder.step(done)
@@ -224,6 +221,14 @@ class Recording:
         self._recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         counts_own, stages = ENGINES[request.engine].counts_own_calls, experiment.layout.pp
         self._recorder.finish(manifest, of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
+
+    @property
+    def _profiled(self) -> int | None:
+        """The step whose timeline is left; None in a run that leaves none."""
+        request = self._run.request
+        if not request.profile:
+            return None
+        return profiled_step(request.first_step, request.steps, self._instrumented)
 
     @property
     def _instrumented(self) -> int:

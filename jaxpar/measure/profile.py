@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.experiment import Experiment
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.timeline import PROFILED_STEP, Kind, Lane, Span, Timeline
+from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.measure.merging import merged
@@ -27,24 +27,15 @@ METHOD = (
     "one."
 )
 WAITED = " Of the time in collectives {share:.0%} passed until the last device had come."
+NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and cost none of its time
 NO_LOOP = " XLA has left no loop over microbatches: of which one a span is cannot be told."
 
 
-def require_watchable(request: Request) -> None:
-    """Refuse what cannot be watched. Raises ExperimentError."""
-    if request.silent:
-        raise ExperimentError(
-            f"silent: {request.engine} runs in jaxpar, which has no silent twin: XLA's collectives cannot be "
-            "left out of a compiled step; ask for one of a torch engine"
-        )
-    if request.profile and request.timing:
-        raise ExperimentError("profile: a timed run is not watched, which costs time: ask for one of them")
-
-
-def profiled_step(request: Request) -> int | None:
+def watched_step(request: Request) -> int | None:
     """The number of the step that is watched; None in a run that leaves no timeline."""
-    last = request.experiment.train.max_iters - 1
-    return min(request.first_step + PROFILED_STEP, last) if request.profile else None
+    if not request.profile:
+        return None
+    return profiled_step(request.first_step, request.steps, NONE_INSTRUMENTED)
 
 
 @contextmanager
@@ -59,7 +50,7 @@ def profiling(
         step: what runs, and is waited for inside.
         devices: of the mesh, in order.
     """
-    if number != profiled_step(request):
+    if number != watched_step(request):
         yield
         return
     hlo = step.as_text()

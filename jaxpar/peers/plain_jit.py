@@ -26,7 +26,6 @@ from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
-from jaxpar.measure.profile import profiling, require_watchable
 from jaxpar.optimizer import global_norm
 from jaxpar.problem import Loss, Problem
 from jaxpar.recording import Recording
@@ -101,7 +100,6 @@ def train(
 ) -> None:
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    require_watchable(request)
     experiment = request.experiment
     ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
@@ -147,8 +145,7 @@ def train(
     while state.step < sizes.max_iters:
         together = request.timing.together(state.step) if request.timing else 1
         drawn = [draw(state.step + ahead) for ahead in range(together)]
-        with profiling(request, recorder, state.step, compiled, [device]):
-            take_steps(compiled, state, recording, experiment, drawn, gradients, device=device)
+        take_steps(compiled, state, recording, experiment, drawn, gradients, device=device)
         progress(in_step=state.step < sizes.max_iters)
     recording.finish(compiled, [device], compile_s=compile_s)
 

@@ -1,9 +1,9 @@
 """What XLA on a CPU makes of jax-compiler's layouts, where that is not what jax-manual sends.
 
 Rows that differ, each with the name of its pattern (`compare.judge.known_deviations`). Written down after
-their ledgers were seen, of jax 0.10.2: they say of what a row's bytes are made; tests/compare/test_ledger_numbers.py
-holds them to another size. Another version of XLA, or a GPU, may do otherwise: then a row is not explained. Numbers that travel
-along in a tuple are left out.
+their ledgers were seen, of jax 0.10.2: they say of what a row's bytes are made;
+tests/compare/test_ledger_numbers.py holds them to another size. Another version of XLA, or a GPU, may do
+otherwise: then a row is not explained. Numbers that travel along in a tuple are left out.
 """
 
 from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
