@@ -13,7 +13,7 @@ from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output
 from compare.present.ledger_lines import page, print_ledgers, print_rows
 from compare.studies.cases import Case, engine_cases
-from compare.studies.ledgers import preset_cases, read_ledgers, shortened, versions_in
+from compare.studies.ledgers import preset_cases, read_ledgers, shortened
 from compare.studies.matrix import LAYOUTS
 from compare.terminal.console import print_json
 
@@ -54,15 +54,15 @@ class Ledgers(Spread, frozen=True, kw_only=True):
                 f"--results {self.results} is of a finished run: leave out the layout and the experiment"
             )
         if self.results:
-            return self._shown(self.results, complete=True)
+            return self._shown(self.results)
         experiment, cases, left_out = self._planned(default)
         if self.dry_run:
             return self.show_plan(experiment, cases, left_out)
         settings = msgspec.structs.replace(self.settings(), ladder=False)
-        comparison, folder = self.compare(
+        _, folder = self.compare(
             "ledger", experiment, cases, settings=settings, needs_first=False, left_out=left_out
         )
-        return self._shown(folder, complete=not comparison.failures)
+        return self._shown(folder)
 
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
         """The experiment, its cases, and the engines that are none."""
@@ -78,15 +78,14 @@ class Ledgers(Spread, frozen=True, kw_only=True):
         engines, left_out = self.fitting(experiment)
         return experiment, engine_cases(experiment, engines), left_out
 
-    def _shown(self, folder: Path, *, complete: bool) -> int:
-        ledgers = read_ledgers(folder)
+    def _shown(self, folder: Path) -> int:
+        found = read_ledgers(folder)
         if self.output:
-            write_atomically(self.output, page(ledgers, versions=versions_in(folder)).encode())
+            write_atomically(self.output, page(found).encode())
         if self.json:
-            print_json(ledgers)
+            print_json(found)
         else:
-            print_ledgers(ledgers, folder)
+            print_ledgers(found, folder)
             if self.rows:
-                print_rows(ledgers, folder)
-        unexpected = self.fail_on_unexpected and not all(ledger.passed for ledger in ledgers)
-        return 0 if complete and not unexpected else 1
+                print_rows(found.ledgers, folder)
+        return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0

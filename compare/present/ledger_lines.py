@@ -1,5 +1,6 @@
 """Ledgers beside their closed forms, on stdout and as Markdown: unmatched lines first."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.record import read_record
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import ORDER, Line
-from compare.studies.ledgers import EngineLedger
+from compare.present.tables import by_reason
+from compare.studies.ledgers import EngineLedger, LedgerStudy
 from compare.terminal.console import coloured, results_console
 from compare.terminal.layout_words import layout_in_words
 
@@ -58,10 +60,13 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
-    """Ledgers by layout, in order: those of one stand side by side."""
-    groups: dict[str, list[EngineLedger]] = {}
+    """Ledgers by layout, in order: those of one stand side by side, each engine once."""
+    groups: dict[tuple[str, int], list[EngineLedger]] = {}
+    times: Counter[tuple[str, str]] = Counter()
     for ledger in ledgers:
-        groups.setdefault(layout_in_words(ledger.experiment, "cpu"), []).append(ledger)
+        words = layout_in_words(ledger.experiment, "cpu")
+        groups.setdefault((words, times[words, ledger.engine]), []).append(ledger)
+        times[words, ledger.engine] += 1
     return list(groups.values())
 
 
@@ -82,10 +87,10 @@ def rows_of(ledgers: Sequence[EngineLedger]) -> list[Row]:
     return sorted(rows, key=lambda row: row.rank)
 
 
-def print_ledgers(ledgers: Sequence[EngineLedger], folder: Path) -> None:
-    """A table for each layout, then what explains its lines, then a sentence."""
+def print_ledgers(found: LedgerStudy, folder: Path) -> None:
+    """A table for each layout, then what explains its lines, who has none, and a sentence."""
     console = results_console()
-    for of_layout in layouts_of(ledgers):
+    for of_layout in layouts_of(found.ledgers):
         engines = [ledger.engine for ledger in of_layout]
         table = Table(title=layout_in_words(of_layout[0].experiment, "cpu"), title_justify="left")
         for column in (*_columns(of_layout), *engines):
@@ -96,10 +101,13 @@ def print_ledgers(ledgers: Sequence[EngineLedger], folder: Path) -> None:
         for ledger in of_layout:
             for problem in ledger.problems:
                 console.print(f"{ledger.engine} is incomplete: {problem}", style="red", soft_wrap=True)
-    for name in used(ledgers):
+    for name in used(found.ledgers):
         console.print(f"{name}: {PATTERNS[name]}", soft_wrap=True)
-    good = all(ledger.passed for ledger in ledgers)
-    console.print(sentence(ledgers), style="bold green" if good else "bold red", soft_wrap=True)
+    for why, names in by_reason(found.left_out).items():
+        console.print(f"left out: {', '.join(names)}: {why}", soft_wrap=True)
+    for name, why in found.missing.items():
+        console.print(f"MISSING: {name}: {why}", style="red", soft_wrap=True)
+    console.print(found.sentence(), style="bold green" if found.passed else "bold red", soft_wrap=True)
     console.print(f"records: {folder}", soft_wrap=True)
 
 
@@ -123,40 +131,15 @@ def used(ledgers: Iterable[EngineLedger]) -> list[str]:
     return [name for name in PATTERNS if name in found]
 
 
-def sentence(ledgers: Sequence[EngineLedger]) -> str:
-    """How many lines are as expected, are explained, and are neither."""
-    lines = [line for ledger in ledgers for line in ledger.lines]
-    expected = sum(line.state == "expected" for line in lines)
-    unexplained = sum(not line.is_explained for line in lines)
-    parts = [f"{expected} of {len(lines)} lines are the closed form's to the byte"]
-    if explained := len(lines) - expected - unexplained:
-        parts.append(f"{explained} differ by a known pattern")
-    if unexplained:
-        parts.append(f"{unexplained} are not explained")
-    if incomplete := sum(bool(ledger.problems) for ledger in ledgers):
-        parts.append(f"{incomplete} ledgers are incomplete")
-    return ", ".join(parts)
-
-
-def page(ledgers: Sequence[EngineLedger], *, versions: str) -> str:
-    """A Markdown page: a table for each layout, and the patterns that explain some of its lines.
-
-    Args:
-        ledgers: of all layouts.
-        versions: of what ran them, in words.
-    """
-    parts = [
-        "# The ledger",
-        "",
-        PREAMBLE,
-        "",
-        f"{sentence(ledgers)}. {versions}.",
-        "",
-        "## Known patterns",
-        "",
-    ]
-    parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(ledgers)]
-    for of_layout in layouts_of(ledgers):
+def page(found: LedgerStudy) -> str:
+    """A Markdown page: a table for each layout, the patterns that explain some of its lines, and who has
+    none."""
+    parts = ["# The ledger", "", PREAMBLE, "", f"{found.sentence()}. {found.versions}."]
+    if found.missing:
+        parts += ["", "## Missing", "", *(f"- **{name}**: {why}" for name, why in found.missing.items())]
+    parts += ["", "## Known patterns", ""]
+    parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(found.ledgers)]
+    for of_layout in layouts_of(found.ledgers):
         words = layout_in_words(of_layout[0].experiment, "cpu")
         engines = [ledger.engine for ledger in of_layout]
         columns = (*_columns(of_layout), *engines)
@@ -168,6 +151,9 @@ def page(ledgers: Sequence[EngineLedger], *, versions: str) -> str:
             parts.append(f"| {' | '.join((*_head(row, of_layout), *cells))} |")
         for ledger in of_layout:
             parts += [f"\n{ledger.engine} is incomplete: {problem}." for problem in ledger.problems]
+    if found.left_out:
+        left_out = by_reason(found.left_out).items()
+        parts += ["", "## Left out", "", *(f"- {', '.join(names)}: {why}." for why, names in left_out)]
     return "\n".join(parts) + "\n"
 
 

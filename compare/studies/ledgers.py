@@ -1,5 +1,7 @@
 """The ledgers of engines under layouts, lined up with the closed form of each."""
 
+import functools
+import operator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ from compare.studies.matrix import matrix_cases
 
 STEPS = 4
 """Of a run that is made for its ledger: the third is watched."""
+PACKAGES = ("python", "jax", "torch")
+PEER = "a peer has ways of its own: there is no closed form of what it sends"
 
 
 class EngineLedger(Struct, frozen=True, kw_only=True):
@@ -37,6 +41,40 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if all of it could be read, and is as expected or explained."""
         return not self.problems and not self.unexplained
+
+
+class LedgerStudy(Struct, frozen=True, kw_only=True):
+    """The ledgers of a run's cases, and the cases that have none."""
+
+    ledgers: list[EngineLedger]
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why a case that should have one has none, by its name: it failed, or did not run."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Why others are no case, or have no closed form, by name."""
+    versions: str = ""
+    """What ran them, in words."""
+
+    @property
+    def passed(self) -> bool:
+        """True if no case is missing, and all of each could be read, and is as expected or explained."""
+        return not self.missing and all(ledger.passed for ledger in self.ledgers)
+
+    def sentence(self) -> str:
+        """How many cases there are, how many of their lines are as expected, are explained, are neither."""
+        lines = [line for ledger in self.ledgers for line in ledger.lines]
+        expected = sum(line.state == "expected" for line in lines)
+        unexplained = sum(not line.is_explained for line in lines)
+        cases = f"{len(self.ledgers)} case{'' if len(self.ledgers) == 1 else 's'}"
+        parts = [f"{cases}: {expected} of {len(lines)} lines are the closed form's to the byte"]
+        if explained := len(lines) - expected - unexplained:
+            parts.append(f"{explained} differ by a known pattern")
+        if unexplained:
+            parts.append(f"{unexplained} are not explained")
+        if incomplete := [ledger.case for ledger in self.ledgers if ledger.problems]:
+            parts.append(f"incomplete: {', '.join(incomplete)}")
+        if self.missing:
+            parts.append(f"MISSING: {', '.join(self.missing)}")
+        return ", ".join(parts)
 
 
 def shortened(experiment: Experiment) -> Experiment:
@@ -79,23 +117,19 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
     )
 
 
-def versions_in(folder: Path) -> str:
-    """What ran the cases of a run, in words."""
-    seen: dict[str, str] = {}
-    for versions in read_comparison(folder)[0].versions:
-        seen |= versions
-    return ", ".join(f"{name} {seen[name]}" for name in ("python", "jax", "torch") if name in seen)
-
-
-def read_ledgers(folder: Path) -> list[EngineLedger]:
-    """Of every finished case of a run, from its records; nothing runs.
+def read_ledgers(folder: Path) -> LedgerStudy:
+    """Of every finished case of a run, from its records, and why another has none; nothing runs.
 
     Raises:
         RecordError: no such run, or its records are garbled.
     """
     comparison, records = read_comparison(folder)
-    return [
-        engine_ledger(name, record)
-        for name, record in zip(comparison.cases, records, strict=True)
-        if record.manifest.engine in STUDIED
-    ]
+    named = dict(zip(comparison.cases, records, strict=True))
+    peers = {name: PEER for name, record in named.items() if record.manifest.engine not in STUDIED}
+    versions = functools.reduce(operator.or_, comparison.versions, {})
+    return LedgerStudy(
+        ledgers=[engine_ledger(name, record) for name, record in named.items() if name not in peers],
+        missing=comparison.failures | dict.fromkeys(comparison.not_run, "it did not run"),
+        left_out=comparison.left_out | peers,
+        versions=", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions),
+    )

@@ -3,6 +3,12 @@
 from compare.contract.experiment import Experiment
 
 ZERO = {1: "optimizer state", 2: "optimizer state and gradients"}
+REDUCTIONS = {
+    "naive": " (a reduction per parameter)",
+    "flat": " (one reduction for all gradients)",
+    "overlapped": " (a reduction per gradient, during backward)",
+}
+"""Ways to reduce gradients other than in buckets."""
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -32,7 +38,8 @@ def layout_in_words(experiment: Experiment, platform: str) -> str:
 def _data_parallel(experiment: Experiment) -> str:
     layout = experiment.layout
     if layout.dp_shard == 1:
-        return f"data parallel over {layout.dp_replicate}" if layout.dp_replicate > 1 else ""
+        reduced = REDUCTIONS.get(layout.gradient_sync, "")
+        return f"data parallel over {layout.dp_replicate}{reduced}" if layout.dp_replicate > 1 else ""
     if layout.zero == 3:
         kept = "" if layout.reshard_after_forward else " (gathered parameters kept until backward)"
         split = f"fully sharded over {layout.dp_shard}{kept}"

@@ -9,11 +9,11 @@ from records import comparison_of, make_record, make_request
 from compare.cli import main
 from compare.contract.communication import Communication
 from compare.contract.experiment import Experiment, edited
-from compare.contract.json_files import write_json
+from compare.contract.json_files import read_json, write_json
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.judge.closed_forms.communication import communication
-from compare.judge.comparison import save
+from compare.judge.comparison import COMPARISON, Comparison, save
 
 ENGINES = ("jax-manual", "torch-manual")
 
@@ -60,14 +60,16 @@ def test_a_run_that_sends_what_it_should(run, tmp_path, capsys):
     assert main(["ledger", "--results", str(run), *flags]) == 0
     shown = capsys.readouterr().out
     assert "fully sharded over 2: 2 CPU devices" in shown
-    assert "4 of 4 lines are the closed form's to the byte" in shown
+    assert "2 cases: 4 of 4 lines are the closed form's to the byte" in shown
     assert "model.py:7 (forward): blocks" in shown
     assert "2 x 4" in shown
     text = page.read_text()
     assert text.startswith("# The ledger")
     assert "| reduce_scatter | dp_shard | gradients |" in text
     assert main(["ledger", "--results", str(run), "--json"]) == 0
-    (first, second) = json.loads(capsys.readouterr().out)
+    study = json.loads(capsys.readouterr().out)
+    (first, second) = study["ledgers"]
+    assert not study["missing"]
     assert {line["expected"] for line in first["lines"]} <= {line["found"] for line in first["lines"]}
     assert second["engine"] == "torch-manual"
 
@@ -83,6 +85,32 @@ def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
     assert f"{twice[0].bytes:,}" in shown
     assert "2 of 4 lines are the closed form's to the byte, 2 are not explained" in shown
     assert "torch-manual is incomplete: a loop has no known trip count, at mine.py:3" in shown
+
+
+def test_who_has_no_ledger_is_named(run, tmp_path, capsys):
+    """A case that failed, one whose turn did not come, one that cannot be: printed, on the page, in JSON."""
+    whole = read_json(run / COMPARISON, Comparison)
+    others = dict.fromkeys(("torch-library", "jax-compiler"), whole.requests["jax-manual"])
+    failed = msgspec.structs.replace(
+        whole,
+        requests=whole.requests | others,
+        failures={"torch-library": "rank 1 died"},
+        left_out={"plain-jit": "it has one device"},
+    )
+    save(failed, run)
+    page = tmp_path / "ledger.md"
+    assert main(["ledger", "--results", str(run), "--output", str(page)]) == 1
+    shown = capsys.readouterr().out
+    for words in (shown, page.read_text()):
+        assert "MISSING: torch-library, jax-compiler" in words
+        assert "plain-jit: it has one device" in words
+    assert "MISSING: torch-library: rank 1 died" in shown
+    assert "- **jax-compiler**: it did not run" in page.read_text()
+    assert main(["ledger", "--results", str(run), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["missing"] == {
+        "torch-library": "rank 1 died",
+        "jax-compiler": "it did not run",
+    }
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from compare.judge.closed_forms.library import by_pytorch
 from compare.judge.closed_forms.xla import by_xla
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line, line_up
-from compare.present.ledger_lines import page, rows_of, sentence
+from compare.present.ledger_lines import layouts_of, page, rows_of
 from compare.studies.fitting import refusal
-from compare.studies.ledgers import EngineLedger, engine_ledger
+from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.presets import PRESETS, spread
 
 MODEL = Model(n_layer=4, n_head=4, n_embd=32, block_size=16, vocab_size=64, bias=True)
@@ -156,8 +156,9 @@ def test_what_has_no_closed_form_is_incomplete_and_said(tmp_path, tiny):
     assert "layout.chunks = 2" in ledger.problems[0]
     unread = msgspec.structs.replace(record, ledger=Ledger(problems=["a loop, at mine.py:3"]))
     assert engine_ledger("mine", unread).problems == ["a loop, at mine.py:3"]
-    assert "1 ledgers are incomplete" in sentence([ledger])
-    assert "torch-manual is incomplete: layout.chunks = 2" in page([ledger], versions="")
+    study = LedgerStudy(ledgers=[ledger])
+    assert study.sentence().endswith("incomplete: mine")
+    assert "torch-manual is incomplete: layout.chunks = 2" in page(study)
 
 
 def test_engines_stand_side_by_side_and_unmatched_rows_first():
@@ -174,6 +175,27 @@ def test_engines_stand_side_by_side_and_unmatched_rows_first():
     assert first.key == GATHER
     assert not first.lines["torch-manual"].is_explained
     assert all(row.key != GATHER or row is first for row in itertools.chain([first], others))
-    text = page(ledgers, versions="torch 2")
+    text = page(LedgerStudy(ledgers=ledgers, versions="torch 2"))
     assert f"**{3 * communication('torch-manual', FSDP)[GATHER]:,.0f}**" in text
     assert "FSDP2's root stays" not in text  # this torch-library sends what torch-manual should
+
+
+def test_no_engine_hides_another_and_no_case_goes_unnamed():
+    """Two ledgers of one engine under one layout are both shown; who has none is named, with the reason."""
+    lines = line_up("torch-manual", FSDP, [])
+    alone = EngineLedger(case="one", engine="torch-manual", experiment=FSDP, lines=lines)
+    fsdp = [alone, msgspec.structs.replace(alone, case="two")]
+    assert [[ledger.case for ledger in group] for group in layouts_of(fsdp)] == [["one"], ["two"]]
+    study = LedgerStudy(
+        ledgers=fsdp,
+        missing={"torch-library.pp": "it died"},
+        left_out={"jax-manual.pp_zero_bubble": "no such schedule", "jax-compiler.x": "no such schedule"},
+    )
+    assert not study.passed
+    assert not LedgerStudy(ledgers=[], missing=study.missing).passed
+    assert LedgerStudy(ledgers=[], left_out=study.left_out).passed
+    assert study.sentence().startswith("2 cases: 0 of ")
+    assert study.sentence().endswith("MISSING: torch-library.pp")
+    text = page(study)
+    assert "- **torch-library.pp**: it died" in text
+    assert "- jax-manual.pp_zero_bubble, jax-compiler.x: no such schedule." in text

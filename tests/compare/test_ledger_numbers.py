@@ -65,12 +65,23 @@ def test_ledgers_are_those_recorded(preset, shardpair):
 
 def _stand_beside_the_closed_form(folder: Path) -> None:
     """The manual engines' ledgers are the closed form's to the byte, the others' are explained."""
-    for ledger in read_ledgers(folder):
+    for ledger in read_ledgers(folder).ledgers:
         assert ledger.problems == [], ledger.case
         assert ledger.lines, ledger.case
         assert ledger.unexplained == [], ledger.case
         if ledger.engine.endswith("-manual"):
             assert {line.state for line in ledger.lines} == {"expected"}, ledger.case
+
+
+def test_the_step_that_is_watched_is_a_zero_bubble_schedule_too(shardpair):
+    """PyTorch's splits backward in two; what follows modules in the watched step must leave that alone."""
+    flags = ("--preset", "pp_zero_bubble", "--devices", "2", "--model.n_layer", "2", "--fail_on_unexpected")
+    done = shardpair("ledger", "check", *flags, "--run_dir", "run", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = json.loads(done.stdout)
+    assert [ledger["engine"] for ledger in study["ledgers"]] == ["torch-manual", "torch-library"]
+    assert study["left_out"].keys() == {"jax-compiler", "jax-manual"}
+    assert study["missing"] == {}
 
 
 def test_every_strategy_has_numbers():

@@ -26,6 +26,7 @@ BIG = {"model": {"n_layer": 4, "n_head": 4}, "train": {"batch_size": 16}}
     [
         ("single", 1, "nothing split: 1 CPU device"),
         ("ddp", 4, "data parallel over 4: 4 CPU devices"),
+        ("ddp_flat", 4, "data parallel over 4 (one reduction for all gradients): 4 CPU devices"),
         ("zero1", 4, "optimizer state split over 4 (ZeRO-1): 4 CPU devices"),
         ("zero2", 4, "optimizer state and gradients split over 4 (ZeRO-2): 4 CPU devices"),
         ("hsdp", 4, "2 replicas, each fully sharded over 2: 4 CPU devices"),

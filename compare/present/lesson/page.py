@@ -19,7 +19,6 @@ from compare.contract.record import Record
 from compare.contract.tensors import RecordError
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.known_deviations import PATTERNS
-from compare.present.ledger_lines import sentence
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Cell, Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
@@ -28,7 +27,7 @@ from compare.present.report.lanes import measured_steps
 from compare.present.report.memory import at_rest, memory_table, peak_table
 from compare.present.report.pictures import Picture, peak_words, timelines
 from compare.present.report.template import render_page
-from compare.studies.ledgers import EngineLedger, engine_ledger
+from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
 from compare.terminal.layout_words import layout_in_words
 
@@ -107,7 +106,7 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         missing=[engine for engine in FOLDERS if engine not in records],
         rows=rows,
         ledgers=ledgers,
-        lined_up=sentence(ledgers),
+        lined_up=LedgerStudy(ledgers=ledgers).sentence(),
         patterns=_patterns(ledgers),
         memory=memory_table(list(records), [at_rest(record) for record in records.values()]),
         peaks=peak_table(list(records), peaks) if any(peaks) else None,
