@@ -23,8 +23,8 @@ from survival import read_survival
 from table_text import markdown
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
-from compare.judge.closed_forms.peak_memory import peak_form
-from compare.present.memory_tables import AtPeak
+from compare.judge.closed_forms.peak_memory import PATTERNS, peak_form
+from compare.present.memory_tables import AtPeak, patterns_in
 from compare.present.memory_tables import rows as memory_rows
 from compare.terminal.units import error_text, human_bytes
 
@@ -182,13 +182,17 @@ def memory() -> str:
     if not stored:
         return "Not measured yet: `make memory` measures it."
     rows = []
+    seen = []
     for preset in LAYOUTS:
         for engine, held in stored.get(preset, {}).items():
             form = peak_form(engine, spec_of(preset), device=held.device)
             one = AtPeak(device=held.device, peak=held.peak, form=form, planned_bytes=held.planned_bytes)
             (cells,) = memory_rows([(f"`{preset}`", one)])
             rows.append([cells[0], f"`{engine}`", *cells[1:]])
-    return markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
+            seen.append(one)
+    table = markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
+    words = [f"- **{name}**: {PATTERNS[name]}" for name in patterns_in(seen)]
+    return "\n".join([table, "", *words])
 
 
 def profiles() -> str:

@@ -21,7 +21,22 @@ from compare.studies.presets import preset_layout
 
 MEMORY = Path(__file__).parent / "memory.json"
 ENGINES = tuple(STUDIED)
-LAYOUTS = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2, "tp": 2, "tp_sp": 2, "pp": 2}
+LAYOUTS = {
+    "single": 1,
+    "ddp": 2,
+    "zero1": 2,
+    "zero2": 2,
+    "fsdp": 2,
+    "shard_grad_op": 2,
+    "hsdp": 4,
+    "tp": 2,
+    "tp_sp": 2,
+    "ddp_tp": 4,
+    "fsdp_tp": 4,
+    "fsdp_tp_sp": 4,
+    "pp": 2,
+    "pp_gpipe": 2,
+}
 """Presets, and their devices."""
 SIZES = {
     "model": {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size": 1024},

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from compare.contract.memory_profile import CLASSES, Class, Peak
 from compare.contract.record import Record
-from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
+from compare.judge.closed_forms.peak_memory import PATTERNS, PeakForm, peak_form
 from compare.terminal.units import human_bytes
 
 SCOPES = 3
@@ -38,6 +38,11 @@ class AtPeak(Struct, frozen=True, kw_only=True):
         """Where the peak is, in words."""
         return where(self.peak)
 
+    def why(self, kind: Class) -> str | None:
+        """How a class stands to its closed form: `PeakForm.why`; "" where it has none."""
+        has_form = self.form is not None and kind in self.form.bytes
+        return self.form.why(kind, self.peak.bytes[kind]) if self.form and has_form else ""
+
 
 def where(peak: Peak) -> str:
     """The operation at which a peak is, and its place; of JAX's path of scopes the end."""
@@ -65,13 +70,20 @@ def deviation(measured: float, expected: float | None) -> float | None:
     return measured / expected - 1 if expected else None
 
 
-def beside(measured: float, expected: float | None) -> str:
-    """`12 MB of 11.8 MB, +1.7%`."""
+def beside(measured: float, expected: float | None, why: str | None = "") -> str:
+    """`12 MB of 11.8 MB, +1.7%`, and what explains it; NOT EXPLAINED if nothing does."""
     if expected is None:
         return human_bytes(measured)
     off = deviation(measured, expected)
     percent = f", {off:+.1%}" if off is not None and round(off, 3) else ""
-    return f"{human_bytes(measured)} of {human_bytes(expected)}{percent}"
+    words = "NOT EXPLAINED" if why is None else why
+    return f"{human_bytes(measured)} of {human_bytes(expected)}{percent}{f': {words}' if words else ''}"
+
+
+def patterns_in(cases: Sequence[AtPeak]) -> list[str]:
+    """The patterns that explain some class of these, in the order in which they are known."""
+    found = {name for one in cases for kind in CLASSES for name in (one.why(kind) or "").split(", ")}
+    return [name for name in PATTERNS if name in found]
 
 
 def rows(cases: Sequence[tuple[str, AtPeak]], *, kinds: Sequence[Class] = CLASSES) -> list[list[str]]:
@@ -79,7 +91,7 @@ def rows(cases: Sequence[tuple[str, AtPeak]], *, kinds: Sequence[Class] = CLASSE
     return [
         [
             name,
-            *(beside(*one.sizes[kind]) if kind in one.sizes else "" for kind in kinds),
+            *(beside(*one.sizes[kind], one.why(kind)) if kind in one.sizes else "" for kind in kinds),
             human_bytes(one.peak.total),
         ]
         for name, one in cases

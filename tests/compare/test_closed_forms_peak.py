@@ -16,7 +16,7 @@ from compare.contract.memory_profile import (
     usage,
 )
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_memory import peak_form
+from compare.judge.closed_forms.peak_memory import PATTERNS, peak_form
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T
@@ -98,7 +98,7 @@ def test_jax_keeps_residuals_of_norms_gelu_and_scores():
     assert "logits" not in form("jax-manual").bytes
 
 
-def test_what_has_no_form_has_none():
+def test_what_peaks_elsewhere_has_the_form_of_its_state():
     pipeline = {"pp": 2, "microbatches": 2}
     for engine, fields in (
         ("jax-manual", pipeline),
@@ -106,10 +106,36 @@ def test_what_has_no_form_has_none():
         ("torch-manual", pipeline | {"schedule": "gpipe"}),
         ("torch-manual", pipeline | {"dp_shard": 2, "zero": 3}),
     ):
-        assert form(engine, **fields) is None
+        assert form(engine, **fields).bytes.keys() == {"parameters", "optimizer"}
+
+
+def test_what_has_no_form_has_none():
     bfloat16 = msgspec.structs.replace(PLAIN, precision=Precision(dtype="bfloat16"))
     assert peak_form("torch-manual", bfloat16) is None
     assert peak_form("somebody-elses", PLAIN) is None
+
+
+def test_what_xla_does_instead_is_named_only_where_it_gives_the_bytes():
+    table, block = 8 * V * C, 8 * (12 * C * C + 13 * C)
+    ddp = form("jax-compiler", dp_replicate=2)
+    assert ddp.bytes["gradients"] == table + L * block
+    assert ddp.why("gradients", 1.02 * (table + L * block)) == ""
+    assert ddp.why("gradients", 2 * table + L * block) == "tied gradient twice"
+    assert ddp.why("gradients", L * block) == "before the table's gradient"
+    assert ddp.why("gradients", 1.5 * (table + L * block)) is None
+    assert ddp.why("activations", 1.09 * ddp.bytes["activations"]) == ""
+    assert ddp.why("activations", 1.11 * ddp.bytes["activations"]) is None
+    by_hand = form("jax-manual", dp_replicate=2)
+    assert by_hand.why("gradients", 2 * table + L * block) is None  # only the compiler keeps both
+    zero2 = form("jax-compiler", dp_shard=2, zero=2)
+    assert zero2.why("gradients", L * block / 2) == "shards are added up, before the table's gradient"
+    fsdp = form("jax-manual", dp_shard=2, zero=3)
+    assert fsdp.why("gathered parameters", table) == "the table alone"
+    assert fsdp.why("gathered parameters", 0.0) is None
+    assert set(", ".join(name for known in zero2.otherwise.values() for name in known).split(", ")) <= set(
+        PATTERNS
+    )
+    assert not form("torch-manual", dp_shard=2, zero=3).otherwise
 
 
 def test_lifetimes_add_up():

@@ -6,7 +6,7 @@ import pytest
 
 from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.memory_profile import MemoryProfile
-from compare.judge.closed_forms.peak_memory import ACTIVATIONS_LIMIT, STATE_LIMIT, peak_form
+from compare.judge.closed_forms.peak_memory import peak_form
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.measure.memory_profile import memory_profile
@@ -56,17 +56,9 @@ def test_a_step_against_xla_and_the_closed_form(engine, name, dtype):
     assert "head_loss" in peak.place
     form = peak_form(engine, experiment)
     assert form is not None
-    for kind in ("parameters", "optimizer"):
-        assert peak.bytes[kind] == pytest.approx(form.bytes[kind], rel=STATE_LIMIT), kind
-    # The token table's gradient is made right there: XLA's peak may be the operation before.
-    later = form.bytes["gradients"]
-    earlier = later - MODEL.vocab_size * MODEL.n_embd * 8
-    found = peak.bytes["gradients"]
-    assert found in (pytest.approx(later, rel=STATE_LIMIT), pytest.approx(earlier, rel=STATE_LIMIT))
-    assert peak.bytes["activations"] == pytest.approx(form.bytes["activations"], rel=ACTIVATIONS_LIMIT)
-    assert peak.bytes["gathered parameters"] == pytest.approx(
-        form.bytes["gathered parameters"], rel=ACTIVATIONS_LIMIT
-    )
+    whys = {kind: form.why(kind, peak.bytes[kind]) for kind in form.bytes}
+    assert None not in whys.values(), whys
+    assert {whys[kind] for kind in ("parameters", "optimizer", "activations")} == {""}
     assert peak.bytes["logits"] >= experiment.tokens_per_step / experiment.layout.devices * 512 * 8
 
 

@@ -18,7 +18,9 @@ the last peak without logits, when as many are in flight as ever are. JAX's logi
 form: XLA fuses them, and where its plan puts them is its own.
 """
 
-from msgspec import Struct
+import itertools
+
+from msgspec import Struct, field
 
 from compare.contract.engines.engine import Keeps
 from compare.contract.engines.registry import ENGINES
@@ -39,6 +41,17 @@ from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
 
 STATE_LIMIT, ACTIVATIONS_LIMIT = 0.05, 0.10
 """Of a class: padding and scalars; and positions, masks and indices, which the form leaves out."""
+AGAIN, EARLIER = "tied gradient twice", "before the table's gradient"
+SHARDS, TABLE = "shards are added up", "the table alone"
+PATTERNS = {
+    AGAIN: "the token table is used at both ends; XLA keeps the gradient of each use until it adds them up.",
+    EARLIER: "XLA's peak is an operation before the one that makes the token table's gradient, or has that "
+    "gradient among what it communicates.",
+    SHARDS: "backward's loop reduces and adds up shards of the blocks' gradients, and not whole ones.",
+    TABLE: "of the unit that is gathered for both ends XLA keeps the token table; positions and the last "
+    "norm are gone by then.",
+}
+"""What XLA is known to do instead of what the closed form says, by name: each gives its bytes."""
 
 
 class PeakForm(Struct, frozen=True, kw_only=True):
@@ -47,6 +60,23 @@ class PeakForm(Struct, frozen=True, kw_only=True):
     moment: str
     """When that is."""
     bytes: dict[Class, float]
+    otherwise: dict[Class, dict[str, float]] = field(default_factory=dict)
+    """What XLA is known to hold instead: bytes by the names in PATTERNS of what makes them so."""
+
+    def why(self, kind: Class, measured: float) -> str | None:
+        """How a class stands to its closed form.
+
+        Args:
+            kind: a class that `bytes` has.
+            measured: its bytes.
+
+        Returns:
+            "" if it is within its limit, the patterns that give its bytes, or None if nothing does.
+        """
+        limit = ACTIVATIONS_LIMIT if kind == "activations" else STATE_LIMIT
+        known = {"": self.bytes[kind], **self.otherwise.get(kind, {})}
+        fitting = (name for name, size in known.items() if abs(measured - size) <= limit * size)
+        return next(fitting, None)
 
 
 def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakForm | None:
@@ -58,10 +88,10 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
         device: in the order of the mesh.
 
     Returns:
-        None for what it does not know: 16-bit precision and dropout, which keep casts and masks as well;
-        logits in parts, offload, chunks; in torch selective recomputation, and pipelines but 1F1B alone; in
-        JAX full recomputation, accumulation and pipelines, which peak elsewhere; and engines that are not
-        ours.
+        Parameters and optimizer alone for what peaks elsewhere: in torch selective recomputation, and
+        pipelines but 1F1B alone; in JAX full recomputation, accumulation and pipelines. None for what it
+        does not know: 16-bit precision and dropout, which keep casts and masks as well; logits in parts,
+        offload, chunks; and engines that are not ours.
     """
     layout, model = experiment.layout, experiment.model
     is_plain = experiment.precision.dtype in ("float32", "float64") and not model.dropout
@@ -73,11 +103,11 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
     return make(engine, experiment, device, keeps)
 
 
-def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
+def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     is_pure = layout.devices == layout.pp and layout.schedule == "1f1b"
     if layout.remat == "dots" or (layout.pp > 1 and not is_pure):
-        return None
+        return _state_alone(engine, experiment, device)
     stage, last = device * layout.pp // layout.devices, layout.pp - 1
     block = numbers_kept(BLOCK_INPUT if layout.remat == "full" else TORCH_BLOCK, experiment)
     ends = numbers_kept(TORCH_ENDS, experiment) if stage == last else 0.0
@@ -103,11 +133,11 @@ def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) 
     return PeakForm(moment=f"where {where}", bytes=held)
 
 
-def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm | None:
+def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     remat = "dots" if layout.remat == "auto" else layout.remat
     if layout.pp > 1 or remat == "full" or experiment.train.gradient_accumulation_steps > 1:
-        return None
+        return _state_alone(engine, experiment, device)
     block = numbers_kept(JAX_BLOCK if remat == "none" else JAX_DOTS, experiment)
     ends = numbers_kept(JAX_NORM, experiment)
     held = _state(engine, experiment, device)
@@ -115,9 +145,29 @@ def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) ->
     (token, _), _ = end_parameters(experiment.model)
     blocks = experiment.model.n_layer * on_one_of_tp(block_parameters(experiment.model, 0), layout)
     blocks /= layout.dp_shard if layout.zero >= 3 else 1
-    held["gradients"] = itemsize * (blocks + on_one_of_tp([token], layout))
+    table = on_one_of_tp([token], layout)
+    held["gradients"] = itemsize * (blocks + table)
     held["gathered parameters"] = _gathered(engine, experiment)
-    return PeakForm(moment="where the gradient of the logits is made", bytes=held)
+    otherwise: dict[Class, dict[str, float]] = {}
+    sums, tables = {"": blocks}, {"": table, EARLIER: 0.0}
+    if ENGINES[engine].sends_by == "xla":
+        tables[AGAIN] = 2 * table
+        sums |= {SHARDS: blocks / layout.dp_shard} if layout.zero == 2 else {}
+    otherwise["gradients"] = {
+        ", ".join(filter(None, names)): itemsize * (sums[names[0]] + tables[names[1]])
+        for names in itertools.product(sums, tables)
+        if any(names)
+    }
+    if layout.zero == 3 and layout.reshard_after_forward:
+        otherwise["gathered parameters"] = {TABLE: itemsize * table}
+    return PeakForm(moment="where the gradient of the logits is made", bytes=held, otherwise=otherwise)
+
+
+def _state_alone(engine: str, experiment: Experiment, device: int) -> PeakForm:
+    """What is the same at every moment of a step: the form of a layout that peaks elsewhere."""
+    state = _state(engine, experiment, device)
+    del state["gradients"]
+    return PeakForm(moment="at any moment", bytes=state)
 
 
 def _state(engine: str, experiment: Experiment, device: int) -> dict[Class, float]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import Struct
 
-from compare.contract.memory_profile import CLASSES, MEANINGS
+from compare.contract.memory_profile import CLASSES, MEANINGS, Class
 from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.present.memory_tables import AtPeak
@@ -72,11 +73,14 @@ def peak_table(names: list[str], peaks: Sequence[AtPeak | None]) -> Table:
     return upright(Table(name="Memory at the peak, by class", corner="class", columns=names, rows=rows))
 
 
-def _class_cell(one: AtPeak | None, kind: str) -> Text:
+def _class_cell(one: AtPeak | None, kind: Class) -> Text:
     if one is None:
         return Text("not recorded")
     measured, expected = one.sizes.get(kind, (0, None))
-    return Text(human_bytes(measured)) if expected is None else _beside(measured, expected)
+    if expected is None:
+        return Text(human_bytes(measured))
+    cell = _beside(measured, expected)
+    return msgspec.structs.replace(cell, note=": ".join(filter(None, (cell.note, one.why(kind)))))
 
 
 def _idle(one: AtPeak) -> str:

@@ -8,8 +8,9 @@ from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.contract.schedules import make_schedule
+from compare.judge.closed_forms.peak_memory import PATTERNS
 from compare.judge.comparison import Comparison
-from compare.present.memory_tables import AtPeak, where
+from compare.present.memory_tables import AtPeak, patterns_in, where
 from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest
 from compare.present.report.memory_curves import memory_over_step
@@ -87,11 +88,12 @@ def memory_curves(names: list[str], records: list[Record]) -> list[Picture]:
 
 
 def peak_words(names: list[str], peaks: Sequence[AtPeak | None]) -> str:
-    """At which moment closed forms are about, and which cases have none."""
+    """At which moment closed forms are about, which cases have none, and what XLA does otherwise."""
     moments = dict.fromkeys(one.form.moment for one in peaks if one and one.form)
     without = [name for name, one in zip(names, peaks, strict=True) if one and not one.form]
     said = [f"The closed forms are those {' or '.join(moments)}."] if moments else []
     said += [f"There is none for {', '.join(without)}."] if without else []
+    said += [f"{name}: {PATTERNS[name]}" for name in patterns_in([one for one in peaks if one])]
     return " ".join(said)
 
 
