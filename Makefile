@@ -78,8 +78,9 @@ memory: $(READY)  ## what a device holds at the peak of a step, by class, in eve
 	$(BIN)/python docs/memory.py
 	$(BIN)/python docs/make_docs.py
 
-profiles: $(READY)  ## where the time of jaxpar's steps goes, on an idle machine; docs/profiles.json
+profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/profiles.json, torch_profiles.json
 	$(BIN)/python docs/profiles.py
+	$(BIN)/python docs/torch_profiles.py
 	$(BIN)/python docs/make_docs.py
 
 counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against the ledger; docs/dynamic_counts.json

@@ -21,6 +21,8 @@ from recipes import read_recipes
 from savings import read_savings
 from survival import read_survival
 from table_text import markdown
+from torch_profiles import CLASSES as TORCH_CLASSES
+from torch_profiles import read_torch_profiles
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
 from compare.judge.closed_forms.peak_memory import PATTERNS, peak_form
@@ -193,6 +195,20 @@ def memory() -> str:
     table = markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
     words = [f"- **{name}**: {PATTERNS[name]}" for name in patterns_in(seen)]
     return "\n".join([table, "", *words])
+
+
+def torch_profiles() -> str:
+    """Where the time of a step of torchpar's engines goes, and what both have in common."""
+    stored = read_torch_profiles()
+    if not stored:
+        return "Not measured yet: `make profiles` measures it."
+    header = ["ms of a rank in a step", *(f"`{p.engine}` {p.preset}" for p in stored)]
+    rows = [
+        [words, *(f"{p.operations_ms[name]:.0f}" for p in stored)] for name, words in TORCH_CLASSES.items()
+    ]
+    rows.append(["CPU time of a step, unprofiled", *(f"{p.cpu_ms:.0f}" for p in stored)])
+    rows.append(["wall time of a step, unprofiled", *(f"{p.wall_ms:.0f}" for p in stored)])
+    return markdown(header, rows)
 
 
 def profiles() -> str:

@@ -20,6 +20,7 @@ from measured_tables import (
     recipes,
     refusals,
     savings,
+    torch_profiles,
 )
 from performance import BENCHES
 from recipes import SETTINGS
@@ -245,6 +246,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-agreement": agreement,
     "profiles": profiles,
+    "torch-profiles": torch_profiles,
     "precisions": precisions,
     "savings": savings,
     "counts-agree": counts_agree,

@@ -1,0 +1,144 @@
+"""`make profiles`, for torch: where the time of a step of its engines goes; docs/torch_profiles.json.
+
+    python docs/torch_profiles.py torch-manual tp_sp        # one of them, printed and not kept
+
+Times are of rank 0's operators, each without those that it calls, from torch.profiler, over some steps after
+the first ones. Both engines of a layout compute the same: what one operator class costs both is common, and
+a floor under the ratio of the two. On an idle machine with a core for each of the two ranks.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+PROFILES = Path(__file__).parent / "torch_profiles.json"
+RANKS = 2
+BATCH = {"ddp": 4, "zero1": 4, "fsdp": 4, "tp": 2, "tp_sp": 2}
+"""Sequences of a step by layout, as in the benches of docs/performance.py."""
+CASES = tuple((engine, preset) for preset in BATCH for engine in ("torch-manual", "torch-library"))
+CLASSES = {
+    "linear layers": "products of linear layers",
+    "attention": "attention",
+    "elementwise": "elementwise work of the model",
+    "optimizer": "norm, clipping and optimizer",
+    "copies": "copies and fills",
+    "communication": "sends, receives and reductions",
+    "host": "all else: Python, dispatch, waiting",
+}
+WARMUP, STEPS, ROUNDS = 4, 5, 3
+_BEGINNINGS = {
+    "attention": "scaled_dot_product",
+    "linear layers": "mm addmm bmm baddbmm linear",
+    "optimizer": "fused_adam linalg_vector_norm foreach Optimizer",
+    "copies": "copy cat clone fill zero stack to_copy contiguous split_with",
+    "communication": "c10d:: gloo: record_param_comms",
+    "elementwise": "gelu native_layer_norm add mul div sub sum embedding log_softmax softmax nll exp amax "
+    "max masked_fill gather scatter sqrt rsqrt mean neg where arange",
+}
+"""Of operators' names, without aten:: and leading _; the first class that fits."""
+
+
+class TorchProfile(Struct, frozen=True, kw_only=True):
+    """One step of one case. Times are in milliseconds, of rank 0."""
+
+    engine: str
+    preset: str
+    wall_ms: float
+    cpu_ms: float
+    """Of one rank, before the profiler was on."""
+    operations_ms: dict[str, float]
+    """By `CLASSES`."""
+
+
+def read_torch_profiles() -> list[TorchProfile]:
+    """What is stored; [] before the first `make profiles`."""
+    stored = PROFILES.read_bytes() if PROFILES.is_file() else b"[]"
+    return msgspec.json.decode(stored, type=list[TorchProfile])
+
+
+def class_of(operator: str) -> str:
+    """The class of an operator, by its name: `aten::mm` is a product."""
+    name = operator.removeprefix("aten::").lstrip("_")
+    for kind, beginnings in _BEGINNINGS.items():
+        if name.startswith(tuple(beginnings.split())):
+            return kind
+    return "host"
+
+
+def measure(engine: str, preset: str) -> TorchProfile:
+    """Train some steps on two ranks, in processes of their own."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (engine, preset, Path(folder)), nprocs=RANKS)
+        return msgspec.json.decode((Path(folder) / "profile.json").read_bytes(), type=TorchProfile)
+
+
+def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    from compare.contract.experiment import edited, load
+    from compare.contract.host.facts import cpu_seconds
+    from compare.contract.request import Request
+    from compare.contract.stream import arrays_of_step
+    from compare.studies.presets import spread
+    from torchpar import train
+    from torchpar.comm.rank import Heartbeat, Rank
+
+    sizes = {"model": {"block_size": 128}, "train": {"batch_size": BATCH[preset]}}
+    experiment = spread(edited(load("baby-gpt"), sizes | {"data": {"source": "synthetic"}}), preset, RANKS)
+    request = Request(engine=engine, experiment=experiment)
+    place = Rank(
+        rank=rank,
+        world_size=RANKS,
+        local_rank=rank,
+        heartbeat=Heartbeat([0] * Heartbeat.cells_for(RANKS)),
+        rendezvous=folder / "rendezvous",
+    )
+    run = train.set_up(request, train.join_mesh(place, request), place)
+
+    def steps(first: int) -> tuple[float, float]:
+        begun, cpu_begun = time.perf_counter(), cpu_seconds()
+        for number in range(first, first + STEPS):
+            batch = train.to_device(run, arrays_of_step(run.corpus, experiment, number))
+            train.compute_gradients(run, batch)
+            train.optimizer_step(run.parallel, experiment.optimizer, number, waits=True)
+        return (time.perf_counter() - begun) * 1e3 / STEPS, (cpu_seconds() - cpu_begun) * 1e3 / STEPS
+
+    steps(0)
+    wall_ms, cpu_ms = min(steps(STEPS * (turn + 1)) for turn in range(ROUNDS))
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        profiled_ms, _ = steps(STEPS * (ROUNDS + 1))
+    if rank:
+        return
+    found = Counter(dict.fromkeys(CLASSES, 0.0))
+    for event in traced.key_averages():
+        found[class_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
+    found["host"] = profiled_ms - sum(found[kind] for kind in _BEGINNINGS)
+    one = TorchProfile(
+        engine=engine, preset=preset, wall_ms=wall_ms, cpu_ms=cpu_ms, operations_ms=dict(found)
+    )
+    (folder / "profile.json").write_bytes(msgspec.json.encode(one))
+
+
+def main(arguments: list[str]) -> None:
+    """Measure one case and print it, or all of them, each in a process of its own, and keep them."""
+    if arguments:
+        print(msgspec.json.encode(measure(*arguments)).decode())
+        return
+    found = []
+    for case in CASES:
+        done = subprocess.run([sys.executable, __file__, *case], check=True, capture_output=True, text=True)
+        found.append(msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchProfile))
+        print(found[-1], file=sys.stderr, flush=True)
+    PROFILES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
