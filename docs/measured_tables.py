@@ -25,7 +25,8 @@ from torch_profiles import CLASSES as TORCH_CLASSES
 from torch_profiles import read_torch_profiles
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
-from compare.judge.closed_forms.peak_memory import PATTERNS, peak_form
+from compare.judge.closed_forms.peak_memory import peak_form
+from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.present.memory_tables import AtPeak, patterns_in
 from compare.present.memory_tables import rows as memory_rows
 from compare.terminal.units import error_text, human_bytes

@@ -6,7 +6,8 @@ from msgspec import Struct
 
 from compare.contract.memory_profile import CLASSES, Class, Peak
 from compare.contract.record import Record
-from compare.judge.closed_forms.peak_memory import PATTERNS, PeakForm, peak_form
+from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
+from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.terminal.units import human_bytes
 
 SCOPES = 3

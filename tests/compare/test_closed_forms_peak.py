@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
+from memory import read_memory, spec_of
 
 from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 from compare.contract.memory_profile import (
@@ -16,7 +17,8 @@ from compare.contract.memory_profile import (
     usage,
 )
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_memory import PATTERNS, peak_form
+from compare.judge.closed_forms.peak_memory import peak_form
+from compare.judge.closed_forms.xla_memory import PATTERNS
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T
@@ -76,6 +78,14 @@ def test_zero_3_gathers_the_ends_and_without_resharding_all():
     assert form("torch-library", dp_shard=2, zero=2).bytes["gathered parameters"] == whole
 
 
+def test_replicas_of_split_layers_are_whole_copies_in_fsdp2():
+    """Under tensor parallelism torch-library's replicas are FSDP2's: gathered copies, and no buckets."""
+    held = form("torch-library", dp_replicate=2, tp=2).bytes
+    assert held["gradients"] == 0
+    assert held["gathered parameters"] == held["parameters"]
+    assert form("torch-manual", dp_replicate=2, tp=2).bytes["gathered parameters"] == 0
+
+
 def test_a_pipeline_keeps_what_is_in_flight():
     fields = {"pp": 4, "microbatches": 8}
     block, part = 16 * C + H + 4, 8 * N / 8
@@ -131,7 +141,18 @@ def test_what_xla_does_instead_is_named_only_where_it_gives_the_bytes():
     assert zero2.why("gradients", L * block / 2) == "shards are added up, before the table's gradient"
     fsdp = form("jax-manual", dp_shard=2, zero=3)
     assert fsdp.why("gathered parameters", table) == "the table alone"
+    assert fsdp.why("gathered parameters", 8 * C) == "gathered again later"
     assert fsdp.why("gathered parameters", 0.0) is None
+    kept = form("jax-manual", dp_shard=2, zero=3, reshard_after_forward=False)
+    assert kept.why("activations", kept.bytes["activations"] + L * block) == "gathered weights are residuals"
+    split = form("jax-manual", tp=2, sequence_parallel=True)
+    blocks = split.bytes["gradients"] - table / 2
+    assert split.otherwise["gradients"] == {
+        "before the table's gradient": blocks,
+        "before the table's gradient, positions' gradient": blocks + 8 * T * C,
+    }
+    by_parts = form("jax-manual", tp=2, dp_replicate=2).otherwise["gradients"]
+    assert by_parts["before the table's gradient, a gradient before its sum"] == blocks + 8 * N / 2 * C
     assert set(", ".join(name for known in zero2.otherwise.values() for name in known).split(", ")) <= set(
         PATTERNS
     )
@@ -172,3 +193,18 @@ def test_marks_are_where_phases_change():
         Mark(2, "backward"),
         Mark(3, "forward"),
     ]
+
+
+def test_every_measured_figure_is_explained_and_hardly_one_half_as_large_again():
+    """docs/memory.json: what a device held, of every class that has a form."""
+    figures = [
+        (preset, engine, kind, form, held.peak.bytes[kind])
+        for preset, engines in read_memory().items()
+        for engine, held in engines.items()
+        if (form := peak_form(engine, spec_of(preset), device=held.device))
+        for kind in form.bytes
+    ]
+    assert len(figures) >= 250
+    assert [one[:3] for one in figures if one[3].why(one[2], one[4]) is None] == []
+    spoiled = [one[:3] for one in figures if one[4] and one[3].why(one[2], 1.5 * one[4]) is not None]
+    assert spoiled == [("fsdp_tp_sp", "jax-manual", "gradients")]  # the closed form is half as large again

@@ -20,6 +20,11 @@ LAYOUTS = {
     "dots": Layout(remat="dots"),
     "ddp": Layout(remat="dots", dp_replicate=2),
     "fsdp": Layout(remat="dots", dp_shard=2, zero=3),
+    "zero2": Layout(remat="none", dp_shard=2, zero=2),
+    "kept": Layout(remat="dots", dp_shard=2, zero=3, reshard_after_forward=False),
+    "tp_sp": Layout(remat="dots", tp=2, sequence_parallel=True),
+    "ddp_tp": Layout(remat="none", dp_replicate=2, tp=2),
+    "fsdp_tp": Layout(remat="none", dp_shard=2, zero=3, tp=2),
 }
 
 
@@ -60,6 +65,26 @@ def test_a_step_against_xla_and_the_closed_form(engine, name, dtype):
     assert None not in whys.values(), whys
     assert {whys[kind] for kind in ("parameters", "optimizer", "activations")} == {""}
     assert peak.bytes["logits"] >= experiment.tokens_per_step / experiment.layout.devices * 512 * 8
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("jax-compiler", "ddp"),
+        ("jax-compiler", "zero2"),
+        ("jax-manual", "kept"),
+        ("jax-manual", "tp_sp"),
+        ("jax-manual", "ddp_tp"),
+        ("jax-compiler", "fsdp_tp"),
+    ],
+)
+def test_what_xla_does_otherwise_has_a_name_at_another_size_too(engine, name):
+    """Patterns were written down after docs/memory.md's figures: they hold for a model of other sizes."""
+    experiment, profile = profile_of(engine, LAYOUTS[name], "float32")
+    form = peak_form(engine, experiment)
+    assert form is not None
+    held = profile.of(0).peak.bytes
+    assert {kind: held[kind] for kind in form.bytes if form.why(kind, held[kind]) is None} == {}
 
 
 def chain(*, keeps: bool) -> MemoryProfile:

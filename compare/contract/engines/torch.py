@@ -4,6 +4,9 @@ from compare.contract.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.contract.engines.peers import TORCH_PEERS
 from compare.contract.experiment import Layout
 
+FSDP2 = "fsdp2"
+"""What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
+
 
 def _not_in_pytorch(layout: Layout) -> str:
     """Limits of torch.distributed.pipelining (2.13) beside a schedule, found out by running it."""
@@ -74,7 +77,7 @@ TORCH = Side(
                 1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
                 "takes no DTensor: choose layout.zero = 2 or 3"
             },
-            gradient_sync_with_tp="fsdp2",
+            gradient_sync_with_tp=FSDP2,
             shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
             # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
             keeps=Keeps(

@@ -18,12 +18,11 @@ the last peak without logits, when as many are in flight as ever are. JAX's logi
 form: XLA fuses them, and where its plan puts them is its own.
 """
 
-import itertools
-
 from msgspec import Struct, field
 
 from compare.contract.engines.engine import Keeps
 from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.torch import FSDP2
 from compare.contract.experiment import Experiment
 from compare.contract.memory_profile import Class
 from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
@@ -38,20 +37,10 @@ from compare.judge.closed_forms.activations import (
     tokens,
 )
 from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
+from compare.judge.closed_forms.xla_memory import held_by_xla
 
 STATE_LIMIT, ACTIVATIONS_LIMIT = 0.05, 0.10
 """Of a class: padding and scalars; and positions, masks and indices, which the form leaves out."""
-AGAIN, EARLIER = "tied gradient twice", "before the table's gradient"
-SHARDS, TABLE = "shards are added up", "the table alone"
-PATTERNS = {
-    AGAIN: "the token table is used at both ends; XLA keeps the gradient of each use until it adds them up.",
-    EARLIER: "XLA's peak is an operation before the one that makes the token table's gradient, or has that "
-    "gradient among what it communicates.",
-    SHARDS: "backward's loop reduces and adds up shards of the blocks' gradients, and not whole ones.",
-    TABLE: "of the unit that is gathered for both ends XLA keeps the token table; positions and the last "
-    "norm are gone by then.",
-}
-"""What XLA is known to do instead of what the closed form says, by name: each gives its bytes."""
 
 
 class PeakForm(Struct, frozen=True, kw_only=True):
@@ -117,7 +106,8 @@ def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) 
     held["activations"] = itemsize * tokens(experiment) * kept * _in_flight(experiment, stage)
     microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
     has_run = microbatches > _in_flight(experiment, stage)
-    keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1
+    by_fsdp = ENGINES[engine].gradient_sync_for(layout) == FSDP2
+    keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1 and not by_fsdp
     if not has_run and not keeps_buckets:
         held["gradients"] = 0.0
     held["gathered parameters"] = _gathered(engine, experiment)
@@ -148,18 +138,7 @@ def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) ->
     table = on_one_of_tp([token], layout)
     held["gradients"] = itemsize * (blocks + table)
     held["gathered parameters"] = _gathered(engine, experiment)
-    otherwise: dict[Class, dict[str, float]] = {}
-    sums, tables = {"": blocks}, {"": table, EARLIER: 0.0}
-    if ENGINES[engine].sends_by == "xla":
-        tables[AGAIN] = 2 * table
-        sums |= {SHARDS: blocks / layout.dp_shard} if layout.zero == 2 else {}
-    otherwise["gradients"] = {
-        ", ".join(filter(None, names)): itemsize * (sums[names[0]] + tables[names[1]])
-        for names in itertools.product(sums, tables)
-        if any(names)
-    }
-    if layout.zero == 3 and layout.reshard_after_forward:
-        otherwise["gathered parameters"] = {TABLE: itemsize * table}
+    otherwise = held_by_xla(engine, experiment, blocks=blocks, activations=held["activations"])
     return PeakForm(moment="where the gradient of the logits is made", bytes=held, otherwise=otherwise)
 
 
@@ -180,12 +159,14 @@ def _state(engine: str, experiment: Experiment, device: int) -> dict[Class, floa
 def _gathered(engine: str, experiment: Experiment) -> float:
     """Bytes of whole parameters that are made of shards."""
     layout, model = experiment.layout, experiment.model
-    if layout.zero < ENGINES[engine].shards_parameters_from or layout.dp_shard == 1:
+    replicates = layout.data_parallel > 1 and ENGINES[engine].gradient_sync_for(layout) == FSDP2
+    splits = layout.zero >= ENGINES[engine].shards_parameters_from and layout.dp_shard > 1
+    if not splits and not replicates:
         return 0.0
     (token, position), final_norm = end_parameters(model)
     ends = on_one_of_tp([token, position, *final_norm], layout)
     blocks = model.n_layer * on_one_of_tp(block_parameters(model, 0), layout)
-    keeps_all = layout.zero == 2 or not layout.reshard_after_forward
+    keeps_all = not splits or layout.zero == 2 or not layout.reshard_after_forward
     return storage_dtype(experiment).itemsize * (ends + (blocks if keeps_all else 0.0))
 
 

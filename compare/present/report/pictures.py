@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.contract.schedules import make_schedule
-from compare.judge.closed_forms.peak_memory import PATTERNS
+from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.judge.comparison import Comparison
 from compare.present.memory_tables import AtPeak, patterns_in, where
 from compare.present.report import bars, figures
