@@ -1,7 +1,7 @@
 """Lifetimes of all storages of a step, by class: what PyTorch's dispatcher and its storages tell.
 
     parameters, optimizer   handed over before the step
-    gradients               what the optimizer is given, handed over in the middle
+    gradients               what the optimizer is given, handed over in the middle; and what a pass left
     gathered parameters     storages that are resized: with them FSDP, ours and PyTorch's, frees parameters
     activations             made by a forward, and still there when the next backward begins
     logits                  what `lm_head` returns and, as large, what `loss` makes of it, and its backward
@@ -198,6 +198,8 @@ class StorageMode(TorchDispatchMode):
                     life.tags.add("activations")
             self._made_by_forward.clear()
         before: Phase = self._phases[-1] if self._phases else "forward"
+        if before == "backward" and not is_backward and self._module:  # the next pass adds to these
+            self.tag("gradients", (p.grad for p in self._module.parameters() if p.grad is not None))
         by_mode: Phase = "forward" if torch.is_grad_enabled() else before
         self._phases.append("update" if self._is_updating else "backward" if is_backward else by_mode)
 

@@ -4,7 +4,7 @@ A step peaks where the gradient of the logits is made: every activation is still
 times. That holds where logits, or a pipeline's microbatches, outweigh gradients and a block's temporaries.
 
     parameters, optimizer   as at rest
-    gradients               torch: none before the first backward of a step is through, but DDP's buckets are
+    gradients               torch: those of the accumulated passes before, and DDP's buckets, which are
                             always there; JAX: those of the blocks, to which backward's loop will add, shards
                             with ZeRO-3, and that of the token table, whole, which is made right there
     gathered parameters     ZeRO-3: token and position tables and the last norm, which are a unit; without
@@ -108,8 +108,7 @@ def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) 
     has_run = microbatches > _in_flight(experiment, stage)
     by_fsdp = ENGINES[engine].gradient_sync_for(layout) == FSDP2
     keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1 and not by_fsdp
-    if not has_run and not keeps_buckets:
-        held["gradients"] = 0.0
+    held["gradients"] *= int(has_run) + int(keeps_buckets)  # passes add up outside of DDP's buckets
     held["gathered parameters"] = _gathered(engine, experiment)
     is_gathered = layout.zero == 3 and layout.dp_shard > 1 and layout.reshard_after_forward
     if keeps.gathers_ahead and is_gathered:
