@@ -78,4 +78,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         vectorized=True,
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Estimate(median=median, rounds=len(values), low=float(found.low), high=float(found.high))
+    # Between two equal values scipy interpolates to one that may be a rounding error beside them.
+    low = float(np.clip(found.low, min(values), median))
+    high = float(np.clip(found.high, median, max(values)))
+    return Estimate(median=median, rounds=len(values), low=low, high=high)
