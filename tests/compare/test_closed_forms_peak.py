@@ -11,14 +11,17 @@ from compare.contract.memory_profile import (
     POINTS,
     Lifetime,
     Mark,
+    Peak,
     changes_of,
     curve_of,
     peak_of,
     usage,
 )
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_memory import peak_form
+from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
 from compare.judge.closed_forms.xla_memory import PATTERNS
+from compare.present.memory_tables import AtPeak
+from compare.present.report.pictures import peak_words
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T
@@ -208,3 +211,14 @@ def test_every_measured_figure_is_explained_and_hardly_one_half_as_large_again()
     assert [one[:3] for one in figures if one[3].why(one[2], one[4]) is None] == []
     spoiled = [one[:3] for one in figures if one[4] and one[3].why(one[2], 1.5 * one[4]) is not None]
     assert spoiled == [("fsdp_tp_sp", "jax-manual", "gradients")]  # the closed form is half as large again
+
+
+def test_a_report_says_of_whom_there_is_which_form():
+    held = Peak(position=0, phase="backward", bytes=dict.fromkeys(CLASSES, 0), operation="", place="")
+    state = PeakForm(moment="at any moment", bytes={"parameters": 1.0, "optimizer": 2.0})
+    forms = {"torch-manual": form(), "jax-manual": state, "plain-jit": None}
+    peaks = [AtPeak(device=0, peak=held, form=one) for one in forms.values()]
+    assert peak_words(list(forms), peaks) == (
+        "The closed forms are those where the gradient of the logits is made. Of jax-manual there is one of "
+        "parameters and optimizer alone. There is none for plain-jit."
+    )

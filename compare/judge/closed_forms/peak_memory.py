@@ -52,6 +52,11 @@ class PeakForm(Struct, frozen=True, kw_only=True):
     otherwise: dict[Class, dict[str, float]] = field(default_factory=dict)
     """What XLA is known to hold instead: bytes by the names in PATTERNS of what makes them so."""
 
+    @property
+    def is_of_state(self) -> bool:
+        """True if it is of parameters and optimizer alone, which are the same at every moment."""
+        return "activations" not in self.bytes
+
     def why(self, kind: Class, measured: float) -> str | None:
         """How a class stands to its closed form.
 

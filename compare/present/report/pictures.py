@@ -89,9 +89,13 @@ def memory_curves(names: list[str], records: list[Record]) -> list[Picture]:
 
 def peak_words(names: list[str], peaks: Sequence[AtPeak | None]) -> str:
     """At which moment closed forms are about, which cases have none, and what XLA does otherwise."""
-    moments = dict.fromkeys(one.form.moment for one in peaks if one and one.form)
-    without = [name for name, one in zip(names, peaks, strict=True) if one and not one.form]
-    said = [f"The closed forms are those {' or '.join(moments)}."] if moments else []
+    named = [(name, one.form) for name, one in zip(names, peaks, strict=True) if one]
+    whole = [form for _, form in named if form and not form.is_of_state]
+    state = [name for name, form in named if form and form.is_of_state]
+    without = [name for name, form in named if not form]
+    moments = " or ".join(dict.fromkeys(form.moment for form in whole))
+    said = [f"The closed forms are those {moments}."] if whole else []
+    said += [f"Of {', '.join(state)} there is one of parameters and optimizer alone."] if state else []
     said += [f"There is none for {', '.join(without)}."] if without else []
     said += [f"{name}: {PATTERNS[name]}" for name in patterns_in([one for one in peaks if one])]
     return " ".join(said)
