@@ -20,5 +20,5 @@ def render_page(template: str, **values: object) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """Text whose dotted names may be broken after a dot: `blocks.0.` `attention.` `qkv.` `bias`."""
-    return Markup(re.sub(r"\.(?=[a-z])", ".<wbr>", str(escape(text))))
+    """Text whose names and paths may be broken: `blocks.0.` `attention.` `qkv.` `bias`, `a/` `b_` `c`."""
+    return Markup(re.sub(r"(?<=[./_])(?=[a-z])", "<wbr>", str(escape(text))))
