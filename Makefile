@@ -88,6 +88,8 @@ counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against 
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
 	$(BIN)/python docs/performance.py
+	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
+	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
 	$(BIN)/python docs/make_docs.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel
