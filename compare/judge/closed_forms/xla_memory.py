@@ -1,9 +1,9 @@
 """What XLA is known to hold at the peak of a step instead of what `peak_memory` says, each with a name.
 
-Written down after docs/memory.md's figures were seen, of jax 0.10.2 on a CPU, and each from the buffers that
-were alive then: a pattern explains a class only if it gives its bytes. Another version of XLA may do
-otherwise; then a class is not explained. tests/jaxpar/test_jaxpar_memory_profile.py holds them to another
-size of the model.
+Written down after docs/memory.md's figures were seen, of jax 0.10.2 on a CPU, most of them from the buffers
+that were alive then, "shards are added up", "the table alone" and "gathered weights are residuals" from their
+bytes: a pattern explains a class only if it gives its bytes. Another version of XLA may do otherwise; then a
+class is not explained. tests/jaxpar/test_jaxpar_memory_profile.py holds them to another size of the model.
 """
 
 from collections.abc import Iterator
