@@ -89,6 +89,14 @@ def test_replicas_of_split_layers_are_whole_copies_in_fsdp2():
     assert form("torch-manual", dp_replicate=2, tp=2).bytes["gathered parameters"] == 0
 
 
+def test_gradients_that_add_up_before_they_are_scattered_have_no_form():
+    train = msgspec.structs.replace(PLAIN.train, gradient_accumulation_steps=2)
+    layout = msgspec.structs.replace(PLAIN.layout, dp_shard=2, zero=3)
+    passes = msgspec.structs.replace(PLAIN, train=train, layout=layout)
+    assert "gradients" not in peak_form("torch-manual", passes).bytes
+    assert peak_form("torch-manual", PLAIN).bytes["gradients"] == 0
+
+
 def test_a_pipeline_keeps_what_is_in_flight():
     fields = {"pp": 4, "microbatches": 8}
     block, part = 16 * C + H + 4, 8 * N / 8

@@ -85,7 +85,8 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
         Parameters and optimizer alone for what peaks elsewhere: in torch selective recomputation, and
         pipelines but 1F1B alone; in JAX full recomputation, accumulation and pipelines. None for what it
         does not know: 16-bit precision and dropout, which keep casts and masks as well; logits in parts,
-        offload, chunks; and engines that are not ours.
+        offload, chunks; and engines that are not ours. Of gradients that add up before they are scattered
+        there is none.
     """
     layout, model = experiment.layout, experiment.model
     is_plain = experiment.precision.dtype in ("float32", "float64") and not model.dropout
@@ -114,6 +115,8 @@ def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) 
     by_fsdp = ENGINES[engine].gradient_sync_for(layout) == FSDP2
     keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1 and not by_fsdp
     held["gradients"] *= int(has_run) + int(keeps_buckets)  # passes add up outside of DDP's buckets
+    if has_run and layout.zero >= 2 and layout.dp_shard > 1:
+        del held["gradients"]  # whole ones add up, in buffers that the reduce-scatter is to read
     held["gathered parameters"] = _gathered(engine, experiment)
     is_gathered = layout.zero == 3 and layout.dp_shard > 1 and layout.reshard_after_forward
     if keeps.gathers_ahead and is_gathered:
