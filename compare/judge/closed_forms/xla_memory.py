@@ -3,8 +3,8 @@
 Written down after docs/memory.md's figures were seen, of jax 0.10.2 on a CPU, most of them from the buffers
 that were alive then, "shards are added up", "the table alone" and "gathered weights are residuals" from their
 bytes: a pattern explains a class only if it gives its bytes. Another version of XLA may do otherwise; then a
-class is not explained. tests/jaxpar/test_jaxpar_memory_profile.py holds them to another size of the model; "copies of weights" was
-found there, and has no third size.
+class is not explained. tests/jaxpar/test_jaxpar_memory_profile.py holds them to another size of the
+model; "copies of weights" was found there, and has no third size.
 """
 
 from collections.abc import Iterator
