@@ -192,10 +192,11 @@ class Axis:
 
     def _add_up(self, piece: torch.Tensor, own: torch.Tensor, arrived: torch.Tensor) -> None:
         """Fill `piece` with this rank's own part and those of the others."""
-        if piece.data_ptr() != own.data_ptr():
+        if self.size == 1:
             piece.copy_(own)
+        total = own
         for step in range(1, self.size):
-            piece.add_(arrived[self.rank - step])
+            total = torch.add(total, arrived[self.rank - step], out=piece)
 
     def _gather_padded(self, full: torch.Tensor, piece: torch.Tensor, count: int) -> Work:
         """NCCL gathers equal pieces only: pad the last ones on the way."""
