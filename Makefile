@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -92,6 +92,10 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
 	$(BIN)/python docs/make_docs.py
 
+sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/sweeps.json
+	$(BIN)/python docs/sweeps.py
+	$(BIN)/python docs/make_docs.py
+
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel
 
 lessons: $(READY)  ## the four lessons, from the tree and from real runs: docs/lessons/*.html
@@ -103,10 +107,12 @@ docs: $(READY)  ## write the generated numbers and tables into README.md and doc
 	$(BIN)/python docs/make_docs.py
 
 GPUS ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l | sed s/^0$$/1/)
+GPU_CASES := $(if $(filter 1,$(GPUS)),single --baseline nanogpt-loop --engines nanogpt-loop \
+	nanogpt-loop-compiled torch-manual plain-jit jax-compiler jax-manual,ddp zero1 fsdp)
 GPU_BENCH := --platform gpu --data.source synthetic --train.gradient_accumulation_steps 1 \
-	--devices $(GPUS) --presets $(if $(filter 1,$(GPUS)),single,ddp zero1 fsdp)
+	--devices $(GPUS) --presets $(GPU_CASES)
 
-gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU (GPUS=2: on two of them), timed
+gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU, timed; on one beside nanoGPT's loop (GPUS=1)
 	$(BIN)/shardpair bench gpt2-124m $(GPU_BENCH) --train.batch_size $$((12 * $(GPUS)))
 	$(BIN)/shardpair bench gpt2-350m $(GPU_BENCH) --train.batch_size $$((6 * $(GPUS)))
 

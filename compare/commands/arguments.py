@@ -31,7 +31,7 @@ from compare.studies.cases import Case, Settings
 from compare.studies.dry_run import plan, show
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.paired_run import compare_cases, continue_cases
-from compare.studies.presets import SPREAD, check_names
+from compare.studies.presets import SPREAD, check_names, spread
 from compare.terminal.console import messages_console
 
 MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
@@ -103,19 +103,26 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         """The experiment that the flags override. Raises ExperimentError: there is none of this name."""
         return load_experiment(name)
 
-    def resolved(self) -> Experiment:
-        """The experiment with the overrides in it, checked. Raises ExperimentError."""
-        return revalidate(
-            Experiment(
-                model=self.model,
-                data=self.data,
-                optimizer=self.optimizer,
-                train=self.train,
-                precision=self.precision,
-                layout=self.layout,
-                checkpoint=self.checkpoint,
-            )
+    def resolved(self, *, is_spread: bool = True) -> Experiment:
+        """The experiment with the overrides in it, checked. Raises ExperimentError.
+
+        Args:
+            is_spread: over the devices of its layout. Else presets will spread it, over others: whether it
+                could be over these is not asked.
+        """
+        experiment = Experiment(
+            model=self.model,
+            data=self.data,
+            optimizer=self.optimizer,
+            train=self.train,
+            precision=self.precision,
+            layout=self.layout,
+            checkpoint=self.checkpoint,
         )
+        if is_spread:
+            return revalidate(experiment)
+        spread(experiment, "single")
+        return experiment
 
     def settings(self) -> Settings:
         """As the pairing takes it.
@@ -235,7 +242,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         """
         given = {"run_dir": self.run_dir, "init_from": self.init_from, **given}
         others = [f"--{name}" for name, value in given.items() if value]
-        if self.resolved() != default:
+        if self.resolved(is_spread=False) != default:
             others.append("another experiment")
         if self.continue_ and others:
             raise ExperimentError(

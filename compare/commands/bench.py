@@ -111,7 +111,7 @@ class Bench(Spec, frozen=True, kw_only=True):
         able, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
         return plan_bench(
             f"bench-{Path(self.experiment).stem}",
-            self.resolved(),
+            self.resolved(is_spread=not self.presets),
             Choice(
                 engines=tuple(able),
                 presets=self.presets,

@@ -94,7 +94,7 @@ class Buckets(Spec, frozen=True, kw_only=True):
                 raise ExperimentError(f"--{flag} {given} has no effect: it follows from {instead}")
         return plan_study(
             f"buckets-{Path(self.experiment).stem}",
-            self.resolved(),
+            self.resolved(is_spread=False),
             devices=self.devices,
             bucket_mb=self.bucket_mb,
             timing=Timing(window=self.window, windows=self.windows),

@@ -49,7 +49,7 @@ class Ledgers(Spread, frozen=True, kw_only=True):
     def __call__(self, default: Experiment) -> int:
         """Show them. Returns the exit code: 0, or 1 if an engine failed or --fail_on_unexpected found one."""
         check_output("--output", self.output)
-        if self.results and (self.preset or self.presets or self.resolved() != default):
+        if self.results and (self.preset or self.presets or self.resolved(is_spread=False) != default):
             raise ExperimentError(
                 f"--results {self.results} is of a finished run: leave out the layout and the experiment"
             )
@@ -74,7 +74,7 @@ class Ledgers(Spread, frozen=True, kw_only=True):
             experiment = shortened(self.resolved())
             presets = LAYOUTS if self.presets == (ALL,) else list(self.presets)
             return experiment, *preset_cases(experiment, chosen_engines(self.engines), presets)
-        experiment = shortened(self.laid_out(self.resolved(), default))
+        experiment = shortened(self.laid_out(self.resolved(is_spread=not self.preset), default))
         engines, left_out = self.fitting(experiment)
         return experiment, engine_cases(experiment, engines), left_out
 

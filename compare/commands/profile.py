@@ -57,7 +57,7 @@ class Profile(Spread, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
         """The experiment under its layout, its cases, and the engines that are none."""
         self.refuse_init_from("the time of a step does not depend on the weights")
-        experiment = self.laid_out(self.resolved(), default)
+        experiment = self.laid_out(self.resolved(is_spread=not self.preset), default)
         self.require_nothing_else(default, engines=self.engines, preset=self.preset)
         steps = self.train.max_iters
         asked = steps != default.train.max_iters
@@ -87,7 +87,7 @@ class Profile(Spread, frozen=True, kw_only=True):
             "no-twin": not self.twin,
         }
         others = [f"--{name}" for name, value in given.items() if value]
-        if self.resolved() != default:
+        if self.resolved(is_spread=False) != default:
             others.append("another experiment")
         if others:
             raise ExperimentError(

@@ -68,7 +68,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
         check_names("--presets", "preset", self.presets, PRESETS)
         return SweepPlan(
             name=Path(self.experiment).stem,
-            experiment=_with_absolute_source(self.resolved()),
+            experiment=_with_absolute_source(self.resolved(is_spread=False)),
             strategies=list(self.presets or CLASSIC),
             engines=chosen_engines(self.engines),
             devices=self._devices(),

@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from compare.contract.engines.registry import ENGINES, REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.contract.request import Platform
 from compare.studies.cases import Case
 from compare.studies.fitting import refusal
@@ -46,11 +46,11 @@ class SweepPlan(Struct, frozen=True, kw_only=True):
     init_from: str = ""
 
     def with_batch_for(self, devices: int) -> Experiment:
-        """The experiment with the batch of so many devices."""
+        """The experiment with the batch of so many devices, before it is spread over them."""
         if self.scaling != "weak":
             return self.experiment
         batch_size = devices * self.experiment.train.batch_size
-        return revalidate(edited(self.experiment, {"train": {"batch_size": batch_size}}))
+        return edited(self.experiment, {"train": {"batch_size": batch_size}})
 
     @property
     def begins_with_one_device(self) -> bool:
