@@ -92,8 +92,8 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
 	$(BIN)/python docs/make_docs.py
 
-sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/sweeps.json
-	$(BIN)/python docs/sweeps.py
+sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/strategies.json
+	$(BIN)/python docs/strategies.py
 	$(BIN)/python docs/make_docs.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel

@@ -19,6 +19,7 @@ from precisions import (
 from profiles import CLASSES, read_profiles
 from recipes import read_recipes
 from savings import read_savings
+from strategies import SWEEPS, read_sweeps
 from survival import read_survival
 from table_text import markdown
 from torch_profiles import CLASSES as TORCH_CLASSES
@@ -29,6 +30,7 @@ from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.present.memory_tables import AtPeak, patterns_in
 from compare.present.memory_tables import rows as memory_rows
+from compare.present.sweep_tables import columns, headline, verdict_of, worth
 from compare.terminal.units import error_text, human_bytes
 
 COUNTS = Path(__file__).parent / "dynamic_counts.json"
@@ -63,6 +65,27 @@ def performance(name: str) -> str:
     if stored.command != f"shardpair {BENCHES[name]}":
         words.append(f"**Measured with another command: `{stored.command}`.**")
     return "\n\n".join([*parts, " ".join(words)])
+
+
+def sweep(name: str) -> str:
+    """A sweep's table, the command that makes it, and what it is worth; or that it was not run yet."""
+    outcome, command = read_sweeps().get(name), f"```sh\nshardpair {SWEEPS[name]}\n```"
+    if outcome is None:
+        return f"{command}\n\nNot measured yet: `make sweeps` measures it."
+    figures = columns(outcome)
+    rows = [
+        [row.engine, row.strategy, *(cell(row) for cell in figures.values()), verdict_of(row)]
+        for row in outcome.rows
+    ]
+    table = markdown(["engine", "strategy", *figures, "verdict"], rows, numbers_from=2)
+    versions = ", ".join(f"{package} {version}" for package, version in sorted(outcome.versions.items()))
+    words = [
+        f"{outcome.sentence}.",
+        worth(outcome),
+        f"Machine: {outcome.machine}; {versions}; shardpair {outcome.git_commit[:12]}.",
+        *(f"Left out: {case}: {why}." for case, why in outcome.left_out.items()),
+    ]
+    return "\n\n".join([command, f"**{headline(outcome.plan)}**", table, " ".join(words)])
 
 
 def agreement() -> str:

@@ -20,10 +20,12 @@ from measured_tables import (
     recipes,
     refusals,
     savings,
+    sweep,
     torch_profiles,
 )
 from performance import BENCHES
 from recipes import SETTINGS
+from strategies import SWEEPS
 from table_text import markdown
 
 from compare.cli import COMMANDS
@@ -245,6 +247,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-agreement": agreement,
+    **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
     "profiles": profiles,
     "torch-profiles": torch_profiles,
     "precisions": precisions,

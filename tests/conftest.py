@@ -37,6 +37,7 @@ SLOW = {
     "test_golden",
     "test_harness_faults",
     "test_jaxpar_any_model",
+    "test_jaxpar_cache",
     "test_jaxpar_compiler_pipeline",
     "test_jaxpar_data_parallel",
     "test_jaxpar_dynamic_counts",

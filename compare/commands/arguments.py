@@ -84,7 +84,8 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
     compiling, only has to use the processor."""
     cache_dir: str = default_cache()
-    """Compiled programs are kept here between runs; '' turns that off."""
+    """Programs that JAX compiled are kept here between runs; '' turns that off. Those for several devices of
+    a CPU never are: XLA loses the order of their collectives."""
     dry_run: bool = False
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
     refused. Exit code 2 if it would be refused."""

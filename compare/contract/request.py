@@ -64,7 +64,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     timeout_s: float = 600.0
     """Seconds without any progress after which the run counts as hung."""
     cache_dir: str = ""
-    """Where compiled programs are kept between runs; empty for none."""
+    """Where programs that JAX compiled are kept between runs, if they can be; empty for none."""
     init_from: str = ""
     """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
     init_sha256: str = ""
