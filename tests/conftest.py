@@ -110,7 +110,7 @@ no_process_left = pytest.fixture(autouse=True)(processes.no_process_left)
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One compilation cache for all tests and workers: the same step is compiled once."""
+    """One compilation cache for all tests and workers: a step on one device is compiled once."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
