@@ -11,7 +11,7 @@ from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes
 
 NONE = "-"
-CACHED = "Compiled programs may have been kept between processes: what stands for compilation may be reading one."
+CACHED = "Compiled programs may have been kept between processes: compilation may have been reading one."
 
 _COLUMNS: Mapping[str, Callable[[BenchRow], str]] = {
     "wall ms": lambda row: f"{row.wall_ms:.1f}",
