@@ -129,25 +129,12 @@ def configure_jax(request: Request) -> None:
     experiment: Experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
     configure_devices(request.platform, experiment.layout.devices)
-    if not keeps_order_when_read(request.platform, experiment.layout.devices):
-        jax.config.update("jax_enable_compilation_cache", False)  # also one of the user's environment
-    elif request.cache_dir:
+    if request.cache_dir:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         # The ledger reads the names of scopes: a program kept with those of an older version is another one.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-
-
-def keeps_order_when_read(platform: str, devices: int) -> bool:
-    """False where a compiled program must not be read from a file: on several devices of a CPU.
-
-    XLA's CPU runtime runs what is independent side by side, but for collectives, which have an order. The
-    file does not have it (jaxlib 0.10.2). As collectives of a kind meet by nothing but their order, a program
-    that was read hangs or crashes on a busy machine, or one device's gather meets another gather of the other
-    device: then its numbers are wrong, without a word.
-    """
-    return platform == "gpu" or devices == 1
 
 
 def configure_products(platform: str, dtype: str) -> None:
@@ -162,11 +149,19 @@ def configure_products(platform: str, dtype: str) -> None:
 
 
 def configure_devices(platform: str, devices: int) -> None:
-    """The number of virtual devices, which only a CPU has."""
+    """The number of virtual devices, which only a CPU has. For several of them no compiled program is kept.
+
+    XLA's CPU runtime runs what is independent side by side, but for collectives, which have an order. A
+    program that is read from a file has lost it (jaxlib 0.10.2). As collectives of a kind meet by nothing but
+    their order, it hangs or crashes on a busy machine, or one device's gather meets another gather of the
+    other device: then its numbers are wrong, without a word.
+    """
     import jax
 
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", devices)
+        if devices > 1:
+            jax.config.update("jax_enable_compilation_cache", False)  # also that of a user's environment
 
 
 def ceiling(text: str) -> int:
