@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchpar.comm.gloo_threads import yielding_threads
+
 
 def join_group(
     *, rank: int, world_size: int, device: torch.device, rendezvous: Path | None, timeout_s: float
@@ -19,14 +21,15 @@ def join_group(
             MASTER_PORT, which torchrun sets.
         timeout_s: seconds that a collective may take.
     """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    with yielding_threads():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
 
 
 def leave_group() -> None:
@@ -62,7 +65,8 @@ def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.Proce
         return world_group()
     if len(partition[0]) == 1:
         return None
-    group, _ = dist.new_subgroups_by_enumeration(partition)
+    with yielding_threads():
+        group, _ = dist.new_subgroups_by_enumeration(partition)
     return group
 
 

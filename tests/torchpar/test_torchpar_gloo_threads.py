@@ -1,0 +1,74 @@
+"""gloo's threads leave the core to the thread that computes, in every group that a run makes."""
+
+import os
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from ranks import on_ranks
+
+from torchpar.comm import process_groups
+from torchpar.comm.gloo_threads import yielding_threads
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+
+
+def policy_of_a_new_thread() -> int:
+    """What a thread that is started now may expect of the kernel."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def threads() -> dict[int, int]:
+    """Every thread of this process, and its policy."""
+    found = (int(task.name) for task in Path("/proc/self/task").iterdir())
+    return {thread: os.sched_getscheduler(thread) for thread in found}
+
+
+@on_ranks
+def test_the_group_of_all_ranks_yields(rank: int) -> None:
+    others = [policy for thread, policy in threads().items() if thread != os.getpid()]
+    assert os.SCHED_BATCH in others  # threads of PyTorch's other work are there, too
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@on_ranks
+def test_all_threads_of_a_group_yield_and_the_rank_itself_does_not(rank: int) -> None:
+    before = threads()
+    with yielding_threads():
+        pass
+    assert threads() == before
+    process_groups.make_group([[0, 1], [2, 3]])
+    begun = {thread: policy for thread, policy in threads().items() if thread not in before}
+    assert begun
+    assert set(begun.values()) == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_only_threads_started_within_yield():
+    with yielding_threads():
+        assert policy_of_a_new_thread() == os.SCHED_BATCH
+    assert policy_of_a_new_thread() == os.SCHED_OTHER
+
+
+def test_a_failure_leaves_the_caller_as_it_was():
+    with pytest.raises(ConnectionError), yielding_threads():
+        raise ConnectionError
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_system_that_forbids_it_is_named():
+    allowed = os.sched_setscheduler
+
+    def forbidding(thread: int, policy: int, usual: os.sched_param) -> None:
+        if policy == os.SCHED_BATCH:
+            raise PermissionError(1, "Operation not permitted")
+        allowed(thread, policy, usual)
+
+    named = pytest.warns(UserWarning, match="SCHED_BATCH.*not permitted")
+    with patch.object(os, "sched_setscheduler", forbidding), named, yielding_threads():
+        assert policy_of_a_new_thread() == os.SCHED_OTHER
