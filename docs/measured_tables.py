@@ -231,6 +231,7 @@ def torch_profiles() -> str:
         [words, *(f"{p.operations_ms[name]:.0f}" for p in stored)] for name, words in TORCH_CLASSES.items()
     ]
     rows.append(["CPU time of a step, unprofiled", *(f"{p.cpu_ms:.0f}" for p in stored)])
+    rows.append(["CPU time without messages", *(f"{p.silent_cpu_ms:.0f}" for p in stored)])
     rows.append(["wall time of a step, unprofiled", *(f"{p.wall_ms:.0f}" for p in stored)])
     return markdown(header, rows)
 

@@ -17,6 +17,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from compare.contract.engines.registry import SIDES
+from compare.execute.launch import child_environment
+
 PROFILES = Path(__file__).parent / "profiles.json"
 CASES = (
     ("jax-manual", "single", 1),
@@ -160,7 +163,8 @@ def main(arguments: list[str]) -> None:
     found = []
     for case in CASES:
         command = [sys.executable, __file__, *map(str, case)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        environment = child_environment(SIDES["jaxpar"], "cpu")  # memory in huge pages, as in a run
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         found.append(msgspec.json.decode(done.stdout, type=Profile))
         print(found[-1], file=sys.stderr, flush=True)
     PROFILES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")

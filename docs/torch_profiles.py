@@ -4,7 +4,9 @@
 
 Times are of rank 0's operators, each without those that it calls, from torch.profiler, over some steps after
 the first ones. Both engines of a layout compute the same: what one operator class costs both is common, and
-a floor under the ratio of the two. On an idle machine with a core for each of the two ranks.
+a floor under the ratio of the two. So is what the same model costs on one device with a rank's share of the
+batch. Then the same steps without a message: every collective returns at once, as in a silent twin. On an
+idle machine with a core for each of the two ranks.
 """
 
 import subprocess
@@ -19,9 +21,12 @@ from msgspec import Struct
 
 PROFILES = Path(__file__).parent / "torch_profiles.json"
 RANKS = 2
-BATCH = {"ddp": 4, "zero1": 4, "fsdp": 4, "tp": 2, "tp_sp": 2}
-"""Sequences of a step by layout, as in the benches of docs/performance.py."""
-CASES = tuple((engine, preset) for preset in BATCH for engine in ("torch-manual", "torch-library"))
+BATCH = {"single": 2, "ddp": 4, "zero1": 4, "fsdp": 4, "tp": 2, "tp_sp": 2}
+"""Sequences of a step by layout, as in the benches of docs/performance.py; of one device, a rank's share."""
+CASES = (
+    ("torch-manual", "single"),
+    *((engine, preset) for preset in list(BATCH)[1:] for engine in ("torch-manual", "torch-library")),
+)
 CLASSES = {
     "linear layers": "products of linear layers",
     "attention": "attention",
@@ -52,6 +57,8 @@ class TorchProfile(Struct, frozen=True, kw_only=True):
     wall_ms: float
     cpu_ms: float
     """Of one rank, before the profiler was on."""
+    silent_cpu_ms: float
+    """Of one rank, when no message is sent any more."""
     operations_ms: dict[str, float]
     """By `CLASSES`."""
 
@@ -71,12 +78,17 @@ def class_of(operator: str) -> str:
     return "host"
 
 
+def ranks_of(preset: str) -> int:
+    """How many processes train."""
+    return 1 if preset == "single" else RANKS
+
+
 def measure(engine: str, preset: str) -> TorchProfile:
-    """Train some steps on two ranks, in processes of their own."""
+    """Train some steps, each rank in a process of its own."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (engine, preset, Path(folder)), nprocs=RANKS)
+        torch.multiprocessing.spawn(_rank, (engine, preset, Path(folder)), nprocs=ranks_of(preset))
         return msgspec.json.decode((Path(folder) / "profile.json").read_bytes(), type=TorchProfile)
 
 
@@ -90,15 +102,17 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
     from compare.studies.presets import spread
     from torchpar import train
     from torchpar.comm.rank import Heartbeat, Rank
+    from torchpar.comm.silence import fall_silent
 
+    ranks = ranks_of(preset)
     sizes = {"model": {"block_size": 128}, "train": {"batch_size": BATCH[preset]}}
-    experiment = spread(edited(load("baby-gpt"), sizes | {"data": {"source": "synthetic"}}), preset, RANKS)
-    request = Request(engine=engine, experiment=experiment)
+    experiment = spread(edited(load("baby-gpt"), sizes | {"data": {"source": "synthetic"}}), preset, ranks)
+    request = Request(engine=engine, experiment=experiment, silent=ranks > 1)
     place = Rank(
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         local_rank=rank,
-        heartbeat=Heartbeat([0] * Heartbeat.cells_for(RANKS)),
+        heartbeat=Heartbeat([0] * Heartbeat.cells_for(ranks)),
         rendezvous=folder / "rendezvous",
     )
     run = train.set_up(request, train.join_mesh(place, request), place)
@@ -108,13 +122,19 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
         for number in range(first, first + STEPS):
             batch = train.to_device(run, arrays_of_step(run.corpus, experiment, number))
             train.compute_gradients(run, batch)
-            train.optimizer_step(run.parallel, experiment.optimizer, number, waits=True)
+            train.optimizer_step(run.parallel, experiment.optimizer, number, waits=False)
         return (time.perf_counter() - begun) * 1e3 / STEPS, (cpu_seconds() - cpu_begun) * 1e3 / STEPS
 
-    steps(0)
-    wall_ms, cpu_ms = min(steps(STEPS * (turn + 1)) for turn in range(ROUNDS))
+    def best(first: int) -> tuple[float, float]:
+        steps(first)
+        return min(steps(first + STEPS * turn) for turn in range(1, ROUNDS + 1))
+
+    wall_ms, cpu_ms = best(0)
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         profiled_ms, _ = steps(STEPS * (ROUNDS + 1))
+    if ranks > 1:
+        fall_silent(run.mesh.axes, run.mesh.device, run.parallel.module)
+    _, silent_cpu_ms = best(STEPS * (ROUNDS + 2))
     if rank:
         return
     found = Counter(dict.fromkeys(CLASSES, 0.0))
@@ -122,7 +142,12 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
         found[class_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
     found["host"] = profiled_ms - sum(found[kind] for kind in _BEGINNINGS)
     one = TorchProfile(
-        engine=engine, preset=preset, wall_ms=wall_ms, cpu_ms=cpu_ms, operations_ms=dict(found)
+        engine=engine,
+        preset=preset,
+        wall_ms=wall_ms,
+        cpu_ms=cpu_ms,
+        silent_cpu_ms=silent_cpu_ms,
+        operations_ms=dict(found),
     )
     (folder / "profile.json").write_bytes(msgspec.json.encode(one))
 

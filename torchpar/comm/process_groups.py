@@ -52,6 +52,13 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
+def make_stock_group() -> dist.ProcessGroup:
+    """A further group of all ranks, as PyTorch makes it: gloo's threads in it do not yield."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.ProcessGroup | None:
     """This rank's group of a partition of all ranks; None where the groups have one member each.
 

@@ -1,4 +1,4 @@
-"""Time collectives between ranks: PyTorch's stock operation, and our way over the same process group."""
+"""Time collectives between ranks: PyTorch's stock operation, and our way over the same backend."""
 
 import functools
 import sys
@@ -81,10 +81,7 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
         timeout_s=rank.collective_timeout_s,
     )
     rank.at(0, "setting up")
-    axes = {
-        name: AXES[name]("world", size=request.ranks, rank=rank.rank, group=process_groups.world_group())
-        for name in request.implementations
-    }
+    axes = {name: axis_of(name, rank.rank, ranks=request.ranks) for name in request.implementations}
     for number, case in enumerate(request.cases):
         for name, axis in axes.items():
             rank.at(number, "synchronisation")
@@ -92,6 +89,12 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
             if rank.rank == 0:
                 append_row(folder, row)
     process_groups.leave_group()
+
+
+def axis_of(name: str, rank: int, *, ranks: int) -> Axis:
+    """All ranks, for one implementation; PyTorch's own operations on gloo get a group as PyTorch makes it."""
+    group = process_groups.make_stock_group() if name == "gloo" else process_groups.world_group()
+    return AXES[name]("world", size=ranks, rank=rank, group=group)
 
 
 def time_case(
