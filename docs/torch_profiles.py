@@ -132,7 +132,7 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
         return median(walls), median(cpus)
 
     wall_ms, cpu_ms = typical(0)
-    for _ in range(2):  # what the profiler takes of the heap is new memory, slow to touch: not the second time
+    for _ in range(2):  # the first one also starts the profiler itself
         with profile(activities=[ProfilerActivity.CPU]) as traced:
             profiled_ms, _ = steps(STEPS * (ROUNDS + 1))
     if ranks > 1:
