@@ -31,7 +31,7 @@ def yielding_threads() -> Generator[None]:
     usual = os.sched_getparam(0)
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, usual)
-    except PermissionError as error:
+    except OSError as error:
         warnings.warn(f"gloo's messages will take more CPU time: SCHED_BATCH: {error}", stacklevel=3)
     try:
         yield

@@ -1,6 +1,7 @@
 """Process groups: how the ranks of a run find each other, split up, and part."""
 
 import datetime
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,9 +22,10 @@ def join_group(
             MASTER_PORT, which torchrun sets.
         timeout_s: seconds that a collective may take.
     """
-    with yielding_threads():
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with _threads_of(backend):
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
             rank=rank,
             world_size=world_size,
@@ -72,9 +74,13 @@ def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.Proce
         return world_group()
     if len(partition[0]) == 1:
         return None
-    with yielding_threads():
+    with _threads_of(dist.get_backend()):
         group, _ = dist.new_subgroups_by_enumeration(partition)
     return group
+
+
+def _threads_of(backend: str) -> AbstractContextManager[None]:
+    return yielding_threads() if backend == "gloo" else nullcontext()
 
 
 def is_consequence(error: BaseException) -> bool:
