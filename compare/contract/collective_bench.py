@@ -67,7 +67,7 @@ IMPLEMENTATIONS = {
     OURS: Implementation(
         side=TORCH.name,
         platforms=("cpu", "gpu"),
-        description="torch-manual's way over the same process group: torchpar/comm/collectives.py",
+        description="torch-manual's way, in a group whose gloo threads yield: torchpar/comm/collectives.py",
     ),
     "xla": Implementation(
         side=JAX.name,
