@@ -15,6 +15,7 @@ Compile with `collectives.KEEP_COLLECTIVES_APART`, or XLA merges what naive and 
 
 import itertools
 import math
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,9 @@ from jaxpar.comm import collectives
 AXIS = DP_REPLICATE
 BYTES_PER_MB = 1_000_000
 METHODS = ("naive", "flat", "bucketed")
+SENT_AS_IT_IS = 1 / 4
+"""Of a bucket: a leaf as large as that has a message of its own. In a bucket it would save one message, and
+be copied twice. JAX has no reduction of several arrays that stay where they are."""
 
 
 def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.0, axis: str = AXIS) -> Any:
@@ -37,7 +41,8 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.
         gradients: any pytree of arrays that vary along `axis`.
         method: naive, one all-reduce per leaf; flat, one for all of them (per dtype); bucketed, one per
             `bucket_mb`, beginning with the last leaves, whose gradients backward finishes first.
-        bucket_mb: the size of a bucket in MB (1e6 bytes). A leaf larger than that is cut.
+        bucket_mb: the size of a bucket in MB (1e6 bytes): it is closed before it would pass that. Leaves of
+            a quarter of it or more are sent as they are.
         axis: the mesh axis of the replicas.
 
     Returns:
@@ -49,57 +54,47 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.
     leaves, structure = jax.tree.flatten(gradients)
     if method not in METHODS:
         raise ValueError(f"method = {method}: choose from {', '.join(METHODS)}")
-    if method == "naive":
-        summed = [collectives.all_reduce(leaf, axis, purpose=GRADIENTS) for leaf in leaves]
-    else:
-        bucket_bytes = math.inf if method == "flat" else bucket_mb * BYTES_PER_MB
-        summed = _all_reduce_buckets(leaves, bucket_bytes=bucket_bytes, axis=axis)
-    replicas = collectives.axis_size(axis)
-    return jax.tree.unflatten(structure, [leaf / replicas for leaf in summed])
+    limit = {"naive": 0, "flat": math.inf}.get(method, bucket_mb * BYTES_PER_MB)
+    mean = list(leaves)
+    for bucket in bucket_plan([(leaf.dtype, leaf.nbytes) for leaf in leaves], limit=limit):
+        summed = _all_reduce_together([leaves[index] for index in bucket], axis=axis)
+        for index, leaf in zip(bucket, summed, strict=True):
+            mean[index] = leaf / collectives.axis_size(axis)
+    return jax.tree.unflatten(structure, mean)
 
 
-def bucket_plan(sizes: list[int], *, capacity: int) -> list[list[tuple[int, int, int]]]:
-    """Buckets as plain data: which part of which leaf goes into which bucket.
+def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[list[int]]:
+    """Buckets as plain data: which leaves go into which bucket.
 
     Args:
-        sizes: elements of each leaf.
-        capacity: elements of a bucket; all but the last are filled.
+        leaves: kind and bytes of each; a bucket has leaves of one kind.
+        limit: bytes; a bucket is closed before it would pass this, and a leaf of `SENT_AS_IT_IS` of it or
+            more has its own. 0 gives every leaf its own.
 
     Returns:
-        Per bucket, pieces (leaf, start, stop) of flattened leaves. Last leaves first: backward finishes
-        them first, so that the first bucket can leave while backward goes on. (Leaves that stack scanned
-        layers are all finished together, when the scan ends: buckets of those overlap nothing.)
+        Per bucket, indices of leaves. Last leaves first: backward finishes them first, so that the first
+        bucket can leave while backward goes on. (Leaves that stack scanned layers are all finished
+        together, when the scan ends: buckets of those overlap nothing.)
     """
-    buckets: list[list[tuple[int, int, int]]] = [[]]
-    room = capacity
-    for leaf in reversed(range(len(sizes))):
-        start = 0
-        while start < sizes[leaf]:
-            if not room:
-                buckets.append([])
-                room = capacity
-            stop = min(sizes[leaf], start + room)
-            buckets[-1].append((leaf, start, stop))
-            room -= stop - start
-            start = stop
+    buckets: list[list[int]] = []
+    unfinished: dict[Hashable, list[int]] = {}
+    for index, (kind, size) in reversed(list(enumerate(leaves))):
+        if size >= SENT_AS_IT_IS * limit:
+            buckets.append([index])
+            continue
+        members = unfinished.get(kind)
+        if members is None or sum(leaves[member][1] for member in members) + size > limit:
+            members = unfinished[kind] = []
+            buckets.append(members)
+        members.append(index)
     return buckets
 
 
-def _all_reduce_buckets(leaves: list[jax.Array], *, bucket_bytes: float, axis: str) -> list[jax.Array]:
-    """The leaves' sums over an axis, a bucket at a time. A bucket has one dtype."""
+def _all_reduce_together(leaves: list[jax.Array], *, axis: str) -> list[jax.Array]:
+    """The leaves' sums by one all-reduce. Several are copied end to end for it; a single one is not."""
     all_reduce = partial(collectives.all_reduce, axis=axis, purpose=GRADIENTS)
-    pieces: list[list[jax.Array]] = [[] for _ in leaves]
-    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
-        sizes = [leaf.size if leaf.dtype == dtype else 0 for leaf in leaves]
-        capacity = max(1, int(min(bucket_bytes / dtype.itemsize, sum(sizes))))
-        for bucket in bucket_plan(sizes, capacity=capacity):
-            parts = [leaves[leaf].ravel()[start:stop] for leaf, start, stop in bucket]
-            summed = all_reduce(jnp.concatenate(parts))
-            ends = list(itertools.accumulate(part.size for part in parts))[:-1]
-            for (leaf, _, _), part in zip(bucket, jnp.split(summed, ends), strict=True):
-                pieces[leaf].append(part)
-    return [
-        # An empty leaf is in no bucket.
-        jnp.concatenate(parts).reshape(leaf.shape) if parts else all_reduce(leaf)
-        for leaf, parts in zip(leaves, pieces, strict=True)
-    ]
+    if len(leaves) == 1:
+        return [all_reduce(leaves[0])]
+    ends = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]
+    parts = jnp.split(all_reduce(jnp.concatenate([leaf.ravel() for leaf in leaves])), ends)
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]

@@ -1,6 +1,8 @@
 """Data parallelism over any pytree: four devices against one, in float64, and what was asked is what runs."""
 
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -97,10 +99,11 @@ def gradient_calls(compiled) -> int:
 
 # Leaves: (5, 7), scalar, (7,), (2,) in float64, 45 elements; (7, 3) in float32; and 1 for the loss.
 # Of the leaf that nothing uses the gradient is a constant 0: XLA drops naive's all-reduce of it.
+# Buckets of 240 bytes: (5, 7) and (7, 3) have 280 and 84, each more than a quarter, and are sent as they are.
 METHODS = {
     "naive": ({"method": "naive"}, 4 + 1),
     "flat": ({"method": "flat"}, 2 + 1),
-    "bucketed": ({"method": "bucketed", "bucket_mb": 80e-6}, 5 + 2 + 1),  # 10 float64, 20 float32
+    "bucketed": ({"method": "bucketed", "bucket_mb": 240e-6}, 3 + 1),
     "one bucket": ({"method": "bucketed"}, 2 + 1),
 }
 
@@ -146,12 +149,32 @@ def test_unknown_method_is_refused(params):
         by_hand.synchronize_gradients(params, method="overlapped")
 
 
-@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 40))
-def test_bucket_plan_covers_everything_once_in_reverse(sizes, capacity):
-    plan = by_hand.bucket_plan(sizes, capacity=capacity)
-    covered = [(leaf, i) for bucket in plan for leaf, start, stop in bucket for i in range(start, stop)]
-    assert sorted(covered) == [(leaf, i) for leaf, size in enumerate(sizes) for i in range(size)]
-    assert [leaf for leaf, _ in covered] == sorted((leaf for leaf, _ in covered), reverse=True)
-    filled = [sum(stop - start for _, start, stop in bucket) for bucket in plan]
-    assert all(elements == capacity for elements in filled[:-1])
-    assert filled[-1] <= capacity
+@given(
+    st.lists(st.tuples(st.sampled_from(["float32", "float64"]), st.integers(0, 50)), max_size=12),
+    st.integers(0, 200),
+)
+def test_bucket_plan_copies_small_leaves_only_into_as_few_buckets_as_may_be(leaves, limit):
+    plan = by_hand.bucket_plan(leaves, limit=limit)
+    assert sorted(leaf for bucket in plan for leaf in bucket) == list(range(len(leaves)))
+    small = {leaf for leaf, (_, size) in enumerate(leaves) if 4 * size < limit}
+    assert all(bucket[0] in small or len(bucket) == 1 for bucket in plan)
+    for kind in {leaves[leaf][0] for leaf in small}:
+        joined = [bucket for bucket in plan if bucket[0] in small and leaves[bucket[0]][0] == kind]
+        order = [leaf for bucket in joined for leaf in bucket]
+        assert order == sorted((leaf for leaf in small if leaves[leaf][0] == kind), reverse=True)
+        sizes = [[leaves[leaf][1] for leaf in bucket] for bucket in joined]
+        assert all(sum(bucket) <= limit for bucket in sizes)
+        assert all(sum(bucket) + following[0] > limit for bucket, following in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("limit", "plan"),
+    {
+        0: [[4], [3], [2], [1], [0]],
+        8: [[4], [3], [2], [1], [0]],
+        12: [[4], [3], [2, 1], [0]],  # 4 is of another kind, 3 is a third of a bucket
+        math.inf: [[4], [3, 2, 1, 0]],
+    }.items(),
+)
+def test_bucket_plan(limit, plan):
+    assert by_hand.bucket_plan([("a", 4), ("a", 2), ("a", 2), ("a", 4), ("b", 2)], limit=limit) == plan

@@ -223,7 +223,8 @@ def test_data_parallel_closed_form(gradient_sync):
     found = {entry.purpose: entry for entry in entries(compiled.as_text(), mesh.shape)}
     (size,) = data_parallel("jax-manual", experiment).values()
     assert size == 4 * parameter_count(experiment.model)
-    expected_calls = {"naive": 9, "flat": 1, "bucketed": -(-size // 10_000)}  # 9 leaves, layers stacked
+    # 9 leaves, layers stacked: 16, 8, 8 and 6 kB are sent as they are, the others are less than a quarter.
+    expected_calls = {"naive": 9, "flat": 1, "bucketed": 4 + 1}
     assert found["gradients"].calls == expected_calls[gradient_sync]
     assert found["gradients"].bytes == size
     assert found["gradients"].wire_bytes == pytest.approx(2 * 3 / 4 * size, abs=found["gradients"].calls)

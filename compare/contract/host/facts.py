@@ -18,12 +18,20 @@ class MissingPackageError(RuntimeError):
     """This Python lacks a package that an engine needs. The message is one line: the package, what to do."""
 
 
-def cpu_model() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model, or its architecture where the system does not tell.
+
+    With family and number, where there are any: in a virtual machine processors that differ by a factor of
+    two in their products may all be called "AMD EPYC".
+    """
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    first_core = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))
+    }
+    name = first_core.get("model name") or platform.processor() or platform.machine()
+    if not {"cpu family", "model"} <= set(first_core):
+        return name
+    return f"{name} (family {first_core['cpu family']}, model {first_core['model']})"
 
 
 def cores() -> int:
