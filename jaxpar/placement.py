@@ -3,9 +3,10 @@
 Both engines store the same arrays in the same places; they differ in who moves them. `pp` takes the dim of
 the layers, which are stored in the order of the devices that have them. `tp` takes the dim whose logical
 axis its table names. `dp_shard` then takes, of all dims but the layers (a scan walks along
-them, and a layer must be gathered by itself), the largest that it divides, one that tp left alone if there
-is such a one. If it divides none, the largest is padded with zeros. A padded entry has no gradient, so
-that it stays zero: it costs bytes, at most one row less than there are devices, and changes no number.
+them, and a layer must be gathered by itself), the first that it divides, one that tp left alone if there
+is such a one: its parts lie in memory one after the other, and a gather or a scatter has less to transpose.
+If it divides none, the largest is padded with zeros. A padded entry has no gradient, so that it stays zero:
+it costs bytes, at most one row less than there are devices, and changes no number.
 """
 
 import math
@@ -170,7 +171,8 @@ def place(
 
     def preference(dim: int) -> tuple[bool, bool, int]:
         size = -(-shape[dim] // tp) if dim == tp_dim else shape[dim]
-        return size % shards == 0, dim != tp_dim, size
+        divides = size % shards == 0
+        return divides, dim != tp_dim, -dim if divides else size
 
     shard_dim = max(candidates, key=preference)
     return placement(tp_dim=tp_dim, shard_dim=shard_dim, pp_dim=pp_dim)

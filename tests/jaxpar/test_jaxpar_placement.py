@@ -83,6 +83,7 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
         ((12, 8, 32), (LAYER, "embed", "mlp"), 4, 1),  # not the layers, and not what tp took
         ((12, 8), (LAYER, "mlp"), 4, 1),  # nothing else is left: within tp's part
         ((9, 20), ("position", "embed"), 4, 1),  # what divides
+        ((8, 20), ("position", "embed"), 4, 0),  # the first that does, not the largest
         ((257, 20), ("position", "embed"), 8, 0),  # nothing does: the largest is padded
         ((), (), 4, None),
         ((0, 3), ("position", "embed"), 4, None),

@@ -87,7 +87,7 @@ def test_some_by_hand():
     ]
     weights_at_rest, moments = (of(up, Layout(dp_shard=2, zero=1), kind) for kind in ("params", "moments"))
     assert weights_at_rest == [(0, (0, 0), (6, 24), 0), (1, (0, 0), (6, 24), 1)]
-    assert moments == [(0, (0, 0), (6, 12), 0), (1, (0, 12), (6, 12), 0)]
+    assert moments == [(0, (0, 0), (3, 24), 0), (1, (3, 0), (3, 24), 0)]
     assert of("embedding.token", Layout(tp=2)) == [(0, (0, 0), (7, 6), 0), (1, (7, 0), (6, 6), 0)]  # of 13
     # Two stages on each device: layers 0 and 2 on the first, 1 and 3 on the second.
     interleaved = Layout(pp=2, schedule="interleaved", chunks=2, microbatches=2)
