@@ -15,6 +15,7 @@ import deepspeed
 import deepspeed.ops
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
 from compare.contract.experiment import Experiment
@@ -128,12 +129,13 @@ def initialize(model: GPT, experiment: Experiment, *, local_rank: int) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(local_rank))  # where DeepSpeed looks for it, and nowhere else
     # An all-reduce for inference, which DeepSpeed would compile for minutes before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=configure_optimizers(model, experiment.optimizer),
-        config=configuration(experiment),
-        dist_init_required=False,
-    )
+    with process_groups.threads_of(dist.get_backend()):  # it makes a group of its own, as ours are
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=configure_optimizers(model, experiment.optimizer),
+            config=configuration(experiment),
+            dist_init_required=False,
+        )
     return engine
 
 
