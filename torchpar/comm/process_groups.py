@@ -23,7 +23,7 @@ def join_group(
         timeout_s: seconds that a collective may take.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with threads_of(backend):
+    with group_threads(backend):
         dist.init_process_group(
             backend,
             store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
@@ -74,14 +74,14 @@ def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.Proce
         return world_group()
     if len(partition[0]) == 1:
         return None
-    with threads_of(dist.get_backend()):
+    with group_threads():
         group, _ = dist.new_subgroups_by_enumeration(partition)
     return group
 
 
-def threads_of(backend: str) -> AbstractContextManager[None]:
-    """Where to make groups of a backend: gloo's threads then leave the core to the rank."""
-    return yielding_threads() if backend == "gloo" else nullcontext()
+def group_threads(backend: str = "") -> AbstractContextManager[None]:
+    """Where to make groups of a backend, or of the one in use: gloo's threads then yield to the rank."""
+    return yielding_threads() if (backend or dist.get_backend()) == "gloo" else nullcontext()
 
 
 def is_consequence(error: BaseException) -> bool:

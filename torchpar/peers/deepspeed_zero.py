@@ -15,7 +15,6 @@ import deepspeed
 import deepspeed.ops
 import numpy as np
 import torch
-import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
 from compare.contract.experiment import Experiment
@@ -129,7 +128,7 @@ def initialize(model: GPT, experiment: Experiment, *, local_rank: int) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(local_rank))  # where DeepSpeed looks for it, and nowhere else
     # An all-reduce for inference, which DeepSpeed would compile for minutes before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with process_groups.threads_of(dist.get_backend()):  # it makes a group of its own, as ours are
+    with process_groups.group_threads():  # it makes a group of its own, as ours are
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=configure_optimizers(model, experiment.optimizer),
