@@ -128,7 +128,7 @@ def initialize(model: GPT, experiment: Experiment, *, local_rank: int) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(local_rank))  # where DeepSpeed looks for it, and nowhere else
     # An all-reduce for inference, which DeepSpeed would compile for minutes before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with process_groups.group_threads():  # it makes a group of its own, as ours are
+    with process_groups.group_threads():  # DeepSpeed makes a group of its own
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=configure_optimizers(model, experiment.optimizer),
