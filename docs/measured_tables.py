@@ -16,14 +16,14 @@ from precisions import (
     from_float32,
     read_precisions,
 )
-from profiles import CLASSES, read_profiles
+from profiles import CLASSES, Profile, read_profiles
 from recipes import read_recipes
 from savings import read_savings
 from strategies import SWEEPS, read_sweeps
 from survival import read_survival
 from table_text import markdown
 from torch_profiles import CLASSES as TORCH_CLASSES
-from torch_profiles import read_torch_profiles
+from torch_profiles import TorchProfile, read_torch_profiles
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
 from compare.judge.closed_forms.peak_memory import peak_form
@@ -221,12 +221,12 @@ def memory() -> str:
     return "\n".join([table, "", *words])
 
 
-def torch_profiles() -> str:
+def torch_profiles(*, pipelines: bool = False) -> str:
     """Where the time of a step of torchpar's engines goes, and what both have in common."""
-    stored = read_torch_profiles()
+    stored = [profile for profile in read_torch_profiles() if (profile.microbatches > 1) == pipelines]
     if not stored:
         return "Not measured yet: `make profiles` measures it."
-    header = ["ms of a rank in a step", *(f"`{p.engine}` {p.preset}" for p in stored)]
+    header = ["ms of a rank in a step", *(f"`{p.engine}` {p.preset}{_microbatches(p)}" for p in stored)]
     rows = [
         [words, *(f"{p.operations_ms[name]:.0f}" for p in stored)] for name, words in TORCH_CLASSES.items()
     ]
@@ -236,12 +236,15 @@ def torch_profiles() -> str:
     return markdown(header, rows)
 
 
-def profiles() -> str:
+def profiles(*, layers: int = 6) -> str:
     """Where the time of a step of jaxpar goes."""
-    stored = read_profiles()
+    stored = [profile for profile in read_profiles() if profile.layers == layers]
     if not stored:
         return "Not measured yet: `make profiles` measures it."
-    header = ["of a step's operations", *(f"`{p.engine}` {p.preset}, {p.devices}" for p in stored)]
+    header = [
+        "of a step's operations",
+        *(f"`{p.engine}` {p.preset}, {p.devices}{_microbatches(p)}" for p in stored),
+    ]
     totals = [sum(p.operations_ms.values()) for p in stored]
     rows = [
         [words, *(f"{p.operations_ms[name] / total:.0%}" for p, total in zip(stored, totals, strict=True))]
@@ -251,3 +254,7 @@ def profiles() -> str:
     rows.append(["CPU time of a step, ms", *(f"{p.cpu_ms:.0f}" for p in stored)])
     rows.append(["wall time of a step, ms", *(f"{p.wall_ms:.0f}" for p in stored)])
     return markdown(header, rows)
+
+
+def _microbatches(profile: Profile | TorchProfile) -> str:
+    return f", {profile.microbatches} microbatches" if profile.microbatches > 1 else ""

@@ -1,12 +1,13 @@
 """`make profiles`, for torch: where the time of a step of its engines goes; docs/torch_profiles.json.
 
     python docs/torch_profiles.py torch-manual tp_sp        # one of them, printed and not kept
+    python docs/torch_profiles.py torch-manual pp 8         # with 8 microbatches
 
 Times are of rank 0's operators, each without those that it calls, from torch.profiler, over some steps after
-the first ones. Both engines of a layout compute the same: what one operator class costs both is common, and
-a floor under the ratio of the two. So is what the same model costs on one device with a rank's share of the
-batch. Then the same steps without a message: every collective returns at once, as in a silent twin. On an
-idle machine with a core for each of the two ranks.
+the first ones, each the median over some profiles. Both engines of a layout compute the same: what one
+operator class costs both is common, and a floor under the ratio of the two. So is what the same model costs
+on one device with a rank's share of the batch. Then the same steps without a message: every collective
+returns at once, as in a silent twin. On an idle machine with a core for each of the two ranks.
 """
 
 import subprocess
@@ -22,12 +23,18 @@ from msgspec import Struct
 
 PROFILES = Path(__file__).parent / "torch_profiles.json"
 RANKS = 2
-BATCH = {"single": 2, "ddp": 4, "zero1": 4, "fsdp": 4, "tp": 2, "tp_sp": 2}
+BATCH = {"single": 2, "ddp": 4, "zero1": 4, "fsdp": 4, "tp": 2, "tp_sp": 2, "pp": 8}
 """Sequences of a step by layout, as in the benches of docs/performance.py; of one device, a rank's share."""
+PIPELINE = 8
+"""Microbatches of one sequence. One device that accumulates as many does the work of both stages."""
+ENGINES = ("torch-manual", "torch-library")
 CASES = (
-    ("torch-manual", "single"),
-    *((engine, preset) for preset in list(BATCH)[1:] for engine in ("torch-manual", "torch-library")),
+    ("torch-manual", "single", 1),
+    *((engine, preset, 1) for preset in ("ddp", "zero1", "fsdp", "tp", "tp_sp") for engine in ENGINES),
+    ("torch-manual", "single", PIPELINE),
+    *((engine, "pp", PIPELINE) for engine in ENGINES),
 )
+"""Engine, preset and microbatches."""
 CLASSES = {
     "linear layers": "products of linear layers",
     "attention": "attention",
@@ -37,7 +44,7 @@ CLASSES = {
     "communication": "sends, receives and reductions",
     "host": "all else: Python, dispatch, waiting",
 }
-STEPS, ROUNDS = 5, 5
+STEPS, ROUNDS = 3, 5
 _BEGINNINGS = {
     "attention": "scaled_dot_product",
     "linear layers": "mm addmm bmm baddbmm linear",
@@ -55,6 +62,7 @@ class TorchProfile(Struct, frozen=True, kw_only=True):
 
     engine: str
     preset: str
+    microbatches: int = 1
     wall_ms: float
     cpu_ms: float
     """Of one rank, before the profiler was on."""
@@ -84,16 +92,18 @@ def ranks_of(preset: str) -> int:
     return 1 if preset == "single" else RANKS
 
 
-def measure(engine: str, preset: str) -> TorchProfile:
+def measure(engine: str, preset: str, microbatches: int = 1) -> TorchProfile:
     """Train some steps, each rank in a process of its own."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (engine, preset, Path(folder)), nprocs=ranks_of(preset))
+        torch.multiprocessing.spawn(
+            _rank, (engine, preset, microbatches, Path(folder)), nprocs=ranks_of(preset)
+        )
         return msgspec.json.decode((Path(folder) / "profile.json").read_bytes(), type=TorchProfile)
 
 
-def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
+def _rank(rank: int, engine: str, preset: str, microbatches: int, folder: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from compare.contract.experiment import edited, load
@@ -106,8 +116,11 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
     from torchpar.comm.silence import fall_silent
 
     ranks = ranks_of(preset)
-    sizes = {"model": {"block_size": 128}, "train": {"batch_size": BATCH[preset]}}
-    experiment = spread(edited(load("baby-gpt"), sizes | {"data": {"source": "synthetic"}}), preset, ranks)
+    passes = microbatches if ranks == 1 else 1
+    batch = {"batch_size": 1 if passes > 1 else BATCH[preset], "gradient_accumulation_steps": passes}
+    sizes = {"model": {"block_size": 128}, "train": batch, "data": {"source": "synthetic"}}
+    experiment = spread(edited(load("baby-gpt"), sizes), preset, ranks)
+    experiment = edited(experiment, {"layout": {"microbatches": microbatches // passes}})
     request = Request(engine=engine, experiment=experiment, silent=ranks > 1)
     place = Rank(
         rank=rank,
@@ -132,25 +145,28 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
         return median(walls), median(cpus)
 
     wall_ms, cpu_ms = typical(0)
-    for _ in range(2):  # the first one also starts the profiler itself
+    found = []
+    for turn in range(ROUNDS + 1):
         with profile(activities=[ProfilerActivity.CPU]) as traced:
-            profiled_ms, _ = steps(STEPS * (ROUNDS + 1))
+            profiled_ms, _ = steps(STEPS * (ROUNDS + 1 + turn))
+        found.append(Counter(dict.fromkeys(CLASSES, 0.0)))
+        for event in traced.key_averages():
+            found[-1][class_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
+        found[-1]["host"] = profiled_ms - sum(found[-1][kind] for kind in _BEGINNINGS)
+    del found[0]  # it started the profiler itself
     if ranks > 1:
         fall_silent(run.mesh.axes, run.mesh.device, run.parallel.module)
-    _, silent_cpu_ms = typical(STEPS * (ROUNDS + 2))
+    _, silent_cpu_ms = typical(STEPS * 2 * (ROUNDS + 1))
     if rank:
         return
-    found = Counter(dict.fromkeys(CLASSES, 0.0))
-    for event in traced.key_averages():
-        found[class_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
-    found["host"] = profiled_ms - sum(found[kind] for kind in _BEGINNINGS)
     one = TorchProfile(
         engine=engine,
         preset=preset,
+        microbatches=microbatches,
         wall_ms=wall_ms,
         cpu_ms=cpu_ms,
         silent_cpu_ms=silent_cpu_ms,
-        operations_ms=dict(found),
+        operations_ms={kind: median(one[kind] for one in found) for kind in CLASSES},
     )
     (folder / "profile.json").write_bytes(msgspec.json.encode(one))
 
@@ -158,11 +174,13 @@ def _rank(rank: int, engine: str, preset: str, folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """Measure one case and print it, or all of them, each in a process of its own, and keep them."""
     if arguments:
-        print(msgspec.json.encode(measure(*arguments)).decode())
+        engine, preset, *numbers = arguments
+        print(msgspec.json.encode(measure(engine, preset, *map(int, numbers))).decode())
         return
     found = []
     for case in CASES:
-        done = subprocess.run([sys.executable, __file__, *case], check=True, capture_output=True, text=True)
+        command = [sys.executable, __file__, *map(str, case)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
         found.append(msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchProfile))
         print(found[-1], file=sys.stderr, flush=True)
     PROFILES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
