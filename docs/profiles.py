@@ -34,6 +34,8 @@ CASES = (
     ("jax-manual", "tp", 2),
     ("jax-compiler", "zero1", 4),
     ("jax-manual", "single", 1, 8),
+    ("jax-manual", "tp", 4, 8),
+    ("jax-manual", "tp_sp", 4, 8),
     ("jax-manual", "single", 1, 8, 16),
     ("jax-manual", "pp", 4, 8, 4),
     ("jax-manual", "pp", 4, 8, 16),
