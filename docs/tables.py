@@ -249,7 +249,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-agreement": agreement,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
     "profiles": profiles,
-    "profiles-pipeline": partial(profiles, layers=8),
+    "profiles-8-layers": partial(profiles, layers=8),
     "torch-profiles": torch_profiles,
     "torch-profiles-pipeline": partial(torch_profiles, pipelines=True),
     "precisions": precisions,
