@@ -1,8 +1,12 @@
 """What the tests of the harness share."""
 
 import pytest
+from timed_engines import Engines
 
-from compare.contract.experiment import Experiment, edited
+from compare.contract.experiment import Experiment, edited, to_toml
+from compare.execute import load
+from compare.studies import bench as study
+from compare.studies import bench_process
 
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
 
@@ -11,3 +15,16 @@ FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_it
 def small(tiny: Experiment) -> Experiment:
     """An experiment that four devices can share in every way."""
     return edited(tiny, FOUR)
+
+
+@pytest.fixture
+def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
+    """Made-up engines in the place of `launch`, on an idle machine, and tiny.toml in the working folder."""
+    made_up = Engines()
+    monkeypatch.setattr(bench_process, "launch", made_up)
+    monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
+    monkeypatch.setattr(bench_process, "measure_ceiling", made_up.ceiling)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny))
+    return made_up

@@ -1,0 +1,62 @@
+"""What others use of the machine that a bench times on: refused, or on the record."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from timed_engines import bench
+
+from compare.execute import load
+from compare.judge.bench import read_bench
+from compare.studies import bench as study
+
+
+def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "busy_cores", lambda: 1.5)
+    assert bench() == 3
+    assert "this machine is busy: other processes use 1.5 of its" in capsys.readouterr().err
+    assert (timed_engines.launched, (tmp_path / "b").exists()) == ([], False)
+
+
+def test_busy_is_more_than_a_core_s_fifth_and_a_twentieth_of_all(monkeypatch):
+    for cores, idle, busy in ((2, 0.1, 0.3), (128, 5.0, 7.0)):
+        monkeypatch.setattr(load.psutil, "cpu_count", lambda cores=cores: cores)
+        assert not load.is_busy(idle)
+        assert load.is_busy(busy)
+
+
+def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path, monkeypatch, capsys):
+    loads = iter([1.5, 0.0, 1.0])
+    monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
+    assert bench("--rounds", "3", "--anyway") == 0
+    result = read_bench(tmp_path / "b")
+    assert (result.anyway, result.busy_cores) == (True, [1.5, 0.0, 1.0])
+    said = "Others used the processor before round 1 (1.5 cores), round 3 (1.0 cores)"
+    assert said in capsys.readouterr().out
+    assert said in (tmp_path / "b" / "bench.html").read_text()
+
+
+def test_a_machine_that_gets_busy_later_is_on_the_record(timed_engines, monkeypatch, capsys):
+    loads = iter([0.0, 2.0])
+    monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
+    assert bench("--rounds", "2") == 0
+    assert "Others used the processor before round 2 (2.0 cores)" in capsys.readouterr().out
+
+
+def test_what_others_use_beside_a_process_is_told(timed_engines, monkeypatch, tmp_path, capsys):
+    loads = iter([0.0, 1.3])
+    monkeypatch.setattr(load.LoadBeside, "cores", lambda self: next(loads))
+    assert bench("--rounds", "1") == 0
+    said = "Others used the processor beside torch-library.single in round 1 (1.3 cores): these figures may"
+    assert said in capsys.readouterr().out
+    assert [one.others_cores for one in read_bench(tmp_path / "b").measurements] == [0.0, 1.3]
+
+
+def test_own_processes_are_no_others(monkeypatch):
+    """Beside a child that computes, a machine in which others use two cores all the time."""
+    monkeypatch.setattr(load, "_all_s", lambda: load._own_s() + 2 * time.monotonic())
+    beside, before = load.LoadBeside(), load._own_s()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert load._own_s() - before >= 0.5
+    assert beside.cores() == pytest.approx(2.0, rel=1e-2)
