@@ -66,6 +66,11 @@ class Block(Struct, frozen=True):
     header: list[str]
     rows: list[list[str]]
 
+    @property
+    def name(self) -> str:
+        """`BenchCase.block`, which the title begins with."""
+        return self.title.partition(":")[0]
+
 
 class Ratios(Struct, frozen=True):
     """One row's ratios to its baseline."""

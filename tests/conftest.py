@@ -60,7 +60,6 @@ SLOW = {
     "test_safe_path",
     "test_source",
     "test_standard_output",
-    "test_statistics",
     "test_torchpar_compile",
     "test_torchpar_double_backward",
     "test_torchpar_examples",

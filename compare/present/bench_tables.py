@@ -7,7 +7,7 @@ from rich.table import Table
 
 from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
-from compare.present.bench_words import block_title, sentences, table_cells, warnings
+from compare.present.bench_words import block_title, sentences, table_cells, told_in, warnings
 from compare.present.tables import by_reason
 from compare.terminal.console import print_json, results_console
 
@@ -27,6 +27,8 @@ def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
     console = results_console()
     for block, rows in found.items():
         console.print(block_table(result, block, rows))
+        if told := told_in(rows):
+            console.print(told, soft_wrap=True)
     for line in sentences(result) if found else ():
         console.print(line, soft_wrap=True)
     for why, names in by_reason(result.left_out).items():

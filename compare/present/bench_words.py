@@ -1,12 +1,12 @@
 """A bench in words, for the terminal, the page and the docs: cells of its table, and what is to be known."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compare.execute.load import is_busy
 from compare.judge.bench import MOST_FAILURES, BenchCase, BenchResult
 from compare.judge.bench_rows import BenchRow, baseline_of, blocks, disagreements
-from compare.judge.statistics import CONFIDENCE, MIN_ROUNDS, Estimate
+from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes
 
@@ -44,6 +44,25 @@ def ratio_text(ratio: Estimate | None) -> str:
         return NONE
     interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.has_interval else ""
     return f"{ratio.median:.2f}{interval}"
+
+
+def told_text(wall: Iterable[Estimate], cpu: Iterable[Estimate]) -> str:
+    """What a table with these ratios could have told from 1.00, in every row; '' without intervals."""
+    ends = {"wall time": told_by_all(wall), "CPU time": told_by_all(cpu)}
+    said = [f"a {what} below {one[0]:.2f} or above {one[1]:.2f}" for what, one in ends.items() if one]
+    if not said:
+        return ""
+    return (
+        f"Every row could tell from 1.00 {' and '.join(said)}: every second time there, and nineteen times "
+        f"in twenty if twice as far off."
+    )
+
+
+def told_in(rows: Sequence[BenchRow]) -> str:
+    """`told_text` of a block's rows."""
+    return told_text(
+        [row.wall_ratio for row in rows if row.wall_ratio], [row.cpu_ratio for row in rows if row.cpu_ratio]
+    )
 
 
 def block_title(result: BenchResult, block: str) -> str:
@@ -127,7 +146,9 @@ def _baseline(result: BenchResult) -> str:
 def _interval(result: BenchResult) -> str:
     if result.rounds < MIN_ROUNDS:
         return f"the median over rounds. Fewer than {MIN_ROUNDS} rounds: no interval can be told."
-    return f"the median over rounds, and the {CONFIDENCE:.0%} interval that resampling of rounds gives."
+    rows = [row for rows in blocks(result).values() for row in rows]
+    intervals = interval_words(row.wall_ratio for row in rows if row.wall_ratio)
+    return f"the median over rounds, and two of the rounds' own ratios around it: {intervals}."
 
 
 def _ceilings(result: BenchResult) -> str:

@@ -7,7 +7,7 @@ from test_report import Outline
 
 from compare.judge.bench_rows import blocks, disagreements
 from compare.judge.statistics import Estimate
-from compare.present.bench_words import in_one_line, ratio_text, sentences, table_cells, warnings
+from compare.present.bench_words import in_one_line, ratio_text, sentences, table_cells, told_in, warnings
 from compare.present.report.bench_page import write_bench_page
 
 
@@ -87,7 +87,11 @@ def test_a_column_that_nobody_has_a_figure_for_is_left_out(result):
 def test_words_say_what_must_be_known(result, tiny):
     said = " ".join(sentences(result))
     assert "CPU timings: 5 rounds" in said
-    assert "the 95% interval" in said
+    assert "around it: 93.8 % intervals of 5 rounds." in said
+    for block, rows in blocks(result).items():
+        ends = [row.wall_ratio.told_apart() for row in rows if row.wall_ratio]
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        assert f"a wall time below {low:.2f} or above {high:.2f} and a CPU time" in told_in(rows), block
     assert in_one_line(result).startswith(
         "Wall time over that of torch-manual, 5 rounds: torch-library under fsdp-2"
     )

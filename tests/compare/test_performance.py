@@ -33,6 +33,8 @@ def test_a_stored_bench_is_a_table_with_its_command(stored):
     assert "| engine | wall ms | ratio |" in section
     assert "| torch-library | " in section
     assert "Fewer than 5" not in section
+    assert "Every row could tell from 1.00 a wall time below 0." in section
+    assert tables.resolution().startswith("The 2 ratios below have 93.8 % intervals of 5 rounds, ")
     assert "Machine: a CPU, 2 cores" in section
     assert "**Others used the processor before round 1 (1.5 cores): figures may not hold.**" in section
     assert "Left out: pp-8: it has too few layers." in section

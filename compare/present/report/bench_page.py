@@ -12,6 +12,7 @@ from compare.present.bench_words import (
     in_one_line,
     sentences,
     table_cells,
+    told_in,
     warnings,
 )
 from compare.present.report.pictures import Picture
@@ -41,7 +42,9 @@ def write_bench_page(result: BenchResult, folder: Path) -> Path:
         warnings=warnings(result),
         left_out=by_reason(result.left_out),
         pictures=_pictures(result, [row for rows in found.values() for row in rows]),
-        blocks=[(block_title(result, block), _table(block, rows)) for block, rows in found.items()],
+        blocks=[
+            (block_title(result, block), _table(block, rows), told_in(rows)) for block, rows in found.items()
+        ],
         cases=_case_table(result),
         spec=to_toml(result.experiment),
     )
@@ -60,7 +63,7 @@ def _pictures(result: BenchResult, rows: list[BenchRow]) -> list[Picture]:
             Picture(
                 f"Against {result.baseline}",
                 ratio_picture(compared, result.baseline),
-                "Medians of the ratios of each round; whiskers are 95 % intervals over rounds."
+                "Medians of the ratios of each round; whiskers are their intervals over rounds."
                 if whiskers
                 else "Medians of the ratios of each round; too few rounds for intervals.",
             )

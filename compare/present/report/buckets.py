@@ -12,6 +12,7 @@ from compare.contract.host.disk import write_atomically
 from compare.judge.bench import BENCH, BenchResult
 from compare.judge.bucket_study import BUCKETED, RESULT, BucketStudy, Point, mb_text
 from compare.judge.closed_forms.buckets import exposed_s, overlapped_s
+from compare.judge.statistics import interval_words
 from compare.present.bench_words import warnings
 from compare.present.buckets import COLUMNS, about, cells, title
 from compare.present.report.canvas import INK, OKABE_ITO, figure_for_page, inline_svg
@@ -32,6 +33,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
     with figure_for_page(SIZE) as figure:
         _draw(figure, study)
         drawn = inline_svg(figure, f"{title(study)}: overhead over bucket size")
+    intervals = interval_words(point.overhead_ms for point in study.points)
     page = render_page(
         "study.html",
         title=title(study),
@@ -48,7 +50,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
             Picture(
                 "Overhead over bucket size",
                 drawn,
-                "Medians over rounds; whiskers are 95 % intervals, from five rounds on. The lines are "
+                f"Medians over rounds; whiskers are {intervals}. The lines are "
                 "closed forms: overlapped if backward takes as long for a bucket as its bytes do, exposed if "
                 "nothing runs beside backward. A size is the gradients over the number of buckets.",
             )
