@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from benches import bench_of, cases_of, finished, measurement_of
-from test_report import Outline
+from outline import Outline
 
 from compare.judge.bench_rows import blocks, disagreements
 from compare.judge.statistics import Estimate

@@ -1,11 +1,10 @@
 """The report: one self-contained page, the verdict first, nothing executable in it, the same bytes twice."""
 
 import re
-from collections import Counter
-from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from outline import Outline
 from records import comparison_of, make_record, make_request, make_steps, tensors_of
 
 from compare.cli import main
@@ -43,39 +42,6 @@ def make_comparison(
     comparison = judged(planned, records)
     save(comparison, folder)
     return comparison
-
-
-class Outline(HTMLParser):
-    """Outline of a page: its tags, the text of its cells, the names of its pictures."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.tags, self.cells, self.pictures = Counter(), [], []
-        self.headers_without_scope = self.boxes_without_name = 0
-        self.ids = Counter()
-        self._text = None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.tags[tag] += 1
-        self.ids.update([attributes["id"]] if "id" in attributes else [])
-        if tag in ("td", "th"):
-            self._text = ""
-        self.headers_without_scope += tag == "th" and not attributes.get("scope")
-        self.boxes_without_name += attributes.get("class") == "wide" and not attributes.get("aria-label")
-        if tag == "svg":
-            assert attributes["role"] == "img"
-            self.pictures.append(attributes["aria-label"])
-
-    def handle_data(self, data):
-        if self._text is not None:
-            self._text += data
-
-    def handle_endtag(self, tag):
-        if tag in ("td", "th"):
-            self.cells.append(self._text.strip())
-            self._text = None
 
 
 def test_page_is_self_contained_and_reproducible(tmp_path, tiny):

@@ -2,8 +2,8 @@
 
 import msgspec
 import pytest
+from outline import Outline
 from sweeps import plan_of, swept
-from test_report import Outline
 
 from compare.cli import parse
 from compare.commands import sweep as command
