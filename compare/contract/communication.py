@@ -128,6 +128,6 @@ def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
         return 0
     if kind == "all_reduce":
         return 2 * (n - 1) * full_bytes // n
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+    if kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
         return (n - 1) * full_bytes // n
     return full_bytes  # broadcast, send, permute

@@ -38,3 +38,11 @@ def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of(seen, complete):
     problem = f"along pp our own calls send 1,000 bytes, and the dispatcher saw {seen:,}"
     assert of_all_ranks(ranks, stages=1, counts_own=True).problems == ([] if complete else [problem])
     assert of_all_ranks(ranks, stages=1, counts_own=False).is_complete  # a library's are not ours to count
+
+
+def test_what_a_rank_could_not_count_makes_the_ledger_of_all_incomplete():
+    """Of a library's collectives, too."""
+    ranks = [
+        rank(10, seen=10, own=0)._replace(problems=problems) for problems in [(), ("one",), ("one", "two")]
+    ]
+    assert of_all_ranks(ranks, stages=1, counts_own=False).problems == ["one", "two"]

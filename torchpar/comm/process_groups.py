@@ -40,7 +40,7 @@ def leave_group() -> None:
     The process must end by os._exit after this.
 
     The group is not destroyed: if DDP's reducer outlives it, gloo's threads are joined under the GIL, and
-    one of them may need the GIL to drop a dispatch mode that `measure.ledger` had installed: a deadlock at
+    one of them may need the GIL to drop a dispatch mode that `measure` had installed: a deadlock at
     exit (seen with torch 2.13).
     """
     if dist.is_initialized():

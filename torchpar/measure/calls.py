@@ -1,12 +1,9 @@
-"""What an operator of PyTorch communicates, as its dispatcher sees it: our own calls and DDP's C++ alike.
+"""What an operator of c10d communicates: our own calls and DDP's from C++ alike."""
 
-Patching torch.distributed would miss what the library wrappers send from C++.
-"""
-
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 # c10d and functional names without punctuation -> the ledger's kind
@@ -16,12 +13,15 @@ KINDS = {
     "broadcast": "broadcast",
     "allgather": "all_gather",
     "allgatherbase": "all_gather",
+    "allgathercoalesced": "all_gather",
     "allgatherintotensor": "all_gather",
     "allgatherintotensorcoalesced": "all_gather",
+    "allgatherintotensorout": "all_gather",
     "reducescatter": "reduce_scatter",
     "reducescatterbase": "reduce_scatter",
     "reducescattertensor": "reduce_scatter",
     "reducescattertensorcoalesced": "reduce_scatter",
+    "reducescattertensorout": "reduce_scatter",
     "alltoall": "all_to_all",
     "alltoallbase": "all_to_all",
     "alltoallsingle": "all_to_all",
@@ -30,49 +30,62 @@ KINDS = {
     "scatter": "scatter",
     "send": "permute",
 }
-_IGNORED = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
+SILENT = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
+"""They send nothing, or their sender counts it."""
+_Sizes = Callable[[int, int, int], int]
+_FULL: dict[str, _Sizes] = {
+    "reduce_scatter": lambda outputs, inputs, ranks: inputs,
+    "all_to_all": lambda outputs, inputs, ranks: inputs,
+    "gather": lambda outputs, inputs, ranks: inputs * ranks,  # only the root has the outputs
+    "scatter": lambda outputs, inputs, ranks: outputs * ranks,  # only the root has the inputs
+}
+"""Bytes of the full tensor, from those of an operator's first two arguments. By default the first is full:
+what is gathered, or what is worked on in place."""
 
 
 class SeenCall(NamedTuple):
     """A collective as the dispatcher sees it."""
 
     kind: str
-    group: str
-    """Name of the process group."""
     bytes: int
-    """Of the full (gathered) tensor."""
+    """Of the full (gathered) tensor; of an all-to-all, what this rank sends; if sparse, its indices, too."""
     dtype: str
 
 
-def call_of(func: Any, args: tuple, kwargs: dict, result: object) -> SeenCall | None:
-    """What an operator communicates; None if it does not, or only takes what somebody else sends."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
+def call_of(name: str, arguments: tuple, ranks: int) -> SeenCall | None:
+    """What an operator of c10d communicates; None if it does not, or only takes what somebody else sends.
+
+    Raises:
+        ValueError: it is none that is known, or has a tensor of unknown layout.
+    """
+    bare = name.replace("_", "")
+    if bare in SILENT:
         return None
-    name = func.overloadpacket.__name__.replace("_", "")
-    if name in _IGNORED:
-        return None
-    # The full tensor is what goes in or what comes out, whichever is larger.
-    size = max(_nbytes((args, kwargs)), _nbytes(result))
-    if name in ("allgather", "allgatherbase", "reducescatter", "reducescatterbase"):
-        size = max(_nbytes(args[0]), _nbytes(args[1]))  # both sides are arguments
-    dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    if bare not in KINDS:
+        raise ValueError(f"c10d::{name} is not known")
+    kind = KINDS[bare]
+    first, second = _nbytes(arguments[0]), _nbytes(arguments[1])
+    dtypes = (leaf.dtype for leaf in _tensors(arguments))
     return SeenCall(
-        kind=KINDS.get(name, name),
-        group=_group_name((*args, *kwargs.values())),
-        bytes=size,
+        kind=kind,
+        bytes=_FULL[kind](first, second, ranks) if kind in _FULL else first,
         dtype=", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)),
     )
 
 
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _nbytes(tree: object) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(part.nbytes for tensor in _tensors(tree) for part in _parts(tensor))
 
 
-def _group_name(arguments: tuple) -> str:
-    """c10d operators take the group itself, functional ones its name as their last string."""
-    for argument in reversed(arguments):
-        if isinstance(argument, str):
-            return argument
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return ProcessGroup.unbox(argument).group_name
-    return ""
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that one is made of."""
+    match tensor.layout:
+        case torch.strided:
+            return (tensor,)
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+    raise ValueError(f"a tensor's layout is {tensor.layout}")

@@ -1,22 +1,20 @@
 """The ledger of what runs inside: every collective, with its place in the program.
 
 Of torchpar's own collectives a row is the collective, whatever it is made of: on gloo a gather is sends. The
-dispatcher sees those sends, so that it and our own count are held against each other.
+dispatcher sees those sends, so that it and our own count are held against each other. What goes past the
+dispatcher, the numbers of each process group tell.
 """
 
-import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, cast
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.contract.axes import DP_SHARD, PP, TP
 from compare.contract.communication import (
@@ -35,15 +33,10 @@ from compare.contract.communication import (
 from compare.contract.ledger import Ledger
 from torchpar.comm.counter import Call, Traffic, observers
 from torchpar.measure.calls import call_of
+from torchpar.measure.dispatcher import numbers, watched
+from torchpar.measure.frames import is_of_fsdp, is_of_optimizer, line_of
 from torchpar.measure.modules import RunningModules
 
-_NOT_A_PLACE = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1] / "comm"),
-    contextlib.__file__,
-    __file__,
-)
-FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
 WIDEST = 8
 """Bytes of a float64."""
 
@@ -60,8 +53,8 @@ class Place(NamedTuple):
     source: str
 
 
-class LedgerMode(TorchDispatchMode):
-    """Notes every collective with its place while it is active; an `Observer` of torchpar's own.
+class LedgerMode:
+    """Notes the collectives of all threads, with their places, while it is entered; an `Observer` of our own.
 
     Args:
         axes: of process groups, by the groups' names.
@@ -72,28 +65,39 @@ class LedgerMode(TorchDispatchMode):
         is_updating: gradients are ready, and the optimizer is at work.
         seen, own: bytes on the wire by axis: of all that the dispatcher saw, and of our own calls.
         library_calls: those that are not our own, in their order.
+        problems: what could not be counted.
     """
 
     def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
-        super().__init__()
         self.is_updating = False
         self.seen, self.own = Counter[str](), Counter[str]()
         self.library_calls: list[Call] = []
+        self.problems: list[str] = []
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
         self._modules = RunningModules()
         self._rows = dict[Place, list[int]]()
-        self._depth = 0
+        self._thread = threading.local()
+        self._watch = ExitStack()
 
     def __enter__(self) -> "LedgerMode":
-        self._modules.__enter__()
+        self._past = numbers.past()
+        self._watch.enter_context(self._modules)
+        self._watch.enter_context(watched(self))
         observers.append(self)
-        return super().__enter__()
+        return self
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
+    def __exit__(self, *error: object) -> None:
         observers.remove(self)
-        self._modules.__exit__(exc_type, exc_val, exc_tb)
+        self._watch.close()
+        for group, past in numbers.past().items():
+            where = f"over {self._axis(group)} (group {group})"
+            if past < 0:
+                self._objects(
+                    f"{where} the backend does not number what it does: some may go past the dispatcher"
+                )
+            elif count := max(0, past - self._past.get(group, 0)):
+                self._objects(f"{where} {count} went past PyTorch's dispatcher, to the backend: in no row")
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         """Note one of torchpar's own collectives; what it sends itself is part of it."""
@@ -107,18 +111,18 @@ class LedgerMode(TorchDispatchMode):
         """It has been sent."""
         self._depth -= 1
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # DTensor first: what it makes of the operator comes back here
-        result = func(*args, **(kwargs or {}))
-        if self._own_calls.is_paused or not (seen := call_of(func, args, kwargs or {}, result)):
-            return result
-        ranks = _resolve_process_group(cast(Any, seen.group)).size()  # a NewType in later PyTorch
-        axis = self._axes.get(seen.group, "subgroup")
-        self.seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
-        if ranks > 1 and not self._depth:
-            self._note(seen.kind, axis, None, ranks, seen.dtype, seen.bytes)
-        return result
+    def sees(self, name: str, arguments: tuple, group: dist.ProcessGroup) -> None:
+        """Note an operator, unless it is part of one of our own. What cannot be read is a problem."""
+        if self._own_calls.is_paused:
+            return
+        ranks, axis = group.size(), self._axis(str(group.group_name))
+        try:
+            if seen := call_of(name, arguments, ranks):
+                self.seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
+                if ranks > 1 and not self._depth:
+                    self._note(seen.kind, axis, None, ranks, seen.dtype, seen.bytes)
+        except Exception as error:  # an observer never breaks what it watches
+            self._objects(f"{name} over {axis} is in no row: {error}")
 
     def noted(self) -> "RankLedger":
         """All that was noted; rows in the order in which they first came."""
@@ -131,7 +135,23 @@ class LedgerMode(TorchDispatchMode):
             )
             for place, (calls, size) in self._rows.items()
         ]
-        return RankLedger(rows, dict(self.seen), dict(self.own))
+        return RankLedger(rows, dict(self.seen), dict(self.own), tuple(self.problems))
+
+    @property
+    def _depth(self) -> int:
+        """How many of our own collectives are being sent, by this thread."""
+        return getattr(self._thread, "depth", 0)
+
+    @_depth.setter
+    def _depth(self, depth: int) -> None:
+        self._thread.depth = depth
+
+    def _axis(self, group: str) -> str:
+        return self._axes.get(group, "subgroup")
+
+    def _objects(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def _note(self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row; `said` is None where it was not our own."""
@@ -153,7 +173,7 @@ class LedgerMode(TorchDispatchMode):
         if axis == TP and self._module.endswith(".loss"):
             return LOSS
         if axis == TP and self._modules.are_in_backward:
-            return REPLICATED_GRADIENTS if _is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS
+            return REPLICATED_GRADIENTS if is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS
         if axis == TP:
             return ACTIVATIONS if self._module else REPLICATED_GRADIENTS
         is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
@@ -162,7 +182,7 @@ class LedgerMode(TorchDispatchMode):
     def _phase(self, purpose: str) -> str:
         if self._modules.are_in_backward:
             return "backward"
-        if self.is_updating:
+        if self.is_updating or is_of_optimizer(sys._getframe(1)):
             return "update"
         return PHASES.get(purpose, "forward" if self._module else "")
 
@@ -174,22 +194,7 @@ class LedgerMode(TorchDispatchMode):
     @property
     def _source(self) -> str:
         """The innermost line outside of PyTorch, and the innermost module."""
-        return ": ".join(part for part in (_line(sys._getframe(1)), self._module) if part)
-
-
-def _is_of_fsdp(frame: FrameType | None) -> bool:
-    """True within what FSDP2 does with the gradients of a unit."""
-    while frame and FSDP2 not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _line(frame: FrameType | None) -> str:
-    while frame and frame.f_code.co_filename.startswith(_NOT_A_PLACE):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        return ": ".join(part for part in (line_of(sys._getframe(1)), self._module) if part)
 
 
 class RankLedger(NamedTuple):
@@ -198,6 +203,7 @@ class RankLedger(NamedTuple):
     rows: list[Communication]
     seen: dict[str, int]
     own: dict[str, int]
+    problems: tuple[str, ...] = ()
 
 
 def of_all_ranks(ranks: Sequence[RankLedger], *, stages: int, counts_own: bool) -> Ledger:
@@ -215,7 +221,10 @@ def of_all_ranks(ranks: Sequence[RankLedger], *, stages: int, counts_own: bool) 
             place = replace(mine, calls=0, bytes=0, wire_bytes=0)
             most[place] = max(most.get(place, mine), mine, key=lambda row: (row.bytes, row.calls))
     rows = sorted(most.values(), key=lambda row: row.stage)
-    return Ledger(rows=rows, problems=_disagreements(ranks) if counts_own else [])
+    problems = [problem for ledger in ranks for problem in ledger.problems]
+    return Ledger(
+        rows=rows, problems=list(dict.fromkeys(problems + (_disagreements(ranks) if counts_own else [])))
+    )
 
 
 def _disagreements(ranks: Sequence[RankLedger]) -> list[str]:

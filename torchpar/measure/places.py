@@ -1,4 +1,4 @@
-"""The ledger of any module: what PyTorch's dispatcher sees, with the place in the program that sent it.
+"""The ledger of any module: what every thread of this rank sends, with the place in the program that sent it.
 
 with torchpar.ledger(mesh) as ledger:
     loss(model(x)).backward()
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from compare.contract.ledger import Ledger
 from torchpar.comm.mesh import Mesh
@@ -25,21 +24,13 @@ def ledger_of(mesh: Mesh | DeviceMesh | None = None) -> Generator[Ledger]:
         mesh: names the process groups; by default they are world and subgroup.
     """
     ledger, mode = Ledger(), LedgerMode(group_names(mesh))
-
-    def updates(begins: bool) -> None:
-        mode.is_updating = begins
-
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: updates(True)),
-        register_optimizer_step_post_hook(lambda *_: updates(False)),
-    ]
     try:
         with mode:
             yield ledger
     finally:
-        for handle in handles:
-            handle.remove()
-        ledger.rows.extend(mode.noted().rows)
+        noted = mode.noted()
+        ledger.rows.extend(noted.rows)
+        ledger.problems.extend(noted.problems)
 
 
 def group_names(mesh: Mesh | DeviceMesh | None) -> dict[str, str]:
