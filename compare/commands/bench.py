@@ -9,7 +9,7 @@ from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.timing import Timing
 from compare.execute.progress import Reporter
 from compare.judge.bench import BenchResult, read_bench
-from compare.judge.bench_rows import disagreements
+from compare.judge.bench_agreement import mistakes
 from compare.present.bench_tables import print_bench
 from compare.present.report.bench_page import PAGE, write_bench_page
 from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
@@ -27,8 +27,8 @@ class Bench(Spec, frozen=True, kw_only=True):
 
     Each case is a fresh process, or the ranks that it starts; all of them run in rounds, whose order rotates.
     Steps run in windows: nothing waits for a step inside of one. A ratio is taken within a round; the median
-    over rounds has an interval from five rounds on. Nothing is compared but the last loss: `shardpair check`
-    proves that engines compute the same. On a busy machine it refuses to begin.
+    over rounds has an interval from five rounds on. Loss and gradient norm of every step are held against the
+    first case's; `shardpair check` proves more. On a busy machine it refuses to begin.
 
     Try:
       shardpair bench demo --rounds 2
@@ -144,7 +144,11 @@ class Bench(Spec, frozen=True, kw_only=True):
 
 
 def show(result: BenchResult, folder: Path, *, as_json: bool) -> int:
-    """Write its page and print it. Returns 0 if every case finished and did the same work, else 1."""
+    """Write its page and print it.
+
+    Returns:
+        0 if every case finished, did the same work, and stated the time that it took; else 1.
+    """
     page = write_bench_page(result, folder) if result.measurements else folder / PAGE
     print_bench(result, page, as_json=as_json)
-    return 1 if result.failures or disagreements(result) else 0
+    return 1 if result.failures or mistakes(result) else 0

@@ -11,6 +11,7 @@ from compare.execute.launch import EngineError
 from compare.execute.paths import PICTURES, check_output
 from compare.execute.progress import Reporter
 from compare.judge.bench import BenchResult, read_bench
+from compare.judge.bench_agreement import mistakes
 from compare.judge.bucket_study import ALONE, save, study_of
 from compare.judge.collective_fit import Fit
 from compare.present.buckets import print_study
@@ -52,7 +53,7 @@ class Buckets(Spec, frozen=True, kw_only=True):
     """Also save the picture (.png, .svg, .pdf)."""
 
     def __call__(self, default: Experiment) -> int:
-        """Time them. Returns 0 if every case finished, else 1."""
+        """Time them. Returns as `show`."""
         check_output("--picture", self.picture, kinds=PICTURES)
         if self.dry_run:
             planned = self._planned(default)
@@ -119,7 +120,7 @@ def show(result: BenchResult, fit: Fit, folder: Path, *, picture: Path | None, a
     """Put bench and fit together, write the study and its page, and print it.
 
     Returns:
-        0 if every case finished, else 1.
+        0 if every case finished, did the same work, and stated the time that it took; else 1.
 
     Raises:
         EngineError: fewer than two cases finished once: there is no overhead to tell.
@@ -134,7 +135,7 @@ def show(result: BenchResult, fit: Fit, folder: Path, *, picture: Path | None, a
     if picture:
         save_picture(picture, study)
     print_study(result, study, page, as_json=as_json)
-    return 1 if result.failures else 0
+    return 1 if result.failures or mistakes(result) else 0
 
 
 def _require_study(folder: Path) -> None:

@@ -73,10 +73,24 @@ class Measurement(Struct, frozen=True, kw_only=True):
     """From the start of the process to its first step, compilation apart."""
     peak_mem_bytes: int
     """Of the fullest device."""
-    loss: float
-    """Of the last step."""
+    losses: list[float]
+    """Of every step, the warm-up's first."""
+    grad_norms: list[float]
+    """Of the same steps."""
+    windows_seen_s: float
+    """What the windows took by the harness's clock, from the record of the step before them to theirs."""
     others_cores: float = 0.0
     """In use by others while it ran, a hypervisor's other guests included."""
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return self.losses[-1]
+
+    @property
+    def curves(self) -> dict[str, list[float]]:
+        """Loss and norm of every step, by the name of `Step`'s field."""
+        return {"loss": self.losses, "grad_norm": self.grad_norms}
 
     @property
     def wall_ms(self) -> float:
@@ -167,7 +181,14 @@ class BenchResult(Struct, frozen=True, kw_only=True):
 
 
 def measured(
-    record: Record, *, case: BenchCase, number: int, start_up_s: float, timing: Timing, others_cores: float
+    record: Record,
+    *,
+    case: BenchCase,
+    number: int,
+    start_up_s: float,
+    windows_seen_s: float,
+    timing: Timing,
+    others_cores: float,
 ) -> Measurement:
     """The figures that a record is reduced to.
 
@@ -176,6 +197,7 @@ def measured(
         case: which.
         number: of the round, from 1.
         start_up_s: from the start of the process to the record of its first step.
+        windows_seen_s: what its windows took by the harness's clock.
         timing: of its steps.
         others_cores: in use by others while it ran.
     """
@@ -190,7 +212,9 @@ def measured(
         first_step_s=manifest.first_step_s,
         start_up_s=max(start_up_s - manifest.compile_s - manifest.first_step_s, 0.0),
         peak_mem_bytes=max(manifest.peak_memory_bytes),
-        loss=record.steps[-1].loss,
+        losses=[step.loss for step in record.steps],
+        grad_norms=[step.grad_norm for step in record.steps],
+        windows_seen_s=windows_seen_s,
         others_cores=others_cores,
     )
 

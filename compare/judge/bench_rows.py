@@ -9,7 +9,6 @@ from compare.judge.bench import BenchCase, BenchResult, Measurement
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.peaks import peak_flops
 from compare.judge.statistics import Estimate, estimate, ratios
-from compare.judge.tolerances import tolerances_for
 
 
 class BenchRow(Struct, frozen=True, kw_only=True):
@@ -73,42 +72,6 @@ def baseline_of(result: BenchResult, case: BenchCase) -> BenchCase | None:
         if result.baseline == other.engine and other.layout == case.layout:
             return other
     return None
-
-
-def disagreements(result: BenchResult) -> list[str]:
-    """Cases whose loss is not that of the first case of their size: they did other work. A line each.
-
-    A bench proves nothing about gradients and weights: `shardpair check` does. But what is timed must be the
-    same training, to the tolerance of the loss curve.
-    """
-    lines = []
-    first: dict[str, tuple[BenchCase, float]] = {}
-    for case in result.cases:
-        own = by_round(result, case)
-        if not own:
-            continue
-        loss = own[max(own)].loss
-        reference, expected = first.setdefault(case.size, (case, loss))
-        limit = tolerances_for(case.experiment.precision.dtype)["loss_curve"].limit
-        if _is_other_training(case, reference) or abs(loss - expected) <= limit * abs(expected):
-            continue
-        lines.append(
-            f"{case.name} did not do the same work: its last loss is {loss:.6g}, that of {reference.name} "
-            f"{expected:.6g}"
-        )
-    return lines
-
-
-def _is_other_training(case: BenchCase, reference: BenchCase) -> bool:
-    """Whether a variant changed more than the layout: then its loss may be another one."""
-    a, b = case.experiment, reference.experiment
-    return (a.model, a.data, a.optimizer, a.train, a.precision) != (
-        b.model,
-        b.data,
-        b.optimizer,
-        b.train,
-        b.precision,
-    )
 
 
 def _row(result: BenchResult, case: BenchCase, own: Mapping[int, Measurement]) -> BenchRow:

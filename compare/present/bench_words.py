@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compare.execute.load import is_busy
 from compare.judge.bench import MOST_FAILURES, BenchCase, BenchResult
-from compare.judge.bench_rows import BenchRow, baseline_of, blocks, disagreements
+from compare.judge.bench_agreement import mistakes, unequal_terms, what_was_held
+from compare.judge.bench_rows import BenchRow, baseline_of, blocks
 from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes
@@ -101,12 +102,13 @@ def sentences(result: BenchResult) -> list[str]:
         f"Machine: {result.machine.cpu_model}, {result.machine.cores} cores, "
         f"{human_bytes(result.machine.memory_bytes)} of memory, {result.machine.system}; "
         f"{_versions(result)}; {_source(result)}.",
+        *filter(None, [what_was_held(result)]),
         *([CACHED] if result.is_cached else []),
     ]
 
 
 def warnings(result: BenchResult) -> list[str]:
-    """What spoils the figures, a line each: a busy machine, failures, cases that did other work."""
+    """What spoils the figures, a line each: load, failures, other work, wrong times, unequal terms."""
     busy = [
         f"round {number} ({cores:.1f} cores)"
         for number, cores in enumerate(result.busy_cores, start=1)
@@ -128,7 +130,7 @@ def warnings(result: BenchResult) -> list[str]:
         times[failure.case] += 1
         then = " and is not tried again" if times[failure.case] == MOST_FAILURES else ""
         lines.append(f"{failure.case} failed in round {failure.round}{then}: {failure.why}")
-    return lines + disagreements(result)
+    return [*lines, *mistakes(result), *unequal_terms(result)]
 
 
 def _rounds(result: BenchResult) -> str:

@@ -12,13 +12,43 @@ from compare.contract.engines.registry import side_of
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
 from compare.contract.tensors import RecordError
+from compare.contract.timing import Timing
 from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
 from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
 from compare.judge.acceptance import objections
-from compare.judge.bench import BenchCase, BenchResult, FailedLaunch, circumstances_of, measured
+from compare.judge.bench import (
+    BenchCase,
+    BenchResult,
+    Circumstances,
+    FailedLaunch,
+    circumstances_of,
+    measured,
+)
 from compare.studies.cases import Settings
+
+
+class SeenSteps:
+    """When the steps of a process were there, in seconds since its start, by the clock of the harness."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._at: list[float] = []
+
+    def step(self) -> None:
+        """The next step's record is there."""
+        self._at.append(time.monotonic() - self._begun)
+
+    @property
+    def first_s(self) -> float:
+        """Of the first step's record; 0 before it."""
+        return self._at[0] if self._at else 0.0
+
+    def windows_s(self, timing: Timing) -> float:
+        """From the record of the last step before the windows to that of the last one in them."""
+        last = timing.warmup + timing.window * timing.windows
+        return self._at[last - 1] - self._at[timing.warmup - 1]
 
 
 def with_ceilings(result: BenchResult, settings: Settings) -> BenchResult:
@@ -64,7 +94,8 @@ def measure(
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
     beside = LoadBeside()
     try:
-        record, start_up_s = _timed(request, place, settings.pythons, reporter)
+        record, seen = _timed(request, place, settings.pythons, reporter)
+        circumstances = _same_circumstances(result.circumstances.get(case.name), circumstances_of(record))
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
         raise
@@ -78,7 +109,8 @@ def measure(
         record,
         case=case,
         number=number,
-        start_up_s=start_up_s,
+        start_up_s=seen.first_s,
+        windows_seen_s=seen.windows_s(result.timing),
         timing=result.timing,
         others_cores=beside.cores(),
     )
@@ -86,25 +118,24 @@ def measure(
     return msgspec.structs.replace(
         result,
         measurements=[*result.measurements, measurement],
-        circumstances=result.circumstances | {case.name: circumstances_of(record)},
+        circumstances=result.circumstances | {case.name: circumstances},
     )
 
 
 def _timed(
     request: Request, place: Path, pythons: Mapping[str, str], reporter: Reporter
-) -> tuple[Record, float]:
-    """Record of one process, and seconds from its start to its first step's record.
+) -> tuple[Record, SeenSteps]:
+    """Record of one process, and when its steps were there.
 
     Raises:
         EngineError: it failed, or did something else than was asked.
         RecordError: it left a record that cannot be read.
     """
-    begun, first_s = time.monotonic(), 0.0
+    seen = SeenSteps()
     with reporter.engine(place.name) as tell:
 
         def on_step(step: Step) -> None:
-            nonlocal first_s
-            first_s = first_s or time.monotonic() - begun
+            seen.step()
             tell(step)
 
         record = launch(request, place, pythons=pythons, on_step=on_step)
@@ -114,7 +145,19 @@ def _timed(
         wrong.append(f"it timed {len(record.manifest.windows)} of {timing.windows} windows")
     if wrong:
         raise EngineError(f"{request.engine}: {'; '.join(wrong)}", exit_code=1)
-    return record, first_s
+    return record, seen
+
+
+def _same_circumstances(before: Circumstances | None, now: Circumstances) -> Circumstances:
+    """Those of a case's earlier rounds, which must be this one's. Raises EngineError if they are not."""
+    for field in Circumstances.__struct_fields__ if before else ():
+        was, found = getattr(before, field), getattr(now, field)
+        if was != found:
+            raise EngineError(
+                f"it ran with {field} = {found}, and in an earlier round with {was}: such figures do not mix",
+                exit_code=1,
+            )
+    return now
 
 
 def request_for(case: BenchCase, result: BenchResult, prepared: Prepared, settings: Settings) -> Request:

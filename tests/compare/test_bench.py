@@ -117,7 +117,29 @@ def test_figures_are_held_against_what_the_machine_can_do(timed_engines, tmp_pat
 def test_other_work_is_noticed(timed_engines, capsys):
     timed_engines.loss["torch-library"] = 2.6
     assert bench("--rounds", "1") == 1
-    assert "torch-library.single did not do the same work: its last loss is 2.6" in capsys.readouterr().out
+    said = "torch-library.single did not do the same work as torch-manual.single: in round 1 the loss of step"
+    assert said in capsys.readouterr().out
+
+
+def test_windows_that_state_another_time_than_the_harness_saw_are_noticed(timed_engines, capsys):
+    timed_engines.window_s["torch-library"] = 7.0
+    assert bench("--rounds", "1") == 1
+    said = "torch-library.single in round 1 states 21.00 s for its windows, and by the harness's clock they took 0."
+    assert said in capsys.readouterr().out
+
+
+def test_a_case_that_runs_otherwise_than_before_is_a_failure(timed_engines, tmp_path, capsys):
+    timed_engines.threads = iter(["one", "one", "one", "two"])  # A B, then B A
+    assert bench("--rounds", "2") == 1
+    assert "it ran with threads = two, and in an earlier round with one" in capsys.readouterr().out
+    assert [one.case for one in read_bench(tmp_path / "b").failures] == ["torch-manual.single"]
+
+
+def test_unequal_threads_are_told(timed_engines, capsys):
+    timed_engines.threads = iter(["one", "two"])
+    assert bench("--rounds", "1") == 0
+    said = "torchpar did not compute on equal terms, by its threads: one: torch-manual.single; two: torch-library"
+    assert said in capsys.readouterr().out
 
 
 def test_a_record_that_is_not_what_was_asked_for_is_a_failure(timed_engines, capsys):

@@ -5,7 +5,7 @@ import pytest
 from benches import bench_of, cases_of, finished, measurement_of
 from outline import Outline
 
-from compare.judge.bench_rows import blocks, disagreements
+from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate
 from compare.present.bench_words import in_one_line, ratio_text, sentences, table_cells, told_in, warnings
 from compare.present.report.bench_page import write_bench_page
@@ -101,12 +101,3 @@ def test_words_say_what_must_be_known(result, tiny):
     without = msgspec.structs.replace(result, cases=[*result.cases, *cases_of(tiny, engines=("jax-manual",))])
     assert "(which is not in single)" in " ".join(sentences(without))
     assert warnings(result) == []
-
-
-def test_losses_that_part_are_told_but_for_variants_that_train_otherwise(tiny):
-    cases = cases_of(
-        tiny, engines=("torch-manual",), variants=("layout.bucket_mb=1", "optimizer.weight_decay=0.0")
-    )
-    measurements = [measurement_of(case, 1, loss=2.5 + place) for place, case in enumerate(cases)]
-    (line,) = disagreements(bench_of(cases, measurements=measurements))
-    assert line.startswith("torch-manual layout.bucket_mb=1.single did not do the same work")

@@ -10,6 +10,8 @@ from compare.judge.bench import BenchCase, BenchResult, Circumstances, Machine, 
 from compare.studies.bench_cases import Choice, bench_cases
 
 TIMING = Timing(window=2, windows=3, single=4)
+STEPS = Timing().steps
+"""Of a curve: as many as a bench has."""
 RAN = Circumstances(
     device_kind="a CPU",
     threads="one",
@@ -58,7 +60,9 @@ def measurement_of(case: BenchCase, number: int, *, wall_ms: float = 10.0, **giv
         "first_step_s": 0.2,
         "start_up_s": 2.0,
         "peak_mem_bytes": 10**7,
-        "loss": 2.5,
+        "losses": [2.5] * STEPS,
+        "grad_norms": [1.0] * STEPS,
+        "windows_seen_s": TIMING.windows * window.wall_s,
     }
     return Measurement(round=number, case=case.name, **figures | given)
 

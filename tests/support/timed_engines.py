@@ -20,6 +20,9 @@ class Engines:
         self.failing: tuple[str, ...] = ()
         self.interrupted_at = 0
         self.loss = {}
+        self.window_s = {}
+        self.threads = iter(())
+        """Of each process that is started; one thread where there are no more."""
         self.windows = None
         self.ceilings = [1e8, 1e9, 1e7]
         """FLOP/s, round by round: the machine was somebody else's in the first and in the third."""
@@ -43,10 +46,12 @@ class Engines:
         for step in record.steps:
             on_step(step)
         timing = request.timing
-        one = Window(steps=timing.window, wall_s=0.01 * timing.window, cpu_s=0.02 * timing.window)
+        wall_s = self.window_s.get(request.engine, 0.01 * timing.window)
+        one = Window(steps=timing.window, wall_s=wall_s, cpu_s=0.02 * timing.window)
         manifest = msgspec.structs.replace(
             record.manifest,
             corpus_sha256=request.corpus_sha256,
+            threads=next(self.threads, "one"),
             windows=[one] * (timing.windows if self.windows is None else self.windows),
         )
         last = msgspec.structs.replace(record.steps[-1], loss=self.loss.get(request.engine, 2.5))

@@ -10,6 +10,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from compare.contract.host.disk import write_atomically
 from compare.judge.bench import BENCH, BenchResult
+from compare.judge.bench_agreement import mistakes
 from compare.judge.bucket_study import BUCKETED, RESULT, BucketStudy, Point, mb_text
 from compare.judge.closed_forms.buckets import exposed_s, overlapped_s
 from compare.judge.statistics import interval_words
@@ -38,7 +39,7 @@ def write_page(folder: Path, result: BenchResult, study: BucketStudy) -> Path:
         "study.html",
         title=title(study),
         sentence=study.sentence(),
-        state="fail" if result.failures else "",
+        state="fail" if result.failures or mistakes(result) else "",
         about=[
             f"{result.machine.system}, {result.machine.cpu_model}, {result.machine.cores} cores. "
             f"{result.created_utc[:16].replace('T', ' ')} UTC. "

@@ -1,0 +1,170 @@
+"""Whether the cases of a bench did the same work on equal terms: what its figures are worth.
+
+A timed run leaves no tensors, so what is held is the loss and the gradient norm of every step of every
+process, from the first step of the warm-up on: cases of one training against the first of them. Of the first
+step the ladder's own limits hold. While weights have hardly moved, rounding has not grown either, and `EARLY`
+is sharper than the limits of the ladder's curves, which are for thousands of steps.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from compare.contract.engines.registry import side_of
+from compare.contract.experiment import Experiment, edited
+from compare.contract.learning_rate import learning_rate
+from compare.judge.bench import BenchCase, BenchResult, Measurement
+from compare.judge.tolerances import tolerances_for
+
+MOVED_LITTLE = 5e-3
+"""The sum of learning rates up to which steps are early: AdamW moves a weight by about the rate at a step."""
+EARLY = {
+    "float64": {"loss": 1e-10, "grad_norm": 1e-10},
+    "float32": {"loss": 3e-6, "grad_norm": 1e-5},  # 5e-7 and 5e-7; with float16's products 3e-6 and 3e-5
+    "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2},  # 3e-4 and 2e-3
+    "float16": {"loss": 1e-4, "grad_norm": 2e-3},  # 2e-5 and 4e-4
+}
+"""The largest relative differences that pass in early steps, by dtype; beside them the worst measured of all
+pairs of the four engines on one device, under DDP, FSDP and tensor parallelism."""
+FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}
+CURVES = {"loss": ("loss", "loss_curve"), "grad_norm": ("grad_norm", "norm_curve")}
+"""What is held, with the ladder's rung of the first step and that of all steps."""
+CLOCK_SHARE, CLOCK_S = 0.25, 0.5
+"""By how much of it, and by how much more, a process may state less than the harness saw: between windows it
+draws batches and writes steps, and the harness looks twenty times a second."""
+
+
+class Parting(NamedTuple):
+    """The first step whose number is too far from the reference's."""
+
+    figure: str
+    step: int
+    found: float
+    expected: float
+    limit: float
+
+    def __str__(self) -> str:
+        return (
+            f"the {FIGURES[self.figure]} of step {self.step} is {self.found:.6g}, and not "
+            f"{self.expected:.6g}: off by {_error(self.found, self.expected):.1e} (at most {self.limit:.0e})"
+        )
+
+
+def mistakes(result: BenchResult) -> list[str]:
+    """What makes figures wrong, a line each: other work, or a clock that the harness contradicts."""
+    return [*disagreements(result), *clock_contradictions(result)]
+
+
+def disagreements(result: BenchResult) -> list[str]:
+    """Cases whose losses and norms are not those of the first case of their training: they did other work."""
+    lines: dict[str, str] = {}
+    for case, one, reference, expected in _pairs(result):
+        parting = first_parting(one, expected, case.experiment)
+        if parting and case.name not in lines:
+            lines[case.name] = (
+                f"{case.name} did not do the same work as {reference.name}: in round {one.round} {parting}"
+            )
+    return list(lines.values())
+
+
+def first_parting(found: Measurement, expected: Measurement, experiment: Experiment) -> Parting | None:
+    """Where two processes of one training part by more than correct engines do; None if they do not."""
+    for figure in CURVES:
+        limits = limits_of(experiment, figure, len(expected.losses))
+        pairs = zip(found.curves[figure], expected.curves[figure], limits, strict=True)
+        for step, (number, right, limit) in enumerate(pairs):
+            if limit is not None and not _error(number, right) <= limit:
+                return Parting(figure, step, number, right, limit)
+    return None
+
+
+def limits_of(experiment: Experiment, figure: str, steps: int) -> list[float | None]:
+    """The largest relative difference at each step; None where not even correct engines agree."""
+    dtype = experiment.precision.dtype
+    first, curve = (tolerances_for(dtype)[rung] for rung in CURVES[figure])
+    limits: list[float | None] = []
+    moved = 0.0
+    for step in range(steps):
+        if step == 0:
+            limits.append(first.limit)
+        elif moved <= MOVED_LITTLE:
+            limits.append(min(EARLY[dtype][figure], curve.limit))
+        else:
+            limits.append(curve.limit if step < (curve.steps or steps) else None)
+        moved += learning_rate(experiment.optimizer, step)
+    return limits
+
+
+def clock_contradictions(result: BenchResult) -> list[str]:
+    """Processes whose windows took another time by the harness's clock, a line each."""
+    lines = []
+    for one in result.measurements:
+        stated = sum(window.wall_s for window in one.windows)
+        if not (1 - CLOCK_SHARE) * one.windows_seen_s - CLOCK_S <= stated <= one.windows_seen_s + CLOCK_S:
+            lines.append(
+                f"{one.case} in round {one.round} states {stated:.2f} s for its windows, and by the "
+                f"harness's clock they took {one.windows_seen_s:.2f} s: these figures do not hold"
+            )
+    return lines
+
+
+def unequal_terms(result: BenchResult) -> list[str]:
+    """Where cases of a side had other devices, or other threads on as many devices; a line each."""
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for case in result.cases:
+        if how := result.circumstances.get(case.name):
+            side, devices = side_of(case.engine).name, str(case.experiment.layout.devices)
+            groups.setdefault((side, "devices"), {}).setdefault(how.device_kind, []).append(case.name)
+            groups.setdefault((side, "threads", devices), {}).setdefault(how.threads, []).append(case.name)
+    return [
+        f"{side} did not compute on equal terms, by its {what}: "
+        + "; ".join(f"{value}: {', '.join(names)}" for value, names in found.items())
+        for (side, what, *_), found in groups.items()
+        if len(found) > 1
+    ]
+
+
+def what_was_held(result: BenchResult) -> str:
+    """How far apart losses and norms are at most, and which cases had nothing to be held against."""
+    pairs = list(_pairs(result))
+    held = {one.name for case, _, reference, _ in pairs if case != reference for one in (case, reference)}
+    alone = [case.name for case in result.cases if case.name not in held and _of(result, case)]
+    said = []
+    if held:
+        loss, norm = (
+            max(_farthest(one, expected, figure) for _, one, _, expected in pairs) for figure in CURVES
+        )
+        said.append(
+            f"Loss and gradient norm of every step, warm-up included, are held against the first case of the "
+            f"same training: at most {loss:.0e} and {norm:.0e} apart."
+        )
+    if alone:
+        said.append(f"Nothing else trained the same as {', '.join(alone)}: no number of it is held.")
+    return " ".join(said)
+
+
+def _pairs(result: BenchResult) -> Iterator[tuple[BenchCase, Measurement, BenchCase, Measurement]]:
+    """Every process but the first of its training, and that first one."""
+    first: dict[tuple, tuple[BenchCase, Measurement]] = {}
+    for case in result.cases:
+        for one in _of(result, case):
+            reference, expected = first.setdefault(_training(case), (case, one))
+            if one is not expected:
+                yield case, one, reference, expected
+
+
+def _of(result: BenchResult, case: BenchCase) -> list[Measurement]:
+    return sorted((one for one in result.measurements if one.case == case.name), key=lambda one: one.round)
+
+
+def _training(case: BenchCase) -> tuple:
+    """What decides the numbers: all of an experiment but its layout, and how many logits exist at once."""
+    whole = edited(case.experiment, {"train": {"loss_chunks": 1}})
+    return whole.model, whole.data, whole.optimizer, whole.train, whole.precision
+
+
+def _farthest(one: Measurement, other: Measurement, figure: str) -> float:
+    return max(map(_error, one.curves[figure], other.curves[figure]))
+
+
+def _error(found: float, expected: float) -> float:
+    return abs(found - expected) / abs(expected) if expected else abs(found)

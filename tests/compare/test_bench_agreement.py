@@ -1,0 +1,169 @@
+"""A bench's cases are held to each other step by step, to the harness's clock, and to equal terms."""
+
+import msgspec
+import numpy as np
+import pytest
+from benches import RAN, STEPS, bench_of, cases_of, finished, measurement_of
+
+from compare.contract.experiment import edited
+from compare.contract.timing import Window
+from compare.judge.bench_agreement import (
+    clock_contradictions,
+    disagreements,
+    limits_of,
+    mistakes,
+    unequal_terms,
+    what_was_held,
+)
+from compare.judge.tolerances import TOLERANCES
+from compare.present.bench_words import warnings
+
+NORMS = np.linspace(3.0, 1.0, STEPS)
+LOSSES = np.linspace(5.5, 4.5, STEPS)
+
+
+def bench_in(tiny, dtype, *, loss=0.0, norm=0.0, first=0, warmup=2000):
+    """Two cases of which the second is off by these shares from the step `first` on."""
+    fields = {"precision": {"dtype": dtype}, "optimizer": {"warmup_iters": warmup, "lr_decay_iters": 9000}}
+    cases = cases_of(edited(tiny, fields))
+    off = np.arange(STEPS) >= first
+    curves = [
+        {"losses": list(LOSSES * (1 + share[0] * off)), "grad_norms": list(NORMS * (1 + share[1] * off))}
+        for share in ((0, 0), (loss, norm))
+    ]
+    return bench_of(
+        cases, measurements=[measurement_of(c, 1, **of) for c, of in zip(cases, curves, strict=True)]
+    )
+
+
+OTHER_WORK = {
+    "float32 asked, bfloat16 computed": ("float32", {"loss": 1.7e-5, "norm": 4.3e-4}),
+    "float32 asked, products of float16's ten bits, as TF32's are": ("float32", {"norm": 2.6e-5, "first": 1}),
+    "the same batch all window long": ("float32", {"loss": 1e-2, "first": 4}),
+    "no norm": ("float32", {"norm": -1.0}),
+    "half of the accumulated passes": ("bfloat16", {"loss": 3e-3, "norm": 1e-2}),
+    "no optimizer step in a long warm-up": ("bfloat16", {"loss": 1.7e-3, "first": 20}),
+    "unreduced from step 5 on": ("bfloat16", {"loss": 2e-3, "norm": 0.1, "first": 5}),
+    "rounded to float32": ("float64", {"loss": 1e-8, "first": STEPS - 1}),
+}
+"""How far off each is at least, as measured."""
+
+
+@pytest.mark.parametrize("what", OTHER_WORK)
+def test_other_work_is_seen(tiny, what):
+    dtype, off = OTHER_WORK[what]
+    (line,) = disagreements(bench_in(tiny, dtype, **off))
+    named = "loss" if "loss" in off else "gradient norm"
+    assert line.startswith("torch-library.single did not do the same work as torch-manual.single: in round 1")
+    assert f"the {named} of step" in line
+
+
+CORRECT = {
+    "float64": {"loss": 1e-13, "norm": 1e-12},
+    "float32": {"loss": 5e-7, "norm": 1e-6},
+    "bfloat16": {"loss": 2e-5, "norm": 2e-3},
+    "float16": {"loss": 1e-6, "norm": 1e-4},
+}
+"""How far correct engines part from the first step on, as measured in 44 steps."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rounding_is_no_other_work(tiny, dtype):
+    apart = bench_in(tiny, dtype, **CORRECT[dtype])
+    assert mistakes(apart) == []
+    assert f"at most {CORRECT[dtype]['loss']:.0e} and {CORRECT[dtype]['norm']:.0e} apart" in what_was_held(
+        apart
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rounding_that_has_had_time_to_grow_is_none_either(tiny, dtype):
+    """Weights have moved after twenty steps at the full rate; bfloat16's norms then agree with nothing."""
+    curve = TOLERANCES[dtype]["loss_curve"].limit
+    assert mistakes(bench_in(tiny, dtype, loss=0.5 * curve, first=20, warmup=10)) == []
+    assert mistakes(bench_in(tiny, dtype, loss=2 * curve, first=20, warmup=10))
+    moved = limits_of(bench_in(tiny, dtype, warmup=10).cases[0].experiment, "grad_norm", 40)
+    assert (moved[-1] is None) == (dtype == "bfloat16")
+
+
+def test_every_round_is_held_and_a_case_named_once(tiny):
+    first, second = cases = cases_of(tiny)
+    measurements = [
+        measurement_of(case, number, losses=[2.5 + 0.1 * (number == 3)] * STEPS)
+        for case in cases
+        for number in (1, 2, 3, 4)
+    ]
+    lines = disagreements(bench_of(cases, measurements=measurements))
+    assert [line.partition(" did")[0] for line in lines] == [first.name, second.name]
+    assert all("in round 3 the loss of step 0 is 2.6, and not 2.5: off by 4.0e-02" in line for line in lines)
+
+
+def test_what_is_not_a_number_agrees_with_nothing(tiny):
+    cases = cases_of(tiny)
+    curves = ([2.5] * STEPS, [2.5] * (STEPS - 1) + [float("nan")])
+    measurements = [measurement_of(case, 1, losses=of) for case, of in zip(cases, curves, strict=True)]
+    (line,) = disagreements(bench_of(cases, measurements=measurements))
+    assert f"the loss of step {STEPS - 1} is nan" in line
+
+
+def test_cases_are_held_to_those_of_the_same_training(tiny):
+    """A variant that trains otherwise is held to its like; one alone is said to be."""
+    variants = ("layout.bucket_mb=1", "optimizer.weight_decay=0.0", "train.loss_chunks=2")
+    cases = cases_of(tiny, variants=variants)
+    decayed, chunked = (f"torch-library {variant}.single" for variant in variants[1:])
+    measurements = []
+    for case in cases:
+        loss = 2.5 + ("weight_decay" in case.name) + (case.name in (decayed, chunked))
+        measurements.append(measurement_of(case, 1, losses=[loss] * STEPS))
+    lines = disagreements(bench_of(cases, measurements=measurements))
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"{decayed} did not do the same work as torch-manual {variants[1]}.single",
+        f"{chunked} did not do the same work as torch-manual.single",
+    ]
+    alone = cases_of(tiny, engines=("torch-manual",), variants=variants[1:2])
+    said = what_was_held(bench_of(alone, measurements=[measurement_of(case, 1) for case in alone]))
+    names = ", ".join(case.name for case in alone)
+    assert said == f"Nothing else trained the same as {names}: no number of it is held."
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_windows_are_held_to_the_harness_s_clock(tiny, share):
+    case, *_ = cases_of(tiny)
+    window = Window(steps=2, wall_s=share * 10.0, cpu_s=1.0)
+    result = bench_of(
+        [case], measurements=[measurement_of(case, 3, windows=[window] * 3, windows_seen_s=30.0)]
+    )
+    (line,) = mistakes(result)
+    assert line == (
+        f"torch-manual.single in round 3 states {share * 30:.2f} s for its windows, and by the harness's "
+        f"clock they took 30.00 s: these figures do not hold"
+    )
+    assert line in warnings(result)
+
+
+def test_what_the_harness_sees_late_contradicts_nothing(tiny):
+    """It looks now and then, and between windows batches are drawn."""
+    case, *_ = cases_of(tiny)
+    for seen_s in (0.0, 0.3, 30.0, 38.0):
+        window = Window(steps=2, wall_s=10.0 if seen_s > 1 else 0.1, cpu_s=1.0)
+        given = {"windows": [window] * 3, "windows_seen_s": seen_s}
+        assert clock_contradictions(bench_of([case], measurements=[measurement_of(case, 1, **given)])) == []
+
+
+def test_unequal_threads_and_devices_within_a_side_are_told(tiny):
+    cases = cases_of(tiny, engines=("torch-manual", "torch-library", "jax-manual"), presets=("single", "ddp"))
+    equal = finished(cases)
+    assert unequal_terms(equal) == []
+    how = {
+        "torch-library.ddp-4": msgspec.structs.replace(RAN, threads="2 per rank"),
+        "torch-manual.single": msgspec.structs.replace(RAN, device_kind="another CPU"),
+        "jax-manual.ddp-4": msgspec.structs.replace(RAN, threads="two"),
+        "jax-manual.single": msgspec.structs.replace(RAN, device_kind="another CPU"),
+    }
+    lines = unequal_terms(finished(cases, circumstances=equal.circumstances | how))
+    assert len(lines) == 3
+    torch = "torchpar did not compute on equal terms, by its"
+    assert lines[0].startswith(
+        f"{torch} devices: another CPU: torch-manual.single; a CPU: torch-library.single"
+    )
+    assert any(line.startswith(f"{torch} threads: one: torch-manual.ddp-4; 2 per rank: ") for line in lines)
