@@ -14,6 +14,7 @@ NONE = "-"
 ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "step, unwatched (ms)": lambda engine: engine.step_ms,
     "step, watched (ms)": lambda engine: engine.watched_ms,
+    "timeline's wall (ms)": lambda engine: engine.wall_ms,
     "forward (ms)": lambda engine: engine.mean_ms("forward_ms"),
     "backward (ms)": lambda engine: engine.mean_ms("backward_ms"),
     "update (ms)": lambda engine: engine.mean_ms("update_ms"),
@@ -84,11 +85,16 @@ def notes(profile: Profile) -> list[str]:
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
     lines += [f"{', '.join(names)}: no silent twin: {why}" for why, names in twins.items()]
     lines += [f"{name} did not finish: {why}" for name, why in profile.failures.items()]
-    if slower := [e.name for e in profile.engines if (e.exposed_by_twin_ms or 0.0) < 0]:
-        lines.append(
-            f"{', '.join(slower)}: the silent twin took longer than the step: the machine was busy with "
-            f"something else, and these times say little."
-        )
+    impossible = {
+        "the silent twin took longer than the step": [e.exposed_by_twin_ms for e in profile.engines],
+        "the watched step was shorter than the others": [e.overhead for e in profile.engines],
+    }
+    for what, values in impossible.items():
+        if names := [e.name for e, value in zip(profile.engines, values, strict=True) if (value or 0.0) < 0]:
+            lines.append(
+                f"{', '.join(names)}: {what}: the machine was busy with something else, and these times say "
+                f"little."
+            )
     if profile.platform == "cpu":
         lines.append("CPU timings: devices that share cores take them from each other.")
     return lines

@@ -1,6 +1,7 @@
 """`shardpair profile`: figures, traces, pages and refusals; made by hand, and one for real."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -81,6 +82,9 @@ def test_planted_exposure_is_found_and_beside_it_the_twins(spread, tmp_path):
     assert engine.step_ms == 15
     assert engine.watched_ms == 13
     assert engine.exposed_by_twin_ms == 11
+    parts = ("forward_ms", "backward_ms", "update_ms", "exposed_ms", "idle_ms")
+    for device in engine.devices:  # of the timeline's wall, which is a row of its own
+        assert sum(getattr(device, part) for part in parts) == engine.wall_ms == 12.5
     assert engine.bubble is engine.planned_bubble is msgspec.UNSET
 
 
@@ -140,6 +144,9 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert "jax-manual: no silent twin: a collective is an operation of XLA's program" in said
     assert "torch-manual: no silent twin: no twin was asked for" in said
     assert "exposed, by the twin" not in said
+    assert re.search(r"timeline's wall \(ms\) +[│┃] +12\.5 ", said)
+    # planted: 13 ms beside 15 ms
+    assert "torch-manual: the watched step was shorter than the others: the machine was busy" in said
     page = (folder / PAGE).read_text()
     assert page.count("<svg") == 1
     assert "torch-manual, step 3 as it was measured" in page
