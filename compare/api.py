@@ -33,11 +33,12 @@ from compare.judge.comparison import Comparison, read_comparison
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE
 from compare.studies.nanogpt_config import load_experiment
+from compare.studies.presets import settings_in
 
 __all__ = ["Race", "Result", "Training", "bench", "check", "experiment", "read", "run"]
 
 AnyCommand = TypeVar("AnyCommand", bound=Spec)
-NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json"}
+NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "written"}
 """Of the command line alone."""
 
 
@@ -256,10 +257,12 @@ def _command(
     allowed = set(command.__struct_fields__) - set(Experiment.__struct_fields__) - NOT_OPTIONS
     if unknown := sorted(options.keys() - allowed):
         raise ExperimentError(f"{unknown[0]}: no such option (there are {', '.join(sorted(allowed))})")
-    given = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    words = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    written = settings_in(default.layout) if is_built else command.layout_written(name)
+    said = {"given": list(options), "written": list(written)}
     try:
         return msgspec.convert(
-            {"experiment": name, **msgspec.to_builtins(default), **given}, command
+            {"experiment": name, **msgspec.to_builtins(default), **words, **said}, command
         ), default
     except msgspec.ValidationError as error:
         raise ExperimentError(str(error)) from None

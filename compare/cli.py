@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Union
 
+import msgspec
 import tyro
 
 from compare.commands.arguments import Spec, defaults_for
@@ -22,6 +23,7 @@ from compare.commands.collectives import Collectives
 from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
+from compare.commands.given import flags_given
 from compare.commands.golden import Golden
 from compare.commands.ledger import Ledgers
 from compare.commands.lesson import ReadLesson
@@ -184,9 +186,21 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
     command = tyro.cli(
         commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True
     )
-    if isinstance(command, Spec) and command.experiment != name:
-        raise ExperimentError(_misplaced(arguments[0], command.experiment))
+    if isinstance(command, Spec):
+        if command.experiment != name:
+            raise ExperimentError(_misplaced(arguments[0], command.experiment))
+        command = msgspec.structs.replace(command, given=_flags_given(arguments, name))
     return command, name
+
+
+def _flags_given(arguments: list[str], name: str) -> frozenset[str]:
+    """The flags of an accepted command line, read again by its command alone."""
+    word, *line = arguments
+    command: Any = COMMANDS[word]
+    default = defaults_for(command, name)
+    return flags_given(
+        lambda default: tyro.cli(type(default), args=line, default=default, use_underscores=True), default
+    )
 
 
 def _subcommand(word: str, name: str) -> object:

@@ -1,16 +1,14 @@
 """Arguments that several commands share: an experiment with overrides, and how to run it."""
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 import tyro
-from msgspec import Struct
 
-from compare.contract.engines.engine import Side
-from compare.contract.engines.registry import ENGINES, SIDES, STUDIED
+from compare.commands.pythons import SidePythons, checked_pythons
+from compare.contract.engines.registry import ENGINES, STUDIED
 from compare.contract.experiment import (
     Checkpoints,
     Data,
@@ -24,36 +22,27 @@ from compare.contract.experiment import (
     revalidate,
 )
 from compare.contract.request import Platform
-from compare.execute.paths import check_cache, check_python, default_cache
+from compare.execute.paths import check_cache, default_cache
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, Comparison
 from compare.studies.cases import Case, Settings
 from compare.studies.dry_run import plan, show
-from compare.studies.nanogpt_config import load_experiment
+from compare.studies.nanogpt_config import layout_fields, load_experiment
 from compare.studies.paired_run import compare_cases, continue_cases
-from compare.studies.presets import SPREAD, check_names, spread
+from compare.studies.presets import SPREAD, Said, check_names, layout_flag, settings_in, spread
 from compare.terminal.console import messages_console
 
+T = TypeVar("T")
+Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""A field that no flag sets."""
 MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
-
-
-def _python_flag(side: Side) -> object:
-    return Annotated[str, tyro.conf.arg(help=f"Python that runs {side.name}, if it lives elsewhere.")]
 
 
 if TYPE_CHECKING:
     EngineName = StudiedName = str
-    SidePythons = Struct
 else:
     EngineName = Literal[tuple(ENGINES)]
     StudiedName = Literal[tuple(STUDIED)]
-    SidePythons = msgspec.defstruct(
-        "SidePythons",
-        [(side.python_flag, _python_flag(side), sys.executable) for side in SIDES.values()],
-        frozen=True,
-        kw_only=True,
-    )
-    """A flag for each side: they may live in environments of their own."""
 
 
 class Spec(SidePythons, frozen=True, kw_only=True):
@@ -93,6 +82,17 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """No progress on stderr."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
+    given: Hidden[frozenset[str]] = frozenset()
+    """Flags of the command line: see `flags_given`."""
+    written: Hidden[frozenset[str]] = frozenset()
+    """What the experiment's file says of the layout: see `settings_in`."""
+
+    @property
+    def said(self) -> Said:
+        """What the user said of the layout: it wins over the settings of a preset."""
+        section = "layout."
+        flags = (name.removeprefix(section) for name in self.given if name.startswith(section))
+        return Said(flags=frozenset(flags), file=self.written)
 
     @property
     def command(self) -> str:
@@ -103,6 +103,11 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     def default_experiment(cls, name: str) -> Experiment:
         """The experiment that the flags override. Raises ExperimentError: there is none of this name."""
         return load_experiment(name)
+
+    @classmethod
+    def layout_written(cls, name: str) -> frozenset[str]:
+        """What this experiment's file says of the layout. Raises ExperimentError: as `default_experiment`."""
+        return settings_in(cls.default_experiment(name).layout, layout_fields(name))
 
     def resolved(self, *, is_spread: bool = True) -> Experiment:
         """The experiment with the overrides in it, checked. Raises ExperimentError.
@@ -151,13 +156,17 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             return ""
         return self.cache_dir
 
-    def refuse_layout(self, default: Experiment, why: str) -> None:
-        """Refuse degrees given to a command that spreads by itself. Raises ExperimentError, saying `why`."""
-        for key in (*SPREAD, "gradient_sync"):
-            given = getattr(self.layout, key)
-            if given != getattr(default.layout, key):
+    def refuse_layout(self, why: str, fields: Iterable[str] = SPREAD) -> None:
+        """Refuse flags of the layout to a command that gives these fields itself.
+
+        Raises:
+            ExperimentError: one of them was given, saying `why` it has no effect.
+        """
+        for key in fields:
+            if key in self.said.flags:
                 raise ExperimentError(
-                    f"--layout.{key} {given} has no effect: {why}; leave it out, or use `shardpair run`"
+                    f"{layout_flag(key, getattr(self.layout, key))} has no effect: {why}; leave it out, or "
+                    f"use `shardpair run`"
                 )
 
     def refuse_init_from(self, why: str) -> None:
@@ -231,6 +240,13 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         )
         return show(planned, as_json=self.json)
 
+    def overrides(self, default: Experiment) -> list[str]:
+        """The flags that give fields of the experiment, for messages."""
+        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
+        flags = [f"--{name}" for name in sorted(self.given) if name.startswith(sections)]
+        differs = not flags and self.resolved(is_spread=False) != default  # as from Python
+        return ["another experiment"] if differs else flags
+
     def require_nothing_else(self, default: Experiment, **given: object) -> None:
         """Refuse what --continue would ignore.
 
@@ -243,8 +259,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         """
         given = {"run_dir": self.run_dir, "init_from": self.init_from, **given}
         others = [f"--{name}" for name, value in given.items() if value]
-        if self.resolved(is_spread=False) != default:
-            others.append("another experiment")
+        others += self.overrides(default)
         if self.continue_ and others:
             raise ExperimentError(
                 f"--continue {self.continue_} goes on with what was asked for there: leave out "
@@ -257,21 +272,9 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
     """A command's arguments filled from a named experiment or file: the defaults of its command line."""
-    default = command.default_experiment(name)
-    return msgspec.convert({"experiment": name, **msgspec.to_builtins(default)}, command)
-
-
-def pythons_of(arguments: SidePythons) -> dict[str, str]:
-    """Side -> the interpreter that its flag names."""
-    return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
-
-
-def checked_pythons(arguments: SidePythons) -> dict[str, str]:
-    """`pythons_of`. Raises ExperimentError: there is no such Python."""
-    pythons = pythons_of(arguments)
-    for name, python in pythons.items():
-        check_python(f"--{SIDES[name].python_flag}", python)
-    return pythons
+    default = msgspec.to_builtins(command.default_experiment(name))
+    written = list(command.layout_written(name))
+    return msgspec.convert({"experiment": name, "written": written, **default}, command)
 
 
 def check_timeout(seconds: float) -> None:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from compare.commands.arguments import EngineName, Spec, pythons_of
+from compare.commands.arguments import EngineName, Spec
 from compare.commands.chosen_layout import DEVICES
+from compare.commands.pythons import pythons_of
 from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.timing import Timing
@@ -96,14 +97,12 @@ class Bench(Spec, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> BenchResult:
         """The cases. Raises ExperimentError for what has no effect, or cannot be."""
         self.refuse_init_from("the time of a step does not depend on the weights")
-        if self.presets:
-            self.refuse_layout(default, "--presets say how it is spread")
         if self.devices and not self.presets:
             raise ExperimentError(
                 f"--devices {self.devices[0]} without --presets has no effect: say how they are used, with "
                 f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
             )
-        if self.train.max_iters != default.train.max_iters:
+        if "train.max_iters" in self.given:
             raise ExperimentError(
                 f"--train.max_iters {self.train.max_iters} has no effect: the steps of a bench are those of "
                 f"--window and --windows"
@@ -118,6 +117,7 @@ class Bench(Spec, frozen=True, kw_only=True):
                 devices=self.devices or (DEVICES,),
                 sizes=self.sizes,
                 variants=self.variants,
+                said=self.said,
             ),
             timing=Timing(window=self.window, windows=self.windows),
             rounds=self.rounds,
@@ -137,9 +137,9 @@ class Bench(Spec, frozen=True, kw_only=True):
             sizes=self.sizes,
             variants=self.variants,
             baseline=self.baseline,
-            rounds=self.rounds != ROUNDS,
-            window=self.window != STANDARD.window,
-            windows=self.windows != STANDARD.windows,
+            rounds="rounds" in self.given,
+            window="window" in self.given,
+            windows="windows" in self.given,
         )
 
 

@@ -86,13 +86,13 @@ class Buckets(Spec, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> BenchResult:
         """The cases. Raises ExperimentError for what has no effect, or cannot be."""
         self.refuse_init_from("the time of a step does not depend on the weights")
-        self.refuse_layout(default, "the study has layouts of its own, on --devices")
-        for flag, given, usual, instead in (
-            ("train.max_iters", self.train.max_iters, default.train.max_iters, "--window and --windows"),
-            ("layout.bucket_mb", self.layout.bucket_mb, default.layout.bucket_mb, "--bucket_mb"),
+        self.refuse_layout("the study has layouts of its own, on --devices")
+        for flag, value, instead in (
+            ("train.max_iters", self.train.max_iters, "--window and --windows"),
+            ("layout.bucket_mb", self.layout.bucket_mb, "--bucket_mb"),
         ):
-            if given != usual:
-                raise ExperimentError(f"--{flag} {given} has no effect: it follows from {instead}")
+            if flag in self.given:
+                raise ExperimentError(f"--{flag} {value} has no effect: it follows from {instead}")
         return plan_study(
             f"buckets-{Path(self.experiment).stem}",
             self.resolved(is_spread=False),
@@ -109,10 +109,10 @@ class Buckets(Spec, frozen=True, kw_only=True):
         self.require_nothing_else(
             default,
             bucket_mb=self.bucket_mb,
-            devices=self.devices != 2,
-            rounds=self.rounds != ROUNDS,
-            window=self.window != STANDARD.window,
-            windows=self.windows != STANDARD.windows,
+            devices="devices" in self.given,
+            rounds="rounds" in self.given,
+            window="window" in self.given,
+            windows="windows" in self.given,
         )
 
 

@@ -46,8 +46,8 @@ class Check(Spec, frozen=True, kw_only=True):
         return self.compare(f"check-{self.devices}", experiment, cases)
 
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case]]:
-        self.refuse_layout(default, "check has layouts of its own")
-        experiment = self.resolved()
+        self.refuse_layout("check has layouts of its own")
+        experiment = self.resolved(is_spread=False)
         self.require_nothing_else(default, engines=self.engines)
         if self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")

@@ -2,11 +2,12 @@
 
 import msgspec
 
-from compare.commands.arguments import EngineName, Spec, chosen_engines, pythons_of
+from compare.commands.arguments import EngineName, Spec, chosen_engines
+from compare.commands.pythons import pythons_of
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import fitting, installed
 from compare.studies.presets import apply_preset
-from compare.terminal.console import errors_console
+from compare.terminal.console import errors_console, printable
 
 DEVICES = 4
 
@@ -21,16 +22,13 @@ class Spread(Spec, frozen=True, kw_only=True):
     preset: str = ""
     """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
     hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp, pp, pp_gpipe, pp_interleaved, pp_zero_bubble,
-    ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp."""
+    ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp. It gives the degrees; what you say of the rest, such as
+    --layout.microbatches or --layout.schedule, wins."""
     devices: int | None = None
     """How many devices --preset spreads over. Default: 4."""
 
-    def laid_out(self, experiment: Experiment, default: Experiment) -> Experiment:
-        """The experiment under --preset, if one was given.
-
-        Args:
-            experiment: with the user's overrides.
-            default: without them.
+    def laid_out(self, experiment: Experiment) -> Experiment:
+        """The experiment, with the user's overrides in it, under --preset, if one was given.
 
         Raises:
             ExperimentError: a preset that does not fit, or devices without one.
@@ -43,7 +41,12 @@ class Spread(Spec, frozen=True, kw_only=True):
         if not self.preset:
             return experiment
         devices = DEVICES if self.devices is None else self.devices
-        layout = apply_preset(experiment.layout, preset=self.preset, devices=devices, default=default.layout)
+        layout, notes = apply_preset(experiment.layout, self.preset, devices, self.said)
+        if not self.quiet:
+            for note in notes:
+                errors_console().print(
+                    printable(f"{self.experiment}: {note}"), style="yellow", soft_wrap=True
+                )
         return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
     def chosen(self) -> tuple[EngineName, ...]:

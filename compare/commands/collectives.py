@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from compare.commands.arguments import SidePythons, check_timeout, checked_pythons
+from compare.commands.arguments import check_timeout
+from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Kind
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.request import Platform

@@ -5,7 +5,7 @@ import os
 from msgspec import Struct
 from rich.table import Table
 
-from compare.commands.arguments import SidePythons, pythons_of
+from compare.commands.pythons import SidePythons, pythons_of
 from compare.contract.engines.registry import ENGINES, STUDIED
 from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 from compare.execute.ask import ask

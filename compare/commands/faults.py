@@ -37,8 +37,8 @@ class Faults(Spec, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Plant them. Returns the exit code: 0 if every fault was caught at its rung, else 1."""
-        self.refuse_layout(default, "every fault has a layout of its own")
-        experiment = self.resolved()
+        self.refuse_layout("every fault has a layout of its own")
+        experiment = self.resolved(is_spread=False)
         devices = DEVICES if self.devices is None else self.devices
         self.require_nothing_else(default)
         self.refuse_init_from("faults are measured with the seed's weights")

@@ -1,11 +1,9 @@
 """`shardpair golden`: every engine held to the numbers of nanoGPT itself."""
 
-from typing import Annotated, TypeVar
-
 import msgspec
-import tyro
 from rich.table import Table
 
+from compare.commands.arguments import Hidden
 from compare.commands.chosen_layout import Spread
 from compare.contract.experiment import (
     Checkpoints,
@@ -23,10 +21,6 @@ from compare.present.tables import rung_cell
 from compare.studies.cases import engine_cases
 from compare.studies.golden import EXPERIMENT, REFERENCE, Held, hold
 from compare.terminal.console import print_json, results_console
-
-T = TypeVar("T")
-Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
-"""A field that no flag sets: nanoGPT ran what it ran."""
 
 
 class Golden(Spread, frozen=True, kw_only=True):
@@ -52,7 +46,7 @@ class Golden(Spread, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Train and compare. Returns the exit code: 0 if every engine computes what nanoGPT did, else 1."""
-        experiment = self.laid_out(msgspec.structs.replace(default, layout=self.layout), default)
+        experiment = self.laid_out(msgspec.structs.replace(default, layout=self.layout))
         experiment = revalidate(experiment)
         engines, left_out = self.fitting(experiment)
         if self.dry_run:

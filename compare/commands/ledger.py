@@ -49,7 +49,7 @@ class Ledgers(Spread, frozen=True, kw_only=True):
     def __call__(self, default: Experiment) -> int:
         """Show them. Returns the exit code: 0, or 1 if an engine failed or --fail_on_unexpected found one."""
         check_output("--output", self.output)
-        if self.results and (self.preset or self.presets or self.resolved(is_spread=False) != default):
+        if self.results and (self.preset or self.presets or self.overrides(default)):
             raise ExperimentError(
                 f"--results {self.results} is of a finished run: leave out the layout and the experiment"
             )
@@ -70,11 +70,10 @@ class Ledgers(Spread, frozen=True, kw_only=True):
         if self.preset and self.presets:
             raise ExperimentError("--preset and --presets: give one of them")
         if self.presets:
-            self.refuse_layout(default, "--presets has every degree")
-            experiment = shortened(self.resolved())
+            experiment = shortened(self.resolved(is_spread=False))
             presets = LAYOUTS if self.presets == (ALL,) else list(self.presets)
-            return experiment, *preset_cases(experiment, chosen_engines(self.engines), presets)
-        experiment = shortened(self.laid_out(self.resolved(is_spread=not self.preset), default))
+            return experiment, *preset_cases(experiment, chosen_engines(self.engines), presets, self.said)
+        experiment = shortened(self.laid_out(self.resolved(is_spread=not self.preset)))
         engines, left_out = self.fitting(experiment)
         return experiment, engine_cases(experiment, engines), left_out
 

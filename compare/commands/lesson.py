@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from compare.commands.arguments import SidePythons, check_timeout, checked_pythons
+from compare.commands.arguments import check_timeout
+from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.execute.paths import check_output
 from compare.execute.progress import Reporter

@@ -47,14 +47,13 @@ class Matrix(Spec, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if every cell passes that an engine can express, else 1."""
-        self.refuse_layout(default, "the matrix has every layout")
-        experiment, engines = self.resolved(), chosen_engines(self.engines)
+        experiment, engines = self.resolved(is_spread=False), chosen_engines(self.engines)
         layouts, studies = list(self.layouts) or LAYOUTS, list(self.studies) or list(STUDIES)
         check_names("--studies", "study", studies, STUDIES)
         check_output("--output", self.output)
         self.require_nothing_else(default)
         self.refuse_init_from("its studies have precisions of their own, and begin with the seed's weights")
-        plans = {name: matrix_cases(study(experiment, name), engines, layouts) for name in studies}
+        plans = {name: matrix_cases(study(experiment, name), engines, layouts, self.said) for name in studies}
         _, blank = next(iter(plans.values()))
         if self.dry_run:
             cases = {name: cases for name, (cases, _) in plans.items()}

@@ -57,10 +57,10 @@ class Profile(Spread, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
         """The experiment under its layout, its cases, and the engines that are none."""
         self.refuse_init_from("the time of a step does not depend on the weights")
-        experiment = self.laid_out(self.resolved(is_spread=not self.preset), default)
+        experiment = self.laid_out(self.resolved(is_spread=not self.preset))
         self.require_nothing_else(default, engines=self.engines, preset=self.preset)
         steps = self.train.max_iters
-        asked = steps != default.train.max_iters
+        asked = "train.max_iters" in self.given
         short = short_run(experiment, steps=steps if asked else min(steps, STEPS))
         engines, left_out = self.fitting(short)
         for name in engines:
@@ -86,9 +86,7 @@ class Profile(Spread, frozen=True, kw_only=True):
             "dry_run": self.dry_run,
             "no-twin": not self.twin,
         }
-        others = [f"--{name}" for name, value in given.items() if value]
-        if self.resolved(is_spread=False) != default:
-            others.append("another experiment")
+        others = [f"--{name}" for name, value in given.items() if value] + self.overrides(default)
         if others:
             raise ExperimentError(
                 f"--results {self.results} shows what was run there: leave out {', '.join(others)}"

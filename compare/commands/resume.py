@@ -9,6 +9,7 @@ from compare.commands.run import Run
 from compare.contract.checkpoint.reader import CheckpointError, read_description
 from compare.contract.experiment import Experiment
 from compare.judge.comparison import COMPARISON, read_saved
+from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint
 
 
@@ -37,6 +38,11 @@ class Resume(Run, frozen=True, kw_only=True):
         if (Path(name) / COMPARISON).is_file():
             return read_saved(Path(name)).experiment
         return read_description(any_checkpoint(Path(name))).experiment
+
+    @classmethod
+    def layout_written(cls, name: str) -> frozenset[str]:
+        """What the run or checkpoint says of the layout. Raises as `default_experiment`."""
+        return settings_in(cls.default_experiment(name).layout)
 
     @property
     def command(self) -> str:

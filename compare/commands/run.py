@@ -75,7 +75,7 @@ class Run(Spread, frozen=True, kw_only=True):
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
         """The experiment under its layout, its cases, and the engines that are none."""
         require_tensorboard(self.tensorboard)
-        experiment = self.laid_out(self.resolved(is_spread=not self.preset), default)
+        experiment = self.laid_out(self.resolved(is_spread=not self.preset))
         self.require_nothing_else(default, engines=self.engines, preset=self.preset, resume=self.resume)
         engines, left_out = self.fitting(experiment)
         if not self.quiet and not self.continue_:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from compare.commands.arguments import SidePythons, pythons_of
+from compare.commands.pythons import SidePythons, pythons_of
 from compare.contract.checkpoint.reader import CheckpointReader
 from compare.contract.engines.registry import REFERENCE, SIDES, side_of
 from compare.contract.experiment import Experiment, ExperimentError

@@ -64,7 +64,6 @@ class Sweep(Spec, frozen=True, kw_only=True):
 
     def _planned(self, default: Experiment) -> SweepPlan:
         """The sweep that the flags ask for."""
-        self.refuse_layout(default, "a sweep has the layouts of its --presets")
         check_names("--presets", "preset", self.presets, PRESETS)
         return SweepPlan(
             name=Path(self.experiment).stem,
@@ -75,6 +74,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
             scaling=self.scaling,
             platform=self.platform,
             ladder=self.ladder,
+            said=self.said,
             init_from=str(Path(self.init_from).absolute()) if self.init_from else "",
         )
 

@@ -38,6 +38,7 @@ __all__ = [
     "Train",
     "check",
     "check_tasks",
+    "layout_fields",
     "load",
     "named_experiments",
     "parse",
@@ -63,6 +64,18 @@ def load(name_or_path: str) -> Experiment:
     Raises:
         ExperimentError: no such name or file, not TOML, an unknown key, a wrong type, a bad value.
     """
+    return parse(_read(name_or_path), origin=name_or_path)
+
+
+def layout_fields(name_or_path: str) -> frozenset[str]:
+    """The fields of the layout that an experiment's file gives, whatever their values. Raises as `load`."""
+    load(name_or_path)  # says what is wrong with a file that is none
+    found: dict[str, dict[str, object]] = msgspec.toml.decode(_read(name_or_path))
+    return frozenset(found.get("layout", {}))
+
+
+def _read(name_or_path: str) -> bytes:
+    """An experiment's file, as far as one may go. Raises ExperimentError if there is none."""
     known = named_experiments()
     path = known.get(name_or_path, Path(name_or_path))
     wrong = why_not_readable(path) if name_or_path else "is empty"
@@ -74,7 +87,7 @@ def load(name_or_path: str) -> Experiment:
             f"experiment (named: {', '.join(known)})"
         )
     with path.open("rb") as file:
-        return parse(file.read(MAX_FILE_BYTES + 1), origin=name_or_path)
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:

@@ -1,5 +1,6 @@
 """The cases of a bench: engines x layouts x sizes x variants, and what is left out, with the reason."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +12,7 @@ from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.judge.bench import BenchCase
 from compare.studies.fitting import refusal
-from compare.studies.presets import PRESETS, check_names, preset_layout
+from compare.studies.presets import NOTHING_SAID, PRESETS, Said, check_names, check_presets, preset_layout
 
 SECTIONS = ("model", "optimizer", "train", "precision", "layout")
 """Sections whose fields a size or a variant may change; all train on the same data."""
@@ -30,6 +31,8 @@ class Choice(Struct, frozen=True, kw_only=True):
     """Fields, as in `edits_of`: a block of the table each."""
     variants: tuple[str, ...] = ()
     """Fields, as in `edits_of`: a row each, beside the engine as it is."""
+    said: Said = NOTHING_SAID
+    """Fields of the experiment's layout that win over those of the presets."""
 
 
 def bench_cases(
@@ -50,6 +53,7 @@ def bench_cases(
     check_names("--presets", "preset", choice.presets, PRESETS)
     for flag, given in (("--sizes", choice.sizes), ("--variants", choice.variants)):
         _require_different(flag, given)
+        _refuse_degrees(flag, given, choice.presets)
     layouts, left_out = _layouts(experiment.layout, choice)
     cases: list[BenchCase] = []
     could_be: set[str] = set()
@@ -102,10 +106,16 @@ def edits_of(text: str) -> dict[str, dict[str, object]]:
 
 
 def layout_name(layout: Layout) -> str:
-    """A layout's preset and devices, such as ddp-2; its degrees where no preset gives them."""
-    for name in PRESETS:
+    """A layout's preset and devices, such as ddp-2; its degrees where no preset gives them.
+
+    A composition with a pipeline has one name under every schedule.
+    """
+    any_schedule = Said(file=frozenset({"schedule", "chunks"}))
+    for name, said in itertools.product(PRESETS, (NOTHING_SAID, any_schedule)):
+        if said != NOTHING_SAID and layout.devices == layout.pp:
+            continue
         try:
-            if preset_layout(layout, name, layout.devices) == layout:
+            if preset_layout(layout, name, layout.devices, said) == layout:
                 return _with_devices(name, layout)
         except ExperimentError:  # a preset that cannot spread over so many
             continue
@@ -133,14 +143,17 @@ def _layouts(own: Layout, choice: Choice) -> tuple[dict[str, Layout], dict[str, 
     if not choice.presets:
         return {layout_name(own): own}, {}
     layouts, left_out = {}, {}
+    possible = []
     for preset in choice.presets:
         for devices in choice.devices:
             try:
-                layout = preset_layout(own, preset, devices)
+                layout = preset_layout(own, preset, devices, choice.said)
             except ExperimentError as error:
                 left_out[f"{preset}-{devices}"] = str(error)
             else:
                 layouts[_with_devices(preset, layout)] = layout
+                possible.append((preset, devices))
+    check_presets("--presets", own, possible, choice.said)
     return layouts, left_out
 
 
@@ -193,6 +206,16 @@ def _require_different(flag: str, given: Sequence[str]) -> None:
             raise ExperimentError(f"{flag} {text}: give each once")
         if "max_iters" in edits.get("train", {}):
             raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window and --windows")
+
+
+def _refuse_degrees(flag: str, given: Sequence[str], presets: Sequence[str]) -> None:
+    """Refuse degrees beside presets, which give them. Raises ExperimentError."""
+    for text in given if presets else ():
+        if degrees := edits_of(text).get("layout", {}).keys() & set(AXES):
+            raise ExperimentError(
+                f"{flag} {text}: layout.{min(degrees)} contradicts --presets {presets[0]}, which gives the "
+                f"degrees: leave --presets out, and give the others as flags, such as --layout.{min(degrees)}"
+            )
 
 
 def _fields(section: str) -> tuple[str, ...]:

@@ -8,12 +8,13 @@ import msgspec
 from msgspec import Struct, field
 
 from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Experiment, revalidate
+from compare.contract.experiment import Experiment, edited
 from compare.contract.record import Record
 from compare.judge.comparison import read_comparison
 from compare.judge.ledger_lines import Line, line_up
 from compare.studies.cases import Case
 from compare.studies.matrix import matrix_cases
+from compare.studies.presets import NOTHING_SAID, Said
 
 STEPS = 4
 """Of a run that is made for its ledger: the third is watched."""
@@ -78,14 +79,12 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
 
 
 def shortened(experiment: Experiment) -> Experiment:
-    """The experiment with as many steps as a ledger needs."""
-    train = msgspec.structs.replace(experiment.train, max_iters=STEPS, eval_interval=0)
-    checkpoint = msgspec.structs.replace(experiment.checkpoint, every=0)
-    return revalidate(msgspec.structs.replace(experiment, train=train, checkpoint=checkpoint))
+    """The experiment with as many steps as a ledger needs: unchecked, as fewer are always possible."""
+    return edited(experiment, {"train": {"max_iters": STEPS, "eval_interval": 0}, "checkpoint": {"every": 0}})
 
 
 def preset_cases(
-    experiment: Experiment, engines: list[str], presets: list[str]
+    experiment: Experiment, engines: list[str], presets: list[str], said: Said = NOTHING_SAID
 ) -> tuple[list[Case], dict[str, str]]:
     """A case for each preset and engine, on the devices that the parity matrix has; and why others are none.
 
@@ -93,7 +92,7 @@ def preset_cases(
         ExperimentError: no such preset, one that the experiment's sizes do not fit, or none that an engine
             can express.
     """
-    (_, *cases), cells = matrix_cases(experiment, engines, presets)
+    (_, *cases), cells = matrix_cases(experiment, engines, presets, said, flag="--presets")
     by_preset = sorted(cases, key=lambda case: presets.index(case.name.split(".")[1]))
     left_out = {f"{cell.engine}.{cell.layout}": cell.refusal for cell in cells.values() if cell.refusal}
     return by_preset, left_out

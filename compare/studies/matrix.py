@@ -15,7 +15,7 @@ from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
 from compare.studies.cases import Case
 from compare.studies.fitting import refusal
-from compare.studies.presets import PRESETS, check_names, spread
+from compare.studies.presets import NOTHING_SAID, PRESETS, Said, check_names, check_presets, spread
 
 STUDIES: dict[str, dict[str, dict[str, object]]] = {
     "float64": {"precision": {"dtype": "float64"}, "optimizer": {"name": "adamw"}},
@@ -72,12 +72,17 @@ class Cell(Struct, frozen=True, kw_only=True):
 
 
 def study(experiment: Experiment, name: str) -> Experiment:
-    """The experiment as a study changes it."""
-    return revalidate(edited(experiment, STUDIES[name]))
+    """The experiment as a study changes it, unchecked: a layout will spread it."""
+    return edited(experiment, STUDIES[name])
 
 
 def matrix_cases(
-    experiment: Experiment, engines: list[str], layouts: list[str]
+    experiment: Experiment,
+    engines: list[str],
+    layouts: list[str],
+    said: Said = NOTHING_SAID,
+    *,
+    flag: str = "--layouts",
 ) -> tuple[list[Case], dict[tuple[str, str], Cell]]:
     """The unsharded reference and a case for each cell that can be; and all cells, still without verdicts.
 
@@ -85,6 +90,8 @@ def matrix_cases(
         experiment: one study's.
         engines: names in ENGINES.
         layouts: names in PRESETS.
+        said: fields of the experiment's layout that win over theirs.
+        flag: the one that names the layouts.
 
     Returns:
         The cases, named ENGINE.LAYOUT, and the cells by (layout, engine), row by row.
@@ -93,13 +100,17 @@ def matrix_cases(
         ExperimentError: no such layout, one that the experiment's sizes do not fit, or none that an engine
             can express.
     """
-    check_names("--layouts", "layout", layouts, PRESETS)
+    check_names(flag, flag.strip("-").removesuffix("s"), layouts, PRESETS)
+    check_presets(flag, experiment.layout, [(name, PRESETS[name].devices) for name in layouts], said)
     cases = [Case(name="reference", engine=REFERENCE, experiment=spread(experiment, "single"))]
     cells = {}
     for name in layouts:
-        preset = spread(experiment, name, PRESETS[name].devices)
+        preset = spread(experiment, name, PRESETS[name].devices, said)
+        is_said = "schedule" in said.flags
         for engine in engines:
-            layout, note = _with_a_schedule_of(ENGINES[engine], preset.layout)
+            layout, note = (
+                (preset.layout, "") if is_said else _with_a_schedule_of(ENGINES[engine], preset.layout)
+            )
             cells[name, engine] = Cell(
                 engine=engine, layout=name, note=note, refusal=refusal(ENGINES[engine], layout, preset=name)
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.contract.experiment import Experiment, ExperimentError, edited, load, revalidate
+from compare.contract.experiment import layout_fields as toml_layout_fields
 from compare.contract.host.files import why_not_readable
 from compare.contract.nanogpt_settings import FIELDS, experiment_of
 from compare.studies.tokens import META, alphabet_size
@@ -68,6 +69,11 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 def load_experiment(name: str) -> Experiment:
     """An experiment: a name, a TOML file, or one of nanoGPT's config files. Raises ExperimentError."""
     return load_config(Path(name))[0] if Path(name).suffix == SUFFIX else load(name)
+
+
+def layout_fields(name: str) -> frozenset[str]:
+    """The fields of the layout that an experiment's file gives; nanoGPT's have none. Raises as `load`."""
+    return frozenset() if Path(name).suffix == SUFFIX else toml_layout_fields(name)
 
 
 def notes_on(name: str) -> list[str]:

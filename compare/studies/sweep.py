@@ -19,7 +19,7 @@ from compare.contract.request import Platform
 from compare.studies.cases import Case
 from compare.studies.fitting import refusal
 from compare.studies.memory_estimate import require_memory
-from compare.studies.presets import spread
+from compare.studies.presets import NOTHING_SAID, Said, check_presets, spread
 
 SINGLE = "single"
 FIRST = "reference"
@@ -44,6 +44,8 @@ class SweepPlan(Struct, frozen=True, kw_only=True):
     platform: Platform = "cpu"
     ladder: bool = True
     init_from: str = ""
+    said: Said = NOTHING_SAID
+    """Fields of the experiment's layout that win over those of its strategies."""
 
     def with_batch_for(self, devices: int) -> Experiment:
         """The experiment with the batch of so many devices, before it is spread over them."""
@@ -78,19 +80,19 @@ def sweep_batches(plan: SweepPlan) -> list[Batch]:
         ExperimentError: nothing is left of it.
     """
     batches: dict[str, Batch] = {}
+    widest = [(name, plan.devices[-1]) for name in plan.strategies if name != SINGLE]
+    check_presets("--presets", plan.experiment.layout, widest, plan.said)
     for devices in plan.devices:
         experiment = plan.with_batch_for(devices)
         name = batch_name(experiment)
         if name not in batches:
             batches[name] = Batch(name=name, experiment=experiment, cases=[], left_out={})
-            _add(batches[name], FIRST, REFERENCE, SINGLE, 1, plan.platform)
+            _add(batches[name], FIRST, REFERENCE, SINGLE, 1, plan)
         for engine in plan.engines:
             for strategy in plan.strategies if devices > 1 else [SINGLE]:
                 count = 1 if strategy == SINGLE else devices
                 if not (engine == REFERENCE and strategy == SINGLE):  # that is the reference
-                    _add(
-                        batches[name], f"{engine}.{strategy}.{count}", engine, strategy, count, plan.platform
-                    )
+                    _add(batches[name], f"{engine}.{strategy}.{count}", engine, strategy, count, plan)
     kept = [batch for batch in batches.values() if _is_of_use(batch, plan)]
     if not kept:
         reasons = [why for batch in batches.values() for why in batch.left_out.values()]
@@ -118,14 +120,15 @@ def _is_of_use(batch: Batch, plan: SweepPlan) -> bool:
     return any(case.name != FIRST for case in batch.cases) or (alone and bool(batch.cases))
 
 
-def _add(batch: Batch, name: str, engine: str, strategy: str, devices: int, platform: Platform) -> None:
+def _add(batch: Batch, name: str, engine: str, strategy: str, devices: int, plan: SweepPlan) -> None:
     """Add a case to its batch, once; or the reason why there is none."""
     if name in {case.name for case in batch.cases}:
         return
     try:
-        case = Case(name=name, engine=engine, experiment=spread(batch.experiment, strategy, devices))
-        require_memory(engine, case.experiment, platform=platform)
-        why = refusal(ENGINES[engine], case.experiment.layout, preset=strategy, platform=platform)
+        experiment = spread(batch.experiment, strategy, devices, plan.said)
+        case = Case(name=name, engine=engine, experiment=experiment)
+        require_memory(engine, experiment, platform=plan.platform)
+        why = refusal(ENGINES[engine], experiment.layout, preset=strategy, platform=plan.platform)
     except ExperimentError as error:
         why = str(error)
     if why:

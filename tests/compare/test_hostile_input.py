@@ -163,7 +163,7 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["check", "--layout.gradient_sync", "flat"], "--layout.gradient_sync flat has no effect"),
         (["faults", "--layout.dp_replicate", "4"], "--layout.dp_replicate 4 has no effect"),
         (["faults", "--devices", "2", "--names", "stale_tied_copy"], "--devices 2 has no effect on stale"),
-        (["matrix", "--layout.tp", "2", "--layouts", "ddp"], "--layout.tp 2 has no effect: the matrix"),
+        (["matrix", "--layout.tp", "2", "--layouts", "ddp"], "--layout.tp 2 has no effect: --layouts"),
         (["schedule", "--names", "1f1b", "--chunks", "3"], "--chunks 3 has no effect without interleaved"),
     ],
     ids=lambda value: ascii(" ".join(value))[1:60] if isinstance(value, list) else "",

@@ -131,4 +131,4 @@ def test_what_cannot_be_asked_for_is_refused(capsys, tmp_path):
     assert main(["ledger", "--results", str(tmp_path)]) == 2
     assert "is not the folder of a `shardpair run`" in capsys.readouterr().err
     assert main(["ledger", "--presets", "nothing"]) == 2
-    assert "--layouts nothing: no such layout" in capsys.readouterr().err
+    assert "--presets nothing: no such preset" in capsys.readouterr().err

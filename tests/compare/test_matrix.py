@@ -11,7 +11,7 @@ from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
 from compare.judge.ladder import RUNGS, RungResult, Verdict
 from compare.present.parity_page import cell_text, markdown
 from compare.studies.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
-from compare.studies.presets import PRESETS, preset_layout
+from compare.studies.presets import PRESETS, Said, preset_layout, settings_in
 
 # What each engine trains here, so that every strategy and every family of compositions is trained end to end
 # by some engine; each side's own tests go through the rest, and `make matrix` through everything.
@@ -48,10 +48,11 @@ def test_presets_fill_the_devices():
 
 def test_a_composition_takes_any_schedule():
     chosen = Layout(schedule="interleaved", chunks=2)
-    assert preset_layout(chosen, "fsdp_pp", 4).schedule == "interleaved"
-    assert preset_layout(chosen, "fsdp_pp", 4).chunks == 2
-    assert preset_layout(chosen, "pp_gpipe", 4).schedule == "gpipe"
-    assert preset_layout(chosen, "single", 1) == Layout()
+    said = Said(file=settings_in(chosen))
+    assert preset_layout(chosen, "fsdp_pp", 4, said).schedule == "interleaved"
+    assert preset_layout(chosen, "fsdp_pp", 4, said).chunks == 2
+    assert preset_layout(chosen, "pp_gpipe", 4, said).schedule == "gpipe"
+    assert preset_layout(chosen, "single", 1, said) == Layout()
 
 
 @pytest.mark.parametrize(("name", "devices"), [("hsdp", 3), ("hsdp", 2), ("hsdp_tp", 4), ("nosuch", 4)])

@@ -73,8 +73,8 @@ def test_what_cannot_be_is_left_out_by_name(small):
     }
     assert left_out["torch-library.ddp_flat.2"] == "the same as ddp: torch-library chooses for itself"
     assert "jax-manual has" in left_out["jax-manual.pp_zero_bubble.2"]
-    assert "--devices 2: this preset needs a multiple" in left_out["jax-manual.hsdp.2"]
-    with pytest.raises(ExperimentError, match="no strategy is left: --devices 2: this preset"):
+    assert "--devices 2: preset hsdp takes a multiple" in left_out["jax-manual.hsdp.2"]
+    with pytest.raises(ExperimentError, match="no strategy is left: --devices 2: preset hsdp"):
         sweep_batches(plan_of(small, strategies=["hsdp"]))
 
 

@@ -7,9 +7,10 @@ from sweeps import plan_of, swept
 
 from compare.cli import parse
 from compare.commands import sweep as command
-from compare.contract.experiment import load
-from compare.present.report.sweep_page import repeat_command, write_page
+from compare.contract.experiment import load, to_toml
+from compare.present.report.sweep_page import own_experiment, repeat_command, write_page
 from compare.present.sweep_tables import columns, headline, worth
+from compare.studies.sweep import sweep_batches
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,18 @@ def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch,
     parsed, name = parse(words[1:])
     assert isinstance(parsed, command.Sweep)
     again = parsed._planned(load(name))
-    assert msgspec.structs.replace(again, name=plan.name) == plan
+    assert msgspec.structs.replace(again, name=plan.name, said=plan.said) == plan
+    assert sweep_batches(again) == sweep_batches(plan)
+
+
+def test_the_command_on_the_page_says_what_was_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = "sweep cpu --presets pp ddp --devices 2 --layout.microbatches 4 --layout.gradient_sync flat"
+    plan = parse(line.split())[0]._planned(load("cpu"))
+    (tmp_path / "experiment.toml").write_text(to_toml(own_experiment(plan)))
+    words = repeat_command(plan).split()
+    parsed, name = parse(words[1:])
+    assert sweep_batches(parsed._planned(load(name))) == sweep_batches(plan)
 
 
 def test_files_are_found_from_the_folder_of_the_page(tmp_path, monkeypatch):

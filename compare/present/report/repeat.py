@@ -6,11 +6,13 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import revalidate
 from compare.contract.initial_weights import INIT
 from compare.judge.comparison import Comparison
 from compare.studies.cases import Case, engine_cases, ladder_cases
 from compare.studies.faults import fault_cases, planted
 from compare.studies.matrix import STUDIES, matrix_cases
+from compare.studies.presets import Said, settings_in
 
 EXPERIMENT = "experiment.toml"
 """The resolved experiment, saved beside the page."""
@@ -26,6 +28,7 @@ def repeat_command(comparison: Comparison) -> str:
         The command; '' if none makes this.
     """
     try:
+        revalidate(comparison.experiment)  # a layout that its presets replaced may be none
         options, cases = _REBUILD[comparison.command](comparison)
     except (KeyError, ValueError):  # made by no command, or by one of another version
         return ""
@@ -82,7 +85,9 @@ def _matrix(comparison: Comparison) -> tuple[list[str], list[Case]]:
     layouts = list(dict.fromkeys(layout for _, layout in cells))
     return (
         ["--studies", study, "--engines", *engines, "--layouts", *layouts],
-        matrix_cases(comparison.experiment, engines, layouts)[0],
+        matrix_cases(
+            comparison.experiment, engines, layouts, Said(file=settings_in(comparison.experiment.layout))
+        )[0],
     )
 
 

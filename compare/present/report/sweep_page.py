@@ -4,8 +4,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import to_toml
+from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
 from compare.contract.host.disk import write_atomically
 from compare.contract.parameters import parameter_count
 from compare.contract.record import Record
@@ -17,7 +19,8 @@ from compare.present.report.tables import Row, Table, Text, manifest_table
 from compare.present.report.template import render_page
 from compare.present.sweep_tables import PAGE, headline, page_table, worth
 from compare.present.tables import by_reason
-from compare.studies.sweep import FIRST, SweepPlan
+from compare.studies.presets import SETTINGS, Said, layout_flag, settings_in, spread
+from compare.studies.sweep import FIRST, SINGLE, SweepPlan, sweep_batches
 from compare.studies.sweep_outcome import SweepOutcome
 from compare.terminal.layout_words import layout_in_words
 
@@ -37,7 +40,7 @@ def write_page(
         folder: of the sweep.
     """
     plan = outcome.plan
-    spec = to_toml(plan.experiment)
+    spec = to_toml(own_experiment(plan))
     found = [record for of_batch in records.values() for record in of_batch]
     undone = [name for one in comparisons.values() for name in one.not_run]
     first = next(iter(comparisons.values()))
@@ -68,9 +71,27 @@ def write_page(
     return folder / PAGE
 
 
+def own_experiment(plan: SweepPlan) -> Experiment:
+    """The experiment as a file: on one device if its own layout, which the strategies replace, cannot be."""
+    try:
+        return revalidate(plan.experiment)
+    except ExperimentError:
+        return spread(plan.experiment, SINGLE)
+
+
 def repeat_command(plan: SweepPlan) -> str:
-    """The command that makes this sweep again, in the folder of its page."""
+    """The command that makes this sweep again, in the folder of its page; '' if none does, which is tried."""
+    base = own_experiment(plan)
+    flags = {key: getattr(plan.experiment.layout, key) for key in sorted(plan.said.flags & set(SETTINGS))}
+    again = msgspec.structs.replace(
+        plan,
+        experiment=edited(base, {"layout": flags}),
+        said=Said(flags=frozenset(flags), file=settings_in(base.layout)),
+    )
+    if [batch.cases for batch in sweep_batches(again)] != [batch.cases for batch in sweep_batches(plan)]:
+        return ""
     options = ["--presets", *plan.strategies, "--engines", *plan.engines]
+    options += [word for key, value in flags.items() for word in layout_flag(key, value).split()]
     options += ["--devices", *map(str, plan.devices)]
     if plan.scaling != "none":
         options += ["--scaling", plan.scaling]

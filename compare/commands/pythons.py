@@ -1,0 +1,41 @@
+"""Arguments that say which Python runs each side: the two may live in environments of their own."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import tyro
+from msgspec import Struct
+
+from compare.contract.engines.engine import Side
+from compare.contract.engines.registry import SIDES
+from compare.execute.paths import check_python
+
+
+def _python_flag(side: Side) -> object:
+    return Annotated[str, tyro.conf.arg(help=f"Python that runs {side.name}, if it lives elsewhere.")]
+
+
+if TYPE_CHECKING:
+    SidePythons = Struct
+else:
+    SidePythons = msgspec.defstruct(
+        "SidePythons",
+        [(side.python_flag, _python_flag(side), sys.executable) for side in SIDES.values()],
+        frozen=True,
+        kw_only=True,
+    )
+    """A flag for each side."""
+
+
+def pythons_of(arguments: SidePythons) -> dict[str, str]:
+    """Side -> the interpreter that its flag names."""
+    return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
+
+
+def checked_pythons(arguments: SidePythons) -> dict[str, str]:
+    """`pythons_of`. Raises ExperimentError: there is no such Python."""
+    pythons = pythons_of(arguments)
+    for name, python in pythons.items():
+        check_python(f"--{SIDES[name].python_flag}", python)
+    return pythons

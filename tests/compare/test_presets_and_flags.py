@@ -1,0 +1,193 @@
+"""A preset gives the degrees; what a user says of the other settings wins, in a flag or in the file."""
+
+import json
+
+import pytest
+
+from compare import api
+from compare.cli import main, parse
+from compare.commands.arguments import defaults_for
+from compare.commands.run import Run
+from compare.contract.experiment import ExperimentError, Layout, load, to_toml
+from compare.studies.bench_cases import layout_name
+from compare.studies.presets import PRESETS, Said, apply_preset, check_presets, preset_layout, settings_in
+
+FILES = {
+    "plain.toml": "[model]\nn_layer = 4\n",
+    "pipeline.toml": "[model]\nn_layer = 4\n[layout]\npp = 2\nmicrobatches = 8\n",
+    "whole.toml": "[train]\ngradient_accumulation_steps = 4\n[layout]\npp = 2\nmicrobatches = 1\n",
+    "sharded.toml": "[layout]\ndp_shard = 2\nzero = 3\nreshard_after_forward = false\nschedule = 'gpipe'\n"
+    "gradient_sync = 'naive'\n",
+    "wide.toml": "[model]\nn_layer = 4\n[layout]\ndp_replicate = 16\n",
+}
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch, capsys):
+    """What a command line would do: exit code, the layouts of its cases in words, stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+
+    def plan(line: str):
+        code = main([*line.split(), "--dry_run", "--json"])
+        output = capsys.readouterr()
+        return code, json.loads(output.out) if output.out else {}, output.err
+
+    return plan
+
+
+FLAGS_WIN = {
+    "run plain.toml --preset pp --devices 4 --layout.microbatches 8": {"pp": 4, "microbatches": 8},
+    "run plain.toml --preset pp --devices 2 --layout.schedule gpipe": {
+        "schedule": "gpipe",
+        "microbatches": 2,
+    },
+    "run plain.toml --preset shard_grad_op --layout.reshard_after_forward": {"reshard_after_forward": True},
+    "run plain.toml --preset fsdp --layout.no_reshard_after_forward": {"reshard_after_forward": False},
+    "run plain.toml --preset ddp_flat --layout.gradient_sync bucketed": {"gradient_sync": "bucketed"},
+    "run plain.toml --preset tp --layout.sequence_parallel": {"tp": 4, "sequence_parallel": True},
+    "run plain.toml --preset zero1 --layout.zero 3": {"zero": 3},
+    "run plain.toml --preset ddp --layout.dp_replicate 4": {"dp_replicate": 4},
+    "run plain.toml --preset ddp --layout.microbatches 1": {"microbatches": 1},
+    "run sharded.toml --preset pp --layout.schedule 1f1b": {"schedule": "1f1b"},
+    "profile plain.toml --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
+    "ledger plain.toml --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
+    "golden --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
+}
+THE_FILE_WINS = {
+    "run pipeline.toml --preset pp --devices 2": {"pp": 2, "microbatches": 8},
+    "run pipeline.toml --preset ddp_pp --devices 4": {"dp_replicate": 2, "microbatches": 8},
+    "run whole.toml --preset pp --devices 4": {"pp": 4, "microbatches": 1},
+    "run plain.toml --preset pp --devices 4": {"pp": 4, "microbatches": 4},
+    "run sharded.toml --preset fsdp": {"dp_shard": 4, "reshard_after_forward": False},
+    "run sharded.toml --preset ddp": {"dp_replicate": 4, "dp_shard": 1, "zero": 0, "gradient_sync": "naive"},
+    "run sharded.toml --preset pp": {"schedule": "gpipe", "zero": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"), (FLAGS_WIN | THE_FILE_WINS).items(), ids=(*FLAGS_WIN, *THE_FILE_WINS)
+)
+def test_what_is_said_wins(planned, line, fields):
+    code, plan, said = planned(line)
+    assert code == 0, said
+    layout = plan["experiment"]["layout"]
+    assert {key: layout[key] for key in fields} == fields
+    assert said == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "layouts"),
+    [
+        ("sweep plain.toml --presets pp ddp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
+        ("bench plain.toml --presets pp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
+        ("bench plain.toml --presets pp --devices 2 --variants layout.microbatches=8", "with 8 microbatches"),
+        ("matrix plain.toml --layouts pp fsdp --studies float64 --layout.schedule gpipe", "GPipe"),
+        ("ledger plain.toml --presets pp fsdp --layout.schedule gpipe", "GPipe"),
+        ("sweep pipeline.toml --presets pp --devices 4", "1F1B with 8 microbatches"),
+        ("sweep sharded.toml --presets zero1 fsdp tp", "optimizer state split over 2"),
+        # The layout of the file is none of theirs: it is not asked whether the batch could be spread so.
+        ("ledger wide.toml --presets ddp --train.batch_size 8", "data parallel over 4"),
+        ("matrix wide.toml --layouts ddp --studies float64 --train.batch_size 8", "data parallel over 4"),
+        ("check wide.toml --devices 2 --train.batch_size 6", "data parallel over 2"),
+        ("faults wide.toml --devices 2 --train.batch_size 6 --names no_clip", "data parallel over 2"),
+    ],
+)
+def test_it_wins_over_several_presets_too(planned, line, layouts):
+    code, plan, said = planned(line)
+    assert code == 0, said
+    assert any(layouts in case["layout"] for case in plan["cases"])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "run plain.toml --preset fsdp_tp --layout.dp_replicate 2",
+            "--layout.dp_replicate 2 contradicts --preset fsdp_tp --devices 4, which sets it to 1: leave it "
+            "out, or write in place of the preset: --layout.dp_replicate 2 --layout.dp_shard 2 "
+            "--layout.zero 3 --layout.tp 2 --layout.pp 1",
+        ),
+        ("run plain.toml --preset ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 contradicts"),
+        ("run plain.toml --preset ddp --layout.microbatches 8", "no effect: --preset ddp has layout.pp = 1"),
+        ("run plain.toml --preset pp --layout.microbatches 1", "raise layout.microbatches"),
+        ("sweep plain.toml --presets ddp --layout.tp 2", "--layout.tp 2 has no effect: --presets say how"),
+        ("sweep plain.toml --presets ddp tp --layout.microbatches 2", "none of --presets has layout.pp"),
+        ("bench plain.toml --presets ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 has no effect"),
+        ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
+        (
+            "matrix plain.toml --layouts pp pp_gpipe --layout.schedule gpipe",
+            "--layouts: with layout.schedule = gpipe, pp and pp_gpipe are the same",
+        ),
+        ("ledger sharded.toml --presets ddp ddp_naive", "ddp and ddp_naive are the same"),
+        ("check --layout.gradient_sync bucketed", "--layout.gradient_sync bucketed has no effect"),
+        ("check --layout.no_sequence_parallel", "--layout.no_sequence_parallel has no effect"),
+        ("faults --layout.microbatches 1", "--layout.microbatches 1 has no effect"),
+        ("buckets --layout.bucket_mb 0.4", "--layout.bucket_mb 0.4 has no effect"),
+        ("bench --train.max_iters 120", "--train.max_iters 120 has no effect"),
+        ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
+    ],
+)  # fmt: skip
+def test_what_cannot_win_is_refused(planned, line, says):
+    code, _, said = planned(line)
+    assert code == 2
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_the_name_of_a_preset_wins_over_the_file_and_says_so(planned):
+    code, plan, said = planned("run sharded.toml --preset ddp_flat")
+    assert code == 0
+    assert plan["experiment"]["layout"]["gradient_sync"] == "flat"
+    assert "sharded.toml: layout.gradient_sync = naive gives way to --preset ddp_flat" in said
+    assert "(--layout.gradient_sync naive would keep it)" in said
+    assert planned("run sharded.toml --preset ddp_flat --layout.gradient_sync naive")[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("run", set()),
+        ("run demo --layout.microbatches 1", {"layout.microbatches"}),
+        ("run demo --layout.dp-replicate=2 --model.no-bias", {"layout.dp_replicate", "model.bias"}),
+        ("bench --rounds 5 --train.seed 1337", {"rounds", "train.seed"}),
+    ],
+)
+def test_flags_are_given_whatever_their_values(line, given):
+    command, _ = parse(line.split())
+    assert command.given - {"experiment"} == given
+
+
+def test_from_python_it_is_the_same():
+    built = api.experiment("cpu", layout={"pp": 2, "microbatches": 4})
+    command, default = api._command(Run, built, {"preset": "pp", "devices": 2})
+    assert command.laid_out(default).layout.microbatches == 4
+    assert {"pp", "microbatches"} <= settings_in(built.layout)
+
+
+def test_defaults_know_what_the_file_gives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text(FILES["whole.toml"])
+    assert defaults_for(Run, "own.toml").written == {"pp", "microbatches"}
+    (tmp_path / "all.toml").write_text(to_toml(load("cpu")))  # as --dry_run prints it: nothing is chosen
+    assert defaults_for(Run, "all.toml").written == frozenset()
+    assert defaults_for(Run, "cpu").written == frozenset()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_what_it_is_named_for_when_nothing_is_said(name):
+    devices = PRESETS[name].devices
+    pure = preset_layout(Layout(), name, devices)
+    other = Layout(gradient_sync="flat", schedule="gpipe", microbatches=7, zero=2, sequence_parallel=True)
+    assert preset_layout(other, name, devices) == pure
+    assert apply_preset(load("demo").layout, name, devices, Said())[0].axes == pure.axes
+    if name != "single":
+        assert layout_name(pure).startswith(f"{name}-")
+
+
+def test_presets_that_cannot_be_spread_are_no_matter_of_what_was_said():
+    layout = Layout(microbatches=2)
+    check_presets("--presets", layout, [("hsdp", 2), ("ddp", 2)], Said())
+    with pytest.raises(ExperimentError, match="none of --presets has"):
+        check_presets("--presets", layout, [("hsdp", 2), ("ddp", 2)], Said(flags=frozenset({"microbatches"})))
