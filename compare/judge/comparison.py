@@ -17,6 +17,7 @@ from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
 from compare.contract.tensors import RecordError
+from compare.judge.acceptance import objections
 from compare.judge.costs import Cost, cost_of
 from compare.judge.ladder import Verdict, climb
 
@@ -55,6 +56,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Engines that were not named and cannot express the layout: why, by name."""
     device_kind: str = ""
     """The reference's device, as its framework names it."""
+    objections: list[str] = []
+    """What a case that finished alone did otherwise than it was asked; beside others the verdicts say it."""
 
     @property
     def not_run(self) -> list[str]:
@@ -68,14 +71,17 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if every case finished, and agrees with the reference on every rung."""
-        return self.is_complete and all(verdict.passed for verdict in self.verdicts)
+        """True if every case finished as it was asked, and agrees with the reference on every rung."""
+        return self.is_complete and not self.objections and all(verdict.passed for verdict in self.verdicts)
 
     def sentence(self) -> str:
         """The verdict over all cases, in one line; what was not run or not compared is said."""
         bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
         if bad:
             return f"{bad.candidate} against {bad.reference}: {bad.sentence()}{self._what_is_missing()}"
+        if self.objections:
+            wrong = "; ".join(self.objections)
+            return f"{self.cases[0]} alone: FAIL at request: {wrong}{self._what_is_missing()}"
         if not self.is_complete:
             return f"INCOMPLETE: {self._what_agrees()}{self._what_is_missing()}"
         if not self.verdicts:
@@ -142,6 +148,7 @@ def judged(
         costs=[cost_of(records[name]) for name in cases],
         versions=[records[name].manifest.versions for name in cases],
         failures={name: why for name, why in comparison.failures.items() if name not in records},
+        objections=objections(records[cases[0]]) if len(cases) == 1 else [],
     )
 
 

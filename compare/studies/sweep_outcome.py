@@ -152,7 +152,9 @@ def _rows(plan: SweepPlan, comparisons: Sequence[tuple[Comparison, Sequence[Reco
             if name != FIRST:
                 rows.append(_row(record, name.split(".")[1], verdicts.get(name)))
             elif is_a_row(record.manifest.experiment, plan):
-                rows.append(_row(record, SINGLE, None))
+                alone, wrong = _row(record, SINGLE, None), "; ".join(comparison.objections)
+                verdict = f"FAIL at request: {wrong}" if wrong else alone.verdict
+                rows.append(msgspec.structs.replace(alone, passed=not wrong, verdict=verdict))
     engines = list(dict.fromkeys([*([] if REFERENCE in plan.engines else [REFERENCE]), *plan.engines]))
     strategies = list(dict.fromkeys([SINGLE, *plan.strategies]))
     rows.sort(key=lambda row: (engines.index(row.engine), strategies.index(row.strategy), row.devices))

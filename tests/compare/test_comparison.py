@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from records import CORPUS, make_record, make_steps
+from records import CORPUS, comparison_of, make_record, make_steps
 
 from compare.cli import main
 from compare.contract.experiment import edited
@@ -17,7 +17,7 @@ from compare.contract.request import REQUEST
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared
 from compare.execute.progress import Reporter
-from compare.judge.comparison import COMPARISON, read_saved
+from compare.judge.comparison import COMPARISON, judged, read_saved
 from compare.studies import paired_run
 from compare.studies.cases import Settings, engine_cases
 from compare.studies.paired_run import Interrupted, compare_cases, continue_cases
@@ -248,3 +248,16 @@ def test_a_record_of_another_run_is_not_taken_for_this_one(tmp_path, tiny, engin
     shutil.copytree(tmp_path / "other" / "jax-manual", tmp_path / "run" / "jax-manual")
     assert main(["report", str(tmp_path / "run")]) == 2
     assert "holds another run than" in capsys.readouterr().err
+
+
+def test_a_case_that_runs_alone_is_held_to_its_request(tmp_path, tiny):
+    for steps, said in (
+        (make_steps(tiny), "reference ran alone: there was nothing to compare it with"),
+        (make_steps(tiny)[:2], "reference alone: FAIL at request: it has 2 of 3 steps: it ends there"),
+    ):
+        record = make_record(tmp_path / str(len(steps)), tiny, steps=steps)
+        comparison = judged(
+            comparison_of(tiny, requests={"reference": record.request}), {"reference": record}
+        )
+        assert comparison.sentence() == said
+        assert comparison.passed == (len(steps) == 3)

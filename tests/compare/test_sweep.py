@@ -171,3 +171,12 @@ def test_an_outcome_is_read_back_as_it_was(small, tmp_path):
     outcome, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path)
     save_outcome(outcome, tmp_path)
     assert read_outcome(tmp_path) == outcome
+
+
+def test_a_reference_that_runs_alone_is_held_to_its_request(small, tmp_path):
+    plan = plan_of(small, strategies=["single"])
+    assert swept(plan, tmp_path / "whole")[0].passed
+    outcome, *_ = swept(plan, tmp_path / "short", steps_left=1)
+    assert not outcome.passed
+    assert outcome.rows[0].verdict == "FAIL at request: it has 2 of 3 steps: it ends there"
+    assert not outcome.rows[0].passed

@@ -24,9 +24,15 @@ def plan_of(experiment: Experiment, **given) -> SweepPlan:
 
 
 def swept(
-    plan: SweepPlan, folder: Path, step_ms: StepTime = lambda case: 10.0, *, wrong: tuple[str, ...] = ()
+    plan: SweepPlan,
+    folder: Path,
+    step_ms: StepTime = lambda case: 10.0,
+    *,
+    wrong: tuple[str, ...] = (),
+    steps_left: int = 0,
 ) -> tuple[SweepOutcome, dict[str, Comparison], dict[str, list[Record]]]:
-    """The outcome of a sweep whose cases all finish; those that are `wrong` have other losses."""
+    """The outcome of a sweep whose cases all finish; those that are `wrong` have other losses, and the last
+    `steps_left` steps are missing from all."""
     comparisons, records = {}, {}
     for batch in sweep_batches(plan):
         found = {}
@@ -36,6 +42,7 @@ def swept(
                 msgspec.structs.replace(step, loss=off * step.loss, step_time_ms=step_ms(case))
                 for step in make_steps(case.experiment)
             ]
+            steps = steps[: len(steps) - steps_left]
             found[case.name] = make_record(
                 folder / batch.name / case.name,
                 case.experiment,

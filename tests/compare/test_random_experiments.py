@@ -1,0 +1,64 @@
+"""Experiments that nobody chose, through the command: whatever is legal trains, and engines agree on it."""
+
+from itertools import islice
+
+import pytest
+from random_experiments import accepting, arguments_of, experiment_of, experiments, main, what_went_wrong
+
+from compare.contract.axes import AXES
+from compare.contract.experiment import revalidate
+
+RUN = (30, 37)
+"""Numbers of the fixed seed that each run of the tests trains: two devices each, and four engines."""
+
+
+@pytest.mark.parametrize("number", RUN)
+def test_engines_agree_on_what_nobody_chose(shardpair, number):
+    drawn = experiment_of(20260, number)
+    done = shardpair(*arguments_of(drawn, shardpair.folder))
+    assert what_went_wrong(done) == "", drawn
+
+
+def test_a_number_always_is_the_same_experiment():
+    first = list(islice(experiments(7), 5))
+    assert first == list(islice(experiments(7), 5))
+    assert first[3] == experiment_of(7, 3)
+    assert first != list(islice(experiments(8), 5))
+
+
+def test_every_experiment_is_legal_and_all_kinds_come():
+    drawn = list(islice(experiments(1), 250))
+    for one in drawn:
+        assert revalidate(one.experiment) == one.experiment
+        assert len(one.engines) > 1
+        assert one.engines == accepting(one.experiment)
+    layouts = [one.experiment.layout for one in drawn]
+    for axis in AXES:
+        assert any(layout.axes[axis] > 1 for layout in layouts), axis
+    assert {layout.devices for layout in layouts} == {1, 2, 3, 4, 6, 8}
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    piped = {layout.schedule for layout in layouts if layout.pp > 1}
+    assert piped == {"gpipe", "1f1b", "interleaved", "zero_bubble"}
+    assert {one.experiment.precision.dtype for one in drawn} == {"float64", "float32", "bfloat16", "float16"}
+    for section, field in (
+        ("model", "dropout"),
+        ("model", "bias"),
+        ("train", "eval_interval"),
+        ("layout", "sequence_parallel"),
+    ):
+        assert any(getattr(getattr(one.experiment, section), field) for one in drawn), field
+
+
+def test_what_rounding_decides_is_not_drawn():
+    for one in islice(experiments(2), 100):
+        model, optimizer = one.experiment.model, one.experiment.optimizer
+        assert model.n_embd >= 8
+        assert model.dropout < 0.5
+        assert optimizer.beta2 > 0
+        assert optimizer.eps >= 1e-8
+
+
+def test_they_can_be_named_without_being_run(capsys):
+    assert main(["3", "--first", "5", "--dry_run"]) == 0
+    numbers = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert numbers == ["5", "6", "7", "0 of 3 failed"]
