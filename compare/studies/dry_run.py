@@ -9,7 +9,7 @@ from compare.contract.experiment import Experiment, ExperimentError, to_toml
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.judge.closed_forms.memory import KINDS
 from compare.studies.cases import Case
-from compare.studies.memory_estimate import estimate_memory, require_memory
+from compare.studies.memory_estimate import estimate_memory, may_not_fit, require_memory
 from compare.studies.own_weights import objection_to
 from compare.studies.resuming import objection_to_resume
 from compare.terminal.console import print_json, results_console
@@ -32,11 +32,13 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
     """What would run; empty if the case is refused."""
     memory: dict[str, float]
     """Bytes of the fullest device by kind: parameters, gradients and optimizer at rest, in closed form;
-    activations and logits as an upper estimate."""
+    at most: activations, with gathered parameters, buffers and temporaries, and logits."""
     on_host: float
     """Bytes of the same device that `layout.offload` keeps in the host's memory."""
     refusal: str
     """Why it cannot run here; empty if it can."""
+    doubt: str
+    """Why it may not fit, by what it holds at most; empty if it fits."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -115,6 +117,9 @@ def show(planned: Plan, *, as_json: bool) -> int:
     for case in planned.cases:
         if case.refusal:
             console.print(f"refused: {case.name}: {case.refusal}", style="red", soft_wrap=True)
+    doubts = [case.doubt for case in planned.cases if case.doubt and not case.refusal]
+    for doubt in doubts:
+        console.print(doubt, style="yellow", soft_wrap=True)
     for layout in dict.fromkeys(case.layout for case in planned.cases):
         console.print(f"layout: {layout}", soft_wrap=True)
     source, tokens = planned.experiment.data.source, planned.training_tokens
@@ -126,11 +131,16 @@ def show(planned: Plan, *, as_json: bool) -> int:
         console.print(f"resumed: {planned.resume}", soft_wrap=True)
     for reason in planned.input_refusals:
         console.print(f"refused: {reason}", style="red", soft_wrap=True)
-    verdict = f"this would be refused: {planned.refusal}" if planned.refusal else "all of it can run"
+    verdict, style = "all of it can run", "bold green"
+    if doubts:
+        verdict = f"nothing is refused, but {len(doubts)} of {len(planned.cases)} cases may not fit"
+        style = "bold yellow"
+    if planned.refusal:
+        verdict, style = f"this would be refused: {planned.refusal}", "bold red"
     count, steps = len(planned.cases), planned.cases[-1].steps
     console.print(
         f"dry run: {count} case{'s' if count > 1 else ''} of {steps} steps; nothing was started; {verdict}",
-        style="bold red" if planned.refusal else "bold green",
+        style=style,
         soft_wrap=True,
     )
     return code
@@ -160,6 +170,7 @@ def _planned(case: Case, platform: str) -> PlannedCase:
         memory={kind: by_device[fullest] for kind, by_device in estimate.by_kind.items()},
         on_host=estimate.on_host[fullest],
         refusal=refusal,
+        doubt=may_not_fit(case.engine, experiment, platform=platform),
     )
 
 
@@ -176,7 +187,10 @@ def _refusal(case: Case, platform: str) -> str:
 
 def _table(cases: list[PlannedCase]) -> Table:
     estimated = [kind for kind in cases[0].memory if kind not in KINDS]
-    title = f"The fullest device: {', '.join(KINDS)} in closed form, {', '.join(estimated)} at most"
+    title = (
+        f"The fullest device: {', '.join(KINDS)} in closed form; at most {', '.join(estimated)}, with what "
+        "is gathered, buffers and temporaries"
+    )
     table = Table(title=title)
     for column in ("case", "devices", "synchronisation", *KINDS, "at rest", *estimated, "all"):
         table.add_column(column, justify="left" if column in ("case", "synchronisation") else "right")

@@ -1,14 +1,9 @@
-"""Memory of a run, before anything is allocated: an estimate, and a bound that is certain.
+"""Memory of a run, before anything is allocated: what it may need at most, and what it needs for certain.
 
-    parameters, gradients, optimizer   `compare.judge.closed_forms.memory`: exact
-    activations    numbers that a block keeps for backward, of b sequences of s tokens, width h, a heads:
-                   16 sbh + abs^2, and with dropout abs^2 more, and masks of 2 sbh + abs^2 bytes; under tp
-                   4 sbh + (12 sbh + abs^2) / t, or all of it / t with sequence parallelism; sbh where all is
-                   recomputed; of a pipeline's rank for as many microbatches as its schedule has in flight
-    logits         of a microbatch, and their gradient: 2 bsV / t numbers
+    parameters, gradients, optimizer   `compare.judge.closed_forms.memory`: exact, at rest
+    activations, logits                `compare.judge.closed_forms.peak_bound`: at most
 
-Sources: Korthikanti et al. (arXiv 2205.05198); our schedules.
-An estimate: fused attention keeps no abs^2, a compiler may recompute, and buffers of a moment are not in it.
+Below the first nothing can run, and is refused. Up to the second it may not fit, and that is said.
 """
 
 from msgspec import Struct
@@ -18,6 +13,7 @@ from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.record import ON_HOST
 from compare.execute.machine import gpu_memory_bytes, memory_bytes
 from compare.judge.closed_forms.memory import closed_form
+from compare.judge.closed_forms.peak_bound import held_at_most
 from compare.terminal.units import human_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
@@ -54,23 +50,14 @@ def estimate_memory(engine: str, experiment: Experiment) -> MemoryEstimate:
     Returns:
         Bytes by kind and device.
     """
-    layout = experiment.layout
-    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
-    # Cross-entropy is computed in float32 at least.
-    logits = _logits(experiment, itemsize=storage_dtype(experiment).itemsize)
-    tokens = experiment.tokens_per_step
     state = closed_form(engine, experiment)
-    on_host = state.pop(ON_HOST, [0.0] * layout.devices)
+    on_host = state.pop(ON_HOST, [0.0] * experiment.layout.devices)
     return MemoryEstimate(
         engine=engine,
         on_host=on_host,
-        by_kind={
-            **state,
-            "activations": [_activations(experiment, stage) for stage in stages],
-            "logits": [2 * logits / layout.tp if stage == layout.pp - 1 else 0.0 for stage in stages],
-        },
+        by_kind={**state, **held_at_most(engine, experiment)},
         initial_weights=parameter_count(experiment.model) * storage_dtype(experiment).itemsize,
-        batch=BATCH_BYTES * tokens,
+        batch=BATCH_BYTES * experiment.tokens_per_step,
     )
 
 
@@ -101,6 +88,23 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
         _refuse(engine, {"parameters": parameters, "optimizer state": optimizer}, has, "a GPU here")
 
 
+def may_not_fit(engine: str, experiment: Experiment, *, platform: str) -> str:
+    """Why what an engine holds at most is more than there is; "" if it is not.
+
+    Devices of a CPU share the machine's memory; those of GPUs have their own.
+    """
+    estimate = estimate_memory(engine, experiment)
+    if platform == "cpu":
+        most = sum(estimate.per_device) + sum(estimate.on_host) + estimate.batch
+        devices, has, where = f"{len(estimate.per_device)} devices", memory_bytes(), "this machine"
+    else:
+        most, devices, has, where = max(estimate.per_device), "a device", gpu_memory_bytes(), "a GPU here"
+    if most <= has or not has:
+        return ""
+    held = f"{devices} would hold up to {human_bytes(most)}"
+    return f"{engine} may not fit: {held}, and {where} has {human_bytes(has)}"
+
+
 def _refuse(engine: str, needs: dict[str, float], has: int, where: str) -> None:
     if sum(needs.values()) > has:
         parts = " + ".join(f"{human_bytes(size)} of {what}" for what, size in needs.items())
@@ -108,38 +112,6 @@ def _refuse(engine: str, needs: dict[str, float], has: int, where: str) -> None:
             f"{engine} would need {human_bytes(sum(needs.values()))} ({parts}), and {where} has "
             f"{human_bytes(has)}: make the model or the batch smaller"
         )
-
-
-def _activations(experiment: Experiment, stage: int) -> float:
-    """Bytes that a device keeps between forward and backward."""
-    model, train, layout = experiment.model, experiment.train, experiment.layout
-    itemsize = COMPUTE_BYTES[experiment.precision.dtype]
-    sequences = train.batch_size / layout.data_parallel / layout.microbatches
-    sbh = sequences * model.block_size * model.n_embd
-    scores = sequences * model.n_head * model.block_size**2
-    repeated = 1 if layout.sequence_parallel else layout.tp
-    kept = itemsize * (4 * sbh * repeated + 12 * sbh + scores)
-    if model.dropout:
-        kept += itemsize * scores + 2 * sbh * repeated + scores
-    if layout.remat == "full":
-        kept = itemsize * sbh * repeated
-    blocks = model.n_layer / (layout.pp * layout.chunks)
-    return blocks * kept / layout.tp * _in_flight(experiment, stage)
-
-
-def _in_flight(experiment: Experiment, stage: int) -> int:
-    """Microbatches times chunks whose activations a rank of a pipeline keeps at once: see `schedules`."""
-    train, layout = experiment.train, experiment.layout
-    ranks, chunks = layout.pp, layout.chunks
-    microbatches = layout.microbatches * train.gradient_accumulation_steps
-    if ranks == 1:
-        return 1
-    return {
-        "gpipe": microbatches,
-        "1f1b": min(microbatches, ranks - stage),
-        "interleaved": min(chunks * microbatches, 2 * (ranks - stage - 1) + (chunks - 1) * ranks + 1),
-        "zero_bubble": min(microbatches, ranks),
-    }[layout.schedule]
 
 
 def _logits(experiment: Experiment, *, itemsize: int) -> float:

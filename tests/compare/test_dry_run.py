@@ -13,7 +13,7 @@ from compare.contract.experiment import ExperimentError, Layout, load
 from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.judge.closed_forms.memory import closed_form
-from compare.studies import paired_run
+from compare.studies import memory_estimate, paired_run
 from compare.studies.cases import Case, engine_cases
 from compare.studies.fitting import fitting
 from compare.studies.presets import spread
@@ -67,9 +67,23 @@ def test_memory_is_the_closed_form(nothing_starts, capsys):
     assert main(asked.split()) == 0
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     expected = closed_form("torch-manual", spread(load("check"), "fsdp_pp", 4))
+    fullest = [3, 2]  # the last stage, which has the logits
     for kind, by_device in expected.items():
-        assert case["memory"][kind] == max(by_device)
+        assert [case["memory"][kind]] * 2 == [by_device[device] for device in fullest]
     assert case["memory"]["activations"] > 0
+
+
+def test_what_may_not_fit_is_no_promise_and_no_refusal(nothing_starts, monkeypatch, capsys):
+    """All devices of a CPU together: each alone would fit."""
+    asked = "run check --preset ddp --devices 4 --engines torch-manual jax-manual --dry_run"
+    assert main([*asked.split(), "--json"]) == 0
+    case = json.loads(capsys.readouterr().out)["cases"][0]
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: int(2 * sum(case["memory"].values())))
+    assert main(asked.split()) == 0
+    printed = capsys.readouterr().out
+    assert "torch-manual may not fit: 4 devices would hold up to" in printed
+    assert "nothing is refused, but 2 of 2 cases may not fit" in printed
+    assert "all of it can run" not in printed
 
 
 def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):

@@ -1,6 +1,7 @@
 """Cross-entropy in parts: the same loss and gradients on every engine, and no logits that exist whole."""
 
 import numpy as np
+from bounds import assert_bounded
 
 from compare.contract.experiment import edited, to_toml
 from compare.contract.record import Record, read_record, read_tensors
@@ -34,6 +35,8 @@ def test_logits_in_parts_change_no_number_and_take_less_memory(tiny, shardpair):
         for name in expected:
             error = np.abs(found[name] - expected[name]).max() / np.abs(expected[name]).max()
             assert error < 1e-10, name
+    for record in (*whole.values(), *parts.values()):
+        assert_bounded(record)
     logits = 8 * B * T * V
     for engine in ONE_OF_EACH:
         before, after = (runs[engine].manifest.peak_memory_bytes[0] for runs in (whole, parts))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from bounds import assert_bounded
 
 from compare.contract.experiment import to_toml
 from compare.contract.record import ON_HOST, Record, read_record, read_tensors
@@ -31,6 +32,8 @@ def test_moments_on_the_host_change_no_number_and_leave_the_devices(tiny, shardp
     for engine in ENGINES:
         kept, moved = before[engine].manifest, after[engine].manifest
         assert set(moved.resident_bytes["optimizer"]) == {0}
+        assert_bounded(before[engine])
+        assert_bounded(after[engine])
         assert moved.resident_bytes[ON_HOST] == kept.resident_bytes["optimizer"]
         assert abs(excess(moved.resident_bytes, closed_form(engine, moved.experiment))) < TOLERANCE
         for rung in (Rung.FIRST_M, Rung.FIRST_V, Rung.LATER_WEIGHTS):

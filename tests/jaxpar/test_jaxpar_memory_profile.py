@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from bounds import above_the_bound
 
 from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.memory_profile import MemoryProfile
@@ -41,6 +42,9 @@ def profile_of(engine: str, layout: Layout, dtype: str) -> tuple[Experiment, Mem
     step = compile_step(sharded, state, experiment)
     profile = memory_profile(step, planned=planned_memory(step), vocab=[MODEL.vocab_size], width=MODEL.n_embd)
     assert profile is not None
+    held = profile.of(0).peak.bytes
+    options = {"device": 0, "held": held, "peak": profile.planned_bytes}
+    assert above_the_bound(engine, experiment, **options) == {}
     return experiment, profile
 
 

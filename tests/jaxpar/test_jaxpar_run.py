@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+from bounds import assert_bounded
 from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
 
@@ -115,6 +116,7 @@ def test_record_of_four_devices_against_one(tmp_path, cache_dir, longer):
     assert (loss.purpose, loss.calls) == ("loss", 1)
     assert record.manifest.gradient_sync == "bucketed"
     assert len(record.manifest.peak_memory_bytes) == record.manifest.devices == 4
+    assert_bounded(record)
     assert record.manifest.peak_memory_bytes[0] > 3 * 8 * parameter_count(longer.model)  # weights, m, v
 
 

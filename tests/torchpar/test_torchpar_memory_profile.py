@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import above_the_bound
 from modules import stack
 from ranks import on_ranks
 
@@ -71,6 +72,8 @@ def test_classes_at_the_peak_are_the_closed_form(dtype, remat):
     positions = 8 * MODEL.block_size + 16  # which the form leaves out, and scalars
     assert 0 <= found["activations"] - form.bytes["activations"] <= positions
     assert found["gradients"] == form.bytes["gradients"] == 0
+    options = {"device": 0, "held": found, "peak": memory.peak.total}
+    assert above_the_bound("torch-manual", experiment, **options) == {}
     assert memory.peak.phase == "backward"
     assert "log_softmax_backward" in memory.peak.operation
 

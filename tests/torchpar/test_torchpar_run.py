@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bounds import assert_bounded
 from forks import Done, run_torchpar
 from msgspec.structs import replace
 
@@ -74,6 +75,7 @@ def test_two_replicas_equal_one_device(engine, one_device, tmp_path):
     state = 4 * parameter_count(EXPERIMENT.model) * 8  # weights, gradients, two moments
     assert all(peak > state for peak in two.manifest.peak_memory_bytes)
     assert len(two.manifest.peak_memory_bytes) == 2
+    assert_bounded(two)
 
 
 @pytest.mark.parametrize(
