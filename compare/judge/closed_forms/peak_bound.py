@@ -9,13 +9,13 @@ not all of them are there at once.
                     and in JAX one more; of both ends; and of one block as backward computes it anew, with its
                     gradients
     parameters      that are gathered: of two blocks and the ends under ZeRO-3, else all
-    gradients       once more, whole: as they are summed up, reduced, or copied into buckets; JAX's of the
-                    token table again, which is used at both ends
-    logits          torch: `Keeps`, and of a pipeline two for each further microbatch; JAX: three, of which XLA
-                    fuses some; a compiler's pipeline has those of all microbatches, shared by its stages
+    gradients       once more, whole: as they are summed up, reduced, or copied into buckets; or as the token
+                    table's, which is used at both ends
+    logits          torch: `Keeps`, and of a pipeline two for each further microbatch; JAX: three, of which
+                    XLA fuses some; a compiler's pipeline has all microbatches', shared by its stages
 
-A number is of 16 bits and of 32 where it is of 16: some is kept before it is cast, and XLA on a CPU computes in
-float32. Sources: docs/memory.md, whose rows the tests hold to it.
+A number of 16 bits counts as one of 48: some is kept before it is cast, and XLA on a CPU computes in float32.
+Sources: docs/memory.md, whose rows the tests hold to it.
 """
 
 from compare.contract.engines.engine import Keeps
