@@ -17,11 +17,11 @@ from compare.studies.sweep_outcome import SweepOutcome, read_outcome
 
 FILE = Path(__file__).parent / "strategies.json"
 SWEEPS = {
-    "strategies": "sweep demo --train.max_iters 40",
-    "strong": "sweep demo --train.max_iters 40 --scaling strong --presets ddp fsdp --devices 1 2 4 "
-    "--engines jax-manual torch-manual",
-    "weak": "sweep demo --train.max_iters 40 --scaling weak --presets ddp fsdp --devices 1 2 4 "
-    "--engines jax-manual torch-manual",
+    "strategies": "sweep demo --model.n_layer 3 --train.max_iters 40",
+    "strong": "sweep demo --model.n_layer 3 --train.max_iters 40 --scaling strong --presets ddp fsdp "
+    "--devices 1 2 4 --engines jax-manual torch-manual",
+    "weak": "sweep demo --model.n_layer 3 --train.max_iters 40 --scaling weak --presets ddp fsdp "
+    "--devices 1 2 4 --engines jax-manual torch-manual",
 }
 """Arguments of shardpair, by the name of the generated section of the page."""
 

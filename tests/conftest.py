@@ -53,6 +53,7 @@ SLOW = {
     "test_jaxpar_run",
     "test_jaxpar_shards",
     "test_own_weights",
+    "test_printed_commands",
     "test_processes",
     "test_progress",
     "test_ranks",

@@ -6,7 +6,7 @@ from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.commands.pythons import pythons_of
 from compare.contract.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import fitting, installed
-from compare.studies.presets import apply_preset
+from compare.studies.presets import PRESETS, apply_preset, check_names
 from compare.terminal.console import errors_console, printable
 
 DEVICES = 4
@@ -25,7 +25,7 @@ class Spread(Spec, frozen=True, kw_only=True):
     ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp. It gives the degrees; what you say of the rest, such as
     --layout.microbatches or --layout.schedule, wins."""
     devices: int | None = None
-    """How many devices --preset spreads over. Default: 4."""
+    """How many devices --preset spreads over. Default: what the matrix takes, which is 4 for most."""
 
     def laid_out(self, experiment: Experiment) -> Experiment:
         """The experiment, with the user's overrides in it, under --preset, if one was given.
@@ -40,7 +40,8 @@ class Spread(Spec, frozen=True, kw_only=True):
             )
         if not self.preset:
             return experiment
-        devices = DEVICES if self.devices is None else self.devices
+        check_names("--preset", "preset", [self.preset], PRESETS)
+        devices = PRESETS[self.preset].devices if self.devices is None else self.devices
         layout, notes = apply_preset(experiment.layout, self.preset, devices, self.said)
         if not self.quiet:
             for note in notes:

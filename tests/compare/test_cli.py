@@ -145,7 +145,7 @@ def test_help_teaches(capsys):
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "shardpair run demo --engines jax-manual torch-manual" in text
-    assert "Number of transformer blocks (L). (default: 3)" in text  # the demo's own default
+    assert "Number of transformer blocks (L). (default: 4)" in text  # the demo's own default
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -8,8 +8,10 @@ from compare import api
 from compare.cli import main, parse
 from compare.commands.arguments import defaults_for
 from compare.commands.run import Run
+from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import ExperimentError, Layout, load, to_toml
 from compare.studies.bench_cases import layout_name
+from compare.studies.fitting import fitting
 from compare.studies.presets import PRESETS, Said, apply_preset, check_presets, preset_layout, settings_in
 
 FILES = {
@@ -184,6 +186,14 @@ def test_every_preset_is_what_it_is_named_for_when_nothing_is_said(name):
     assert apply_preset(load("demo").layout, name, devices, Said())[0].axes == pure.axes
     if name != "single":
         assert layout_name(pure).startswith(f"{name}-")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_runs_on_the_demo(name):
+    command, _ = parse(["run", "demo", "--preset", name])
+    experiment = command.laid_out(command.resolved(is_spread=False))
+    assert experiment.layout.devices == preset_layout(Layout(), name, PRESETS[name].devices).devices
+    assert fitting(list(STUDIED), experiment.layout, platform="cpu")[0]
 
 
 def test_presets_that_cannot_be_spread_are_no_matter_of_what_was_said():

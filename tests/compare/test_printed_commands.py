@@ -1,0 +1,126 @@
+"""Every command line that README.md, docs and --help print does what it says, up to the first process.
+
+Lines are collected from the pages and the commands' docstrings: a new one is tried without a word here.
+What can be planned is run with --dry_run; what cannot goes as far as the first process that it starts; and
+one that reads a folder which this test cannot make must be refused for that folder, and nothing else.
+"""
+
+import functools
+import inspect
+import itertools
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import make_docs
+import numpy as np
+import pytest
+from checkpoints import write_random
+
+from compare.cli import COMMANDS, main
+from compare.commands import collectives
+from compare.contract import data
+from compare.contract.experiment import load
+from compare.execute import launch
+from compare.studies import fitting
+
+FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(shardpair [^`]+)`")
+ASIDE = re.compile(r"\s{2,}\(.*")
+"""What the help says behind a line."""
+CONFIG = "n_layer = 6\ndataset = 'shakespeare_char'\n"
+
+
+FOLDERS = ("--continue", "--results", "--resume")
+
+
+class Started(BaseException):
+    """A line got as far as starting a process: nothing was wrong with it."""
+
+
+def printed_lines() -> dict[str, list[str]]:
+    """The words of every line that a page or a help prints, without what a shell makes of it, by the line."""
+    pages = [path.read_text() for path in make_docs.PAGES]
+    fenced = [line for page in pages for block in FENCED.findall(page) for line in block.splitlines()]
+    inline = [" ".join(line.split()) for page in pages for line in INLINE.findall(page)]
+    tried = [
+        ASIDE.sub("", line.strip())
+        for command in COMMANDS.values()
+        for line in (inspect.getdoc(command) or "").partition("Try:")[2].splitlines()
+    ]
+    found = {}
+    for line in (*fenced, *inline, *tried):
+        words = shlex.split(line, comments=True)
+        is_a_name = len(words) == 2 and line in inline  # the command is spoken of
+        if words[:1] == ["shardpair"] and not re.search(r"[&>]|--tyro|--help", line) and not is_a_name:
+            found[" ".join(words)] = words[1:]
+    return found
+
+
+LINES = printed_lines()
+
+
+@pytest.fixture
+def places(tmp_path) -> Path:
+    """A folder with what the lines read: texts, tokens, a TOML file, one of nanoGPT's config files."""
+    folder = tmp_path
+    (folder / "docs").mkdir()
+    for words in LINES.values():
+        for word in words:
+            if word.endswith(".txt"):
+                (folder / word).write_text("some words\n" * 2000)
+            elif word.endswith(".toml"):
+                (folder / word).write_text("")
+            elif word.startswith("data/"):
+                write_tokens(folder / word)
+            elif word.endswith(".py"):
+                (folder / word).parent.mkdir(exist_ok=True)
+                (folder / word).write_text(CONFIG)
+    write_tokens(folder / "data" / "shakespeare_char")
+    return folder
+
+
+def write_tokens(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("train.bin", "val.bin"):
+        np.zeros(5000, "<u2").tofile(folder / name)
+
+
+@pytest.fixture(autouse=True)
+def a_machine_with_everything(places, monkeypatch):
+    """Eight GPUs, every package, nothing else running; and no process can start."""
+
+    def start(*arguments, **keywords):
+        raise Started
+
+    monkeypatch.chdir(places)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
+    monkeypatch.setattr(collectives, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(data, "standard_library_text", functools.cache(data.standard_library_text))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_it_does_what_it_says(line, places, capsys, monkeypatch):
+    command, *others = LINES[line]
+    source = others[0] if command in ("resume", "convert", "sample", "report") else ""
+    if source and Path(source).suffix != ".pt" and source != "gpt2/" and command != "report":
+        write_random(places / source, load("demo"))
+    is_planned = "dry_run" in COMMANDS[command].__struct_fields__ and not {"--continue", "--results"} & {
+        *others
+    }
+    try:
+        code = main([command, *others, *(["--dry_run"] if is_planned else [])])
+    except Started:
+        return
+    said = " ".join(capsys.readouterr().err.split())
+    behind = {after for flag, after in itertools.pairwise(others) if flag in FOLDERS} | {source}
+    missing = [word.rstrip("/") for word in behind if word and not (places / word).exists()]
+    assert code == 0 or (code == 2 and any(word in said for word in missing)), said
+
+
+def test_there_are_lines_of_every_command():
+    assert {words[0] for words in LINES.values()} >= COMMANDS.keys() - {"doctor", "mirror", "list"}
+    assert len(LINES) > 80
