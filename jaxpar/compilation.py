@@ -17,12 +17,18 @@ from jaxpar.training_step import ShardedStep
 
 
 def compile_step(
-    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
+    sharded: ShardedStep,
+    state: TrainState,
+    experiment: Experiment,
+    *,
+    with_gradients: bool = False,
+    see: Callable[[Any], None] = lambda program: None,
 ) -> jax.stages.Compiled:
     """Compile the sharded step ahead of time, its state donated.
 
     Args:
         with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.
+        see: called with the traced program (a ClosedJaxpr) before XLA has it.
     """
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
@@ -32,7 +38,8 @@ def compile_step(
     moments = _shardings(state.opt_state)
     outputs = (sharded.params, moments, sharded.scalars, sharded.moments if with_gradients else None)
     batch = batch_like(experiment)
-    return _compile(step, sharded, state, experiment, batch, out_shardings=outputs, donate_argnums=(0, 1))
+    donated = {"out_shardings": outputs, "donate_argnums": (0, 1)}
+    return _compile(step, sharded, state, experiment, batch, see=see, **donated)
 
 
 def compile_evaluation(
@@ -57,13 +64,16 @@ def _compile(
     state: TrainState,
     experiment: Experiment,
     batch: Any,
+    *,
+    see: Callable[[Any], None] = lambda program: None,
     **options: Any,
 ) -> jax.stages.Compiled:
     """Compile a function of the step's arguments, which live where the step's do."""
     in_shardings = (sharded.params, _shardings(state.opt_state), sharded.batch, sharded.scalars)
     jitted = jax.jit(function, in_shardings=in_shardings, **options)
-    lowered = jitted.lower(state.params, state.opt_state, batch, device_scalars(experiment, state))
-    return lowered.compile(compiler_options=sharded.compiler_options)
+    traced = jitted.trace(state.params, state.opt_state, batch, device_scalars(experiment, state))
+    see(traced.jaxpr)
+    return traced.lower().compile(compiler_options=sharded.compiler_options)
 
 
 def _shardings(tree: Any) -> Any:

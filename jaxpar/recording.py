@@ -1,6 +1,6 @@
 """The record of a run: an observer that the training loop calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,6 @@ import numpy as np
 
 from compare.contract.data import Corpus
 from compare.contract.divergence import end_if_diverged, first_not_finite
-from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.ledger import Ledger
@@ -17,6 +16,7 @@ from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Request, Rung
 from compare.contract.stream import OwnBatches
+from compare.contract.ticks import Ticks
 from compare.contract.timing import Window
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
@@ -33,8 +33,8 @@ from jaxpar.measure.usage import (
     resident_bytes,
     threads,
 )
+from jaxpar.measure.work import work_of
 from jaxpar.optimizer import moments
-from jaxpar.remat import Remat
 from jaxpar.state import TrainState
 from jaxpar.training_step import ShardedStep
 
@@ -50,7 +50,6 @@ class Recording:
         sharded: between the trees on the devices and the model's own shapes.
         state: before the first step.
         corpus: where the batches come from.
-        remat: what is recomputed.
         started_utc: when the run began.
         moments: finds m and v in the optimizer's state.
     """
@@ -63,12 +62,11 @@ class Recording:
         sharded: ShardedStep,
         state: TrainState,
         corpus: Corpus | OwnBatches,
-        remat: Remat,
         started_utc: str,
         moments: Callable[[Any], dict[str, Any]] = moments,
     ):
         self._request, self._recorder, self._sharded, self._state = request, recorder, sharded, state
-        self._corpus, self._remat, self._started_utc = corpus, remat, started_utc
+        self._corpus, self._started_utc = corpus, started_utc
         self._moments = moments
         self._first_step_s = 0.0
         self._windows: list[Window] = []
@@ -106,11 +104,14 @@ class Recording:
         if request.ladder and step == request.first_step:
             self._recorder.tensors(Rung.BATCH, jax.device_get(batch))
             self._leave(Rung.GRADIENTS, gradients)
-            self._leave(Rung.FIRST_WEIGHTS, self._state.params)
             for name, tree in self._moments(self._state.opt_state).items():
                 self._leave(_MOMENT_RUNGS[name], tree)
-        if request.leaves_later_weights(step):
-            self._leave(Rung.LATER_WEIGHTS, self._state.params)
+        if rung := request.weights_due_after(step):
+            self._leave(rung, self._state.params)
+
+    def is_traced(self, program: Any, *, ticks: Sequence[Ticks] = ()) -> None:
+        """The step has been traced: leave what it computes. Arguments as of `work_of`."""
+        self._recorder.work(work_of(program, ticks))
 
     def finish(self, step: jax.stages.Compiled, devices: list[jax.Device], *, compile_s: float) -> None:
         """After the last step: what it cost, read from the compiled step, completes the record."""
@@ -124,8 +125,6 @@ class Recording:
             platform=request.platform,
             devices=len(devices),
             device_kind=device_kind(devices[0]),
-            gradient_sync=ENGINES[request.engine].gradient_sync_for(experiment.layout),
-            remat=self._remat,
             parameters=parameter_count(experiment.model),
             initial_weights_sha256=self._initial_weights_sha256,
             corpus_sha256=self._corpus.sha256,

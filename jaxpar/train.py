@@ -34,6 +34,7 @@ from jaxpar.compilation import compile_step, device_scalars
 from jaxpar.evaluation import make_evaluation
 from jaxpar.functional import make_loss, make_pieces
 from jaxpar.measure.profile import profiling
+from jaxpar.measure.work import noted_ticks
 from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
@@ -113,11 +114,13 @@ def train(
         parts=lambda: state_parts(sharded, state, experiment.model),
     )
     recording = Recording(
-        request, recorder, sharded=sharded, state=state, corpus=corpus, remat=remat, started_utc=started_utc
+        request, recorder, sharded=sharded, state=state, corpus=corpus, started_utc=started_utc
     )
     state.loss_scale = request.first_loss_scale
     begun = time.perf_counter()
-    step = compile_step(sharded, state, experiment)
+    with noted_ticks() as ticks:
+        see = functools.partial(recording.is_traced, ticks=ticks)
+        step = compile_step(sharded, state, experiment, see=see)
     compile_s = time.perf_counter() - begun
     progress()
     evaluate_if_due = make_evaluation(sharded, state, experiment, corpus=corpus, recorder=recorder)

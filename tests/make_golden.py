@@ -228,8 +228,6 @@ def main(checkout: Path, output: Path) -> None:
         platform="cpu",
         devices=1,
         device_kind="a CPU",
-        gradient_sync="none",
-        remat="none",
         parameters=sum(parameter.numel() for parameter in parameters),
         initial_weights_sha256=fingerprint(watcher.initial_weights),
         corpus_sha256=corpus.sha256,

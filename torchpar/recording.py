@@ -20,6 +20,7 @@ from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Rung
 from compare.contract.timeline import profiled_step
 from compare.contract.timing import Window, merged
+from compare.contract.work import Work
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import LedgerMode, of_all_ranks
@@ -34,9 +35,10 @@ from torchpar.measure.memory import (
 )
 from torchpar.measure.places import group_names
 from torchpar.measure.storages import StorageMode
+from torchpar.measure.work import WorkMode
+from torchpar.measure.work import of_all_ranks as work_of_all_ranks
 from torchpar.offload import host_tensors
 from torchpar.parallel_model import TensorsByName
-from torchpar.remat import resolve_remat
 from torchpar.state import Batch, Run
 from torchpar.weights import moment_keys, to_arrays
 
@@ -59,6 +61,7 @@ class Recording:
         mesh = run.mesh
         self._ledger_mode = LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True)
         self._gradient_bytes = 0
+        self._work: Work | None = None
         self._watching: StorageMode | None = None
         self._memory: DeviceMemory | None = None
         self._first_step_s = 0.0
@@ -112,10 +115,12 @@ class Recording:
         }
         elsewhere = host_tensors(parallel.optimizer)
         watching = watch_memory(mesh.device, held, elsewhere=elsewhere, module=parallel.module)
-        with watching as self._watching, self._ledger_mode:
+        work = WorkMode(parallel.module, has_tasks=parallel.run_pipeline is not None)
+        with watching as self._watching, self._ledger_mode, work:
             yield
             self._watching.tag("optimizer", parallel.optimizer_state())  # which a first step makes
         self._memory = self._watching.memory(allocator_peak=allocator_peak(mesh.device))
+        self._work = work.seen()
 
     def gradients_are_ready(self) -> None:
         """In the middle of a step: the mean gradients are there, before clipping."""
@@ -143,12 +148,11 @@ class Recording:
         if step == run.request.first_step:
             self._first_step_s = seconds
         self._note(run.state.place, loss, norm, seconds=seconds)
+        if rung := run.request.weights_due_after(step):
+            self._leave(rung, run.parallel.weights())
         if run.request.ladder and step == run.request.first_step:
-            self._leave(Rung.FIRST_WEIGHTS, run.parallel.weights())
             for name, key in moment_keys(run.experiment.optimizer).items():
                 self._leave(_MOMENT_RUNGS[name], run.parallel.moments(key))
-        if run.request.leaves_later_weights(step):
-            self._leave(Rung.LATER_WEIGHTS, run.parallel.weights())
 
     def window_is_done(self, done: list[tuple[Place, torch.Tensor, torch.Tensor]], window: Window) -> None:
         """After a window of steps, when the state has moved on: their numbers.
@@ -190,8 +194,8 @@ class Recording:
         request, experiment = run.request, run.experiment
         assert self._memory, "no step was watched"
         noted = self._ledger_mode.noted()
-        cost = (self._memory, cpu_seconds(), self._resident(), noted, self._windows)
-        memories, cpu, residents, ledgers, windows = zip(
+        cost = (self._memory, cpu_seconds(), self._resident(), noted, self._work, self._windows)
+        memories, cpu, residents, ledgers, work, windows = zip(
             *run.mesh.world.all_gather_objects(cost), strict=True
         )
         if not self._recorder:
@@ -202,8 +206,6 @@ class Recording:
             platform=request.platform,
             devices=experiment.layout.devices,
             device_kind=device_kind(run.mesh.device),
-            gradient_sync=ENGINES[request.engine].gradient_sync_for(experiment.layout),
-            remat=resolve_remat(experiment.layout),
             parameters=parameter_count(experiment.model),
             initial_weights_sha256=run.initial_weights_sha256,
             corpus_sha256=run.corpus.sha256,
@@ -220,6 +222,7 @@ class Recording:
         )
         self._recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         counts_own, stages = ENGINES[request.engine].counts_own_calls, experiment.layout.pp
+        self._recorder.work(work_of_all_ranks(work, stages=stages))
         self._recorder.finish(manifest, of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
 
     @property

@@ -16,7 +16,7 @@ from compare.contract.experiment import (
     revalidate,
 )
 from compare.execute.progress import Reporter
-from compare.judge.ladder import RUNGS
+from compare.judge.ladder import rungs_of
 from compare.present.tables import rung_cell
 from compare.studies.cases import engine_cases
 from compare.studies.golden import EXPERIMENT, REFERENCE, Held, hold
@@ -73,7 +73,7 @@ def print_held(held: Held, *, as_json: bool) -> None:
     table.add_column("rung")
     for verdict in held.verdicts:
         table.add_column(verdict.candidate, justify="right")
-    for rung in RUNGS:
+    for rung in rungs_of(held.verdicts):
         table.add_row(rung, *(rung_cell(verdict, rung) for verdict in held.verdicts))
     worst = [max((rung.error for rung in verdict.rungs), default=0.0) for verdict in held.verdicts]
     table.add_section()

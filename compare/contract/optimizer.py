@@ -67,6 +67,8 @@ def reference_step(
     gradients: Mapping[str, np.ndarray],
     moments: Mapping[str, Mapping[str, np.ndarray]],
     step: int,
+    *,
+    norm: float | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
     """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
 
@@ -77,6 +79,7 @@ def reference_step(
         gradients: by canonical name, before clipping.
         moments: m and v by name of the moment, then by canonical name; {} before the first step.
         step: optimizer steps already taken.
+        norm: of all gradients, where `gradients` are only some of them.
 
     Returns:
         The new weights and the new moments.
@@ -84,7 +87,8 @@ def reference_step(
     scalars = step_scalars(optimizer, step)
     scale = 1.0
     if optimizer.grad_clip:
-        scale = min(1.0, optimizer.grad_clip / (global_norm(gradients) + CLIP_EPS))
+        norm = global_norm(gradients) if norm is None else norm
+        scale = min(1.0, optimizer.grad_clip / (norm + CLIP_EPS))
     new_weights, new_moments = {}, {name: {} for name in moment_names(optimizer)}
     for parameter in table:
         name = parameter.name

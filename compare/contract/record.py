@@ -7,6 +7,7 @@
     collectives.hlo.json      of a compiled step: its collectives one by one (`compare.contract.instructions`)
     timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
     memory.json               memory of one step by class (`compare.contract.memory_profile`)
+    work.json                 what one step computes, as it was seen (`compare.contract.work`)
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
     manifest.json             how it was run and what it cost; written last, so that its presence means
                               that the record is complete
@@ -23,7 +24,7 @@ The one module of the contract that needs more than NumPy and msgspec: safetenso
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -43,6 +44,7 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.tensors import RecordError, Tensors, garbled
 from compare.contract.timeline import TIMELINE, Timeline
 from compare.contract.timing import Window
+from compare.contract.work import WORK, Work
 
 T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"
@@ -92,10 +94,6 @@ class Manifest(Struct, frozen=True, kw_only=True):
     devices: int
     device_kind: str
     """The device as the framework names it: a CPU model or a GPU model."""
-    gradient_sync: str
-    """What actually ran: see `Engine.gradient_sync_for`."""
-    remat: Literal["none", "dots", "full"]
-    """What `layout.remat = auto` came to."""
     parameters: int
     initial_weights_sha256: str
     corpus_sha256: str
@@ -145,6 +143,8 @@ class Record(Struct, frozen=True, kw_only=True):
     """Of a profiled run."""
     memory: MemoryProfile | None = None
     """None where none of the steps was watched."""
+    work: Work | None = None
+    """None where the engine does not tell."""
     request: Request | None = None
     """What was asked for; None for numbers that no engine of ours made."""
 
@@ -204,6 +204,10 @@ class Recorder:
         """Leave the memory of the watched step."""
         write_json(self.folder / MEMORY, profile)
 
+    def work(self, work: Work) -> None:
+        """Leave what the watched step computed."""
+        write_json(self.folder / WORK, work)
+
     def finish(self, manifest: Manifest, ledger: Ledger) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
@@ -214,7 +218,7 @@ class Recorder:
 
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
-    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY]
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY, WORK]
     for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
@@ -272,5 +276,6 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         instructions=_read_if_there(folder / HLO_COLLECTIVES, list[Instruction]),
         timeline=_read_if_there(folder / TIMELINE, Timeline),
         memory=_read_if_there(folder / MEMORY, MemoryProfile),
+        work=_read_if_there(folder / WORK, Work),
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

@@ -34,6 +34,8 @@ class Rung(StrEnum):
     """Second moments after the first optimizer step."""
     LATER_WEIGHTS = "later_weights"
     """After `Request.later_step` optimizer steps."""
+    FINAL_WEIGHTS = "final_weights"
+    """After the last optimizer step of the run, if that is neither the first nor `Request.later_step`."""
 
 
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,9 +103,17 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """How many steps the run has."""
         return self.experiment.train.max_iters - self.first_step
 
-    def leaves_later_weights(self, step: int) -> bool:
-        """True if `Rung.LATER_WEIGHTS` is to be taken after this step."""
-        return self.ladder and step + 1 == self.first_step + self.later_step
+    @property
+    def weights_due(self) -> dict[int, Rung]:
+        """The rung at which weights are taken after a step, by the steps done; {} without a ladder."""
+        if not self.ladder:
+            return {}
+        due = {self.steps: Rung.FINAL_WEIGHTS, self.later_step: Rung.LATER_WEIGHTS, 1: Rung.FIRST_WEIGHTS}
+        return {steps: rung for steps, rung in due.items() if steps <= self.steps}
+
+    def weights_due_after(self, step: int) -> Rung | None:
+        """The rung at which the weights after this step are taken; None for most steps."""
+        return self.weights_due.get(step + 1 - self.first_step)
 
 
 def read_request(folder: Path) -> Request:
@@ -166,6 +176,6 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     if not request.ladder:
         return ()
     moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-    later = (Rung.LATER_WEIGHTS,) if request.later_step <= request.steps else ()
-    kept = tuple(moments[name] for name in moment_names(request.experiment.optimizer))
-    return (Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS, *kept, *later)
+    kept = [moments[name] for name in moment_names(request.experiment.optimizer)]
+    asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, *kept, *request.weights_due.values()}
+    return tuple(rung for rung in Rung if rung in asked)

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from compare.contract.engines.registry import ENGINES
 from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
@@ -64,7 +63,6 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
         "engine": request.engine,
         "platform": request.platform,
         "devices": devices,
-        "gradient_sync": ENGINES[request.engine].gradient_sync_for(experiment.layout),
         "parameters": parameter_count(experiment.model),
         "corpus_sha256": request.corpus_sha256 or manifest.corpus_sha256,
     }
@@ -123,8 +121,11 @@ def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
     split = {axis for axis, degree in experiment.layout.axes.items() if degree > 1}
     for axis in sorted(split - used):
         yield f"nothing was communicated along {axis}, over which the layout spreads it"
-    if used and not split:
-        yield f"it communicated along {', '.join(sorted(used))} on one device"
+    if odd := sorted(used - split):
+        where = (
+            f"which has a degree of 1 ({', '.join(sorted(split))} have more)" if split else "on one device"
+        )
+        yield f"it communicated along {', '.join(odd)}, {where}"
 
 
 def _of_tensors(record: Record, request: Request) -> Iterator[str]:

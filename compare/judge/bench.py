@@ -16,6 +16,7 @@ from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record
 from compare.contract.request import Platform
 from compare.contract.timing import Timing, Window
+from compare.judge.strategy import done_words
 
 BENCH = "bench.json"
 MOST_FAILURES = 2
@@ -221,12 +222,12 @@ def measured(
 
 def circumstances_of(record: Record) -> Circumstances:
     """What a record says of how it ran."""
-    manifest = record.manifest
+    manifest, done = record.manifest, done_words(record)
     return Circumstances(
         device_kind=manifest.device_kind,
         threads=manifest.threads,
-        gradient_sync=manifest.gradient_sync,
-        remat=manifest.remat,
+        gradient_sync=done.gradient_sync,
+        remat=done.remat,
         peak_memory_method=manifest.peak_memory_method,
         versions=manifest.versions,
     )

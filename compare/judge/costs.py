@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record, Step
+from compare.judge.strategy import done_words
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -15,6 +16,7 @@ class Cost(Struct, frozen=True, kw_only=True):
     engine: str
     devices: int
     gradient_sync: str
+    """What was done, as far as it was seen (`judge.strategy`)."""
     remat: str
     final_loss: float
     mean_loss: float
@@ -55,14 +57,14 @@ def steady_times_ms(record: Record) -> list[float]:
 
 def cost_of(record: Record) -> Cost:
     """Reduce a record to its row of the table."""
-    manifest, times_ms = record.manifest, steady_times_ms(record)
+    manifest, times_ms, done = record.manifest, steady_times_ms(record), done_words(record)
     sent = of_busiest_stage(record.ledger.rows)
     median_ms = statistics.median(times_ms)
     return Cost(
         engine=manifest.engine,
         devices=manifest.devices,
-        gradient_sync=manifest.gradient_sync,
-        remat=manifest.remat,
+        gradient_sync=done.gradient_sync,
+        remat=done.remat,
         final_loss=record.steps[-1].loss,
         mean_loss=statistics.fmean(step.loss for step in record.steps),
         validation_loss=record.evaluations[-1].validation if record.evaluations else UNSET,

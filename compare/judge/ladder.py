@@ -3,8 +3,10 @@
 First both must be what was asked for (`judge.acceptance`): two runs that stop early agree. Then each rung
 compares what arises one after the other in training: the batch, the initial weights, the
 loss, the gradients before clipping, their norm, weights and moments after one optimizer step, weights
-after N steps, the curves of loss and norm. The first rung that fails names the kind of mistake: a wrong mean
-shows in the gradients, a wrong decay in the first weights, a wrong beta2 in the moments and nowhere before.
+after N steps and after the last, the curves of loss and norm. The first rung that fails names the kind of
+mistake: a wrong mean shows in the gradients, a wrong decay in the first weights, a wrong beta2 in the moments
+and nowhere before. In float16 the steps that were skipped come first: runs that skipped others part anyway.
+Last comes what no number shows: whether the work was spread, ordered and kept as asked (`judge.strategy`).
 
 Gradients come before anything that an optimizer did with them: Adam and clipping hide their scale.
 The error of a tensor is max|a - b| / max|reference|, relative to the largest entry of that tensor;
@@ -23,33 +25,45 @@ from compare.judge.acceptance import objections
 from compare.judge.rungs import (
     COMPARE,
     begin_apart,
-    compare_evaluations,
-    compare_loss_scales,
     first_was_skipped,
     shortened,
 )
-from compare.judge.tolerances import SAME_OVERFLOWS, Tolerance, tolerances_for
+from compare.judge.tolerances import Tolerance, tolerances_for
 
 REQUEST = "request"
-RUNGS = (
+LOSS_SCALE = "loss_scale"
+"""Of float16 alone: which steps were skipped, and the scale of each: the same in both runs."""
+EVALUATIONS = "evaluations"
+"""Of runs that evaluate; as far from each other as their loss curves may be."""
+FINAL = "final_weights"
+"""Of runs whose last step is neither the first nor that of later_weights."""
+STRATEGY = "strategy"
+"""Of engines that tell what they compute: nothing was ignored that numbers do not show."""
+LADDER = (
     REQUEST,
     "batch",
     "initial_weights",
     "loss",
+    LOSS_SCALE,
     "gradients",
     "grad_norm",
     "first_weights",
     "first_moments",
+    "first_update",
     "later_weights",
+    FINAL,
     "loss_curve",
     "norm_curve",
+    EVALUATIONS,
+    STRATEGY,
 )
-LOSS_SCALE = "loss_scale"
-"""One rung more in float16: which steps were skipped, and the scale of each: the same in both runs."""
-OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments")
+"""All rungs, in the order in which they are climbed."""
+SOME = (LOSS_SCALE, FINAL, EVALUATIONS, STRATEGY)
+"""Rungs that only some runs have: a run without them has skipped nothing."""
+RUNGS = tuple(rung for rung in LADDER if rung not in SOME)
+"""Rungs that every run with a ladder has."""
+OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments", "first_update")
 """Rungs that say nothing where the first step was skipped."""
-EVALUATIONS = "evaluations"
-"""One rung more for runs that evaluate; as far from each other as their loss curves may be."""
 
 
 class RungResult(Struct, frozen=True, kw_only=True):
@@ -108,6 +122,15 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
 
 
+def rungs_of(verdicts: Sequence[Verdict]) -> list[str]:
+    """The rungs of a table: those that every run has, and those that any of these has."""
+    return [
+        rung
+        for rung in LADDER
+        if rung in RUNGS or any(verdict.error(rung) is not None for verdict in verdicts)
+    ]
+
+
 def climb(reference: Record, candidate: Record, *, reference_name: str = "", name: str = "") -> Verdict:
     """Hold a run against a reference, rung by rung.
 
@@ -126,21 +149,18 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
     tolerances = tolerances_for(candidate.manifest.experiment.precision.dtype, apart=apart)
     results = [_compare_requests([(reference_name, reference), (name, candidate)], tolerances[REQUEST])]
     skipped = {}
-    for rung in RUNGS[1:]:
+    for rung in LADDER[1:]:
         nothing_done = rung in OF_FIRST_STEP and first_was_skipped(reference, candidate)
         runs = [shortened(run, tolerances[rung].steps) for run in (reference, candidate)]
         compared = None if nothing_done else COMPARE[rung](*runs)
         if compared is None:
-            skipped[rung] = _why_skipped(rung, candidate)
+            if rung not in SOME:
+                skipped[rung] = _why_skipped(rung, candidate)
             continue
         error, worst = compared
         if len(runs[1].steps) < len(candidate.steps):
             worst += f", of the first {len(runs[1].steps)} steps, as no later one was compared"
         results.append(_result(rung, error, worst, tolerances[rung]))
-    if scaled := compare_loss_scales(reference, candidate):
-        results.append(_result(LOSS_SCALE, *scaled, SAME_OVERFLOWS))
-    if evaluated := compare_evaluations(reference, candidate):
-        results.append(_result(EVALUATIONS, *evaluated, tolerances["loss_curve"]))
     return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
 
 
@@ -169,4 +189,6 @@ def _why_skipped(rung: str, candidate: Record) -> str:
         return "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
     if request and request.ladder and rung == "first_moments":
         return "the optimizer keeps no moments"
+    if request and request.ladder and rung == "first_update" and request.resume:
+        return "the run went on from a checkpoint: what its moments were before is not in the record"
     return "it was not asked for" if request and not request.ladder else "the runs did not leave it"

@@ -14,7 +14,12 @@ from compare.contract.optimizer import global_norm
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Rung, rungs_asked_for
+from compare.judge.first_update import first_update
+from compare.judge.strategy import strategy_of
 from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
+
+MOST_SAID = 2
+"""Objections in one verdict."""
 
 
 def shortened(run: Record, steps: int) -> Record:
@@ -82,8 +87,19 @@ def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found 
     if not expected and not found:
         return _missing(candidate, rung)
     if candidate.manifest.experiment.precision.dtype == "float64":
-        return worst_tensor(found, expected)
-    return worst_tensor(found, expected, select=without_key_bias)
+        return worst_tensor(found, expected, select=without_key_bias)
+    begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS)
+    return worst_tensor(found, expected, select=without_key_bias, since=begin or None)
+
+
+def _compare_first_updates(reference: Record, candidate: Record) -> Found | None:
+    """Each run's first update against what its own gradients make of its own weights."""
+    worst: Found | None = None
+    for whose, run in (("", candidate), ("the reference's ", reference)):
+        found = first_update(run)
+        if found is not None and (worst is None or found[0] > worst[0]):
+            worst = found[0], f"{whose}{found[1]}, against the update of its own gradients,"
+    return worst
 
 
 def _missing(candidate: Record, rung: Rung) -> Found | None:
@@ -120,7 +136,7 @@ def _compare_curve(field: str):
     return compare
 
 
-def compare_evaluations(reference: Record, candidate: Record) -> Found | None:
+def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
     """Losses of both splits, after the same steps; None where neither run has any."""
     if not reference.evaluations and not candidate.evaluations:
         return None
@@ -135,12 +151,25 @@ def compare_evaluations(reference: Record, candidate: Record) -> Found | None:
     )
 
 
+def _compare_strategies(reference: Record, candidate: Record) -> Found | None:
+    """Each run against what was asked of it; None if neither's engine tells what it computes."""
+    runs = {"": candidate, "the reference: ": reference}
+    read = {whose: strategy_of(run) for whose, run in runs.items()}
+    wrong = [f"{whose}{one}" for whose, strategy in read.items() for one in strategy.objections]
+    if wrong:
+        return math.inf, "; ".join(wrong[:MOST_SAID])
+    if not any(strategy.findings for strategy in read.values()):
+        return None
+    untold = {what: why for strategy in read.values() for what, why in strategy.untold.items()}
+    return 0.0, "; ".join(f"{what} is untold: {why}" for what, why in untold.items())
+
+
 def first_was_skipped(reference: Record, candidate: Record) -> bool:
     """Whether neither's first step changed anything."""
     return reference.steps[0].skipped and candidate.steps[0].skipped
 
 
-def compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
+def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
     """Which steps were skipped, and every scale; None where there is none."""
     if candidate.manifest.experiment.precision.dtype != "float16":
         return None
@@ -173,11 +202,16 @@ COMPARE: dict[str, Callable[[Record, Record], Found | None]] = {
     "batch": _compare_batch,
     "initial_weights": _compare_initial_weights,
     "loss": _compare_first("loss"),
+    "loss_scale": _compare_loss_scales,
     "gradients": lambda *runs: _compare_tensors(*runs, Rung.GRADIENTS),
     "grad_norm": _compare_norm,
     "first_weights": lambda *runs: _compare_weights(*runs, Rung.FIRST_WEIGHTS),
     "first_moments": _compare_moments,
+    "first_update": _compare_first_updates,
     "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
+    "final_weights": lambda *runs: _compare_weights(*runs, Rung.FINAL_WEIGHTS),
     "loss_curve": _compare_curve("loss"),
     "norm_curve": _compare_curve("grad_norm"),
+    "evaluations": _compare_evaluations,
+    "strategy": _compare_strategies,
 }

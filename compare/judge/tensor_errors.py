@@ -24,18 +24,38 @@ def relative_error(value: np.ndarray, reference: np.ndarray) -> float:
     return error if math.isfinite(error) else math.inf
 
 
+def error_of_movement(value: np.ndarray, reference: np.ndarray, begin: np.ndarray) -> float:
+    """rms(value - reference) / rms(reference - begin): 1 for a tensor that stayed where it began.
+
+    Relative to rms(reference) where the reference did not move. Infinite for another shape, or where a value
+    is not finite.
+    """
+    if not value.shape == reference.shape == begin.shape:
+        return math.inf
+    value, reference, begin = (array.astype(np.float64) for array in (value, reference, begin))
+    scale = _rms(reference - begin) or _rms(reference) or 1.0
+    error = _rms(value - reference) / scale
+    return error if math.isfinite(error) else math.inf
+
+
+def _rms(array: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(array)))) if array.size else 0.0
+
+
 def worst_tensor(
     values: Mapping[str, np.ndarray],
     references: Mapping[str, np.ndarray],
     *,
     select: Callable[[str, np.ndarray], np.ndarray] = lambda name, tensor: tensor,
+    since: Mapping[str, np.ndarray] | None = None,
 ) -> Found:
-    """The largest `relative_error` over tensors of the same names, and its name; or what is wrong.
+    """The largest error over tensors of the same names, and its name; or what is wrong.
 
     Args:
         values: under test; one tensor is in memory at a time, if these are read as they are asked for.
         references: what they should be.
         select: the part of a tensor that counts.
+        since: what they were at first: then errors are `error_of_movement`, else `relative_error`.
     """
     if values.keys() != references.keys():
         odd = min(values.keys() ^ references.keys())
@@ -43,7 +63,10 @@ def worst_tensor(
     worst = (-1.0, "")
     for name in references:
         value, reference = select(name, values[name]), select(name, references[name])
-        error = relative_error(value, reference)
+        if since is None:
+            error = relative_error(value, reference)
+        else:
+            error = error_of_movement(value, reference, select(name, since[name]))
         if not math.isfinite(error):
             return math.inf, f"{name} {_what_is_wrong(value, reference)}"
         worst = max(worst, (error, name), key=lambda found: found[0])

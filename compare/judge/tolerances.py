@@ -22,7 +22,8 @@ class Tolerance(Struct, frozen=True):
 _EXACT = Tolerance(0.0, "copied, never computed: bitwise equal")
 _ASKED = Tolerance(0.0, "what ran is what was asked for, to the last field, step and tensor")
 
-SAME_OVERFLOWS = Tolerance(
+_DONE = Tolerance(0.0, "what was done, as it was observed, is what was asked for: settings are equal or not")
+_SAME_OVERFLOWS = Tolerance(
     0.0,
     "the same steps are skipped; an engine that adds up gradients of devices in 16 bits may overflow a scale "
     "earlier than others: lower precision.loss_scale, or compare without --train steps at its edge",
@@ -41,9 +42,11 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
             "Adam divides a gradient by its own size, and small ones carry more rounding: 6e-13 measured",
         ),
         "first_moments": Tolerance(1e-10, "gradients, and their squares: twice their error; 2e-15 measured"),
+        "first_update": Tolerance(1e-10, "the formulas, on the run's own gradients; 5e-16 measured"),
         "later_weights": Tolerance(
             1e-10, "rounding of 20 steps, each fed back into the next; 4e-13 measured"
         ),
+        "final_weights": Tolerance(1e-10, "as after 20 steps, for as long as the run is"),
         "loss_curve": Tolerance(1e-10, "the same, seen through the loss: 6e-16 over 20 steps measured"),
         "norm_curve": Tolerance(1e-10, "the same, through the gradients; 6e-16 over 30 steps measured"),
     },
@@ -60,7 +63,9 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
             "the weights part by 2 lr. Key biases left out: 1e-4 over all layouts, 8e-4 seen on 8 devices",
         ),
         "first_moments": Tolerance(1e-5, "gradients, and their squares: twice their error; 2e-6 measured"),
+        "first_update": Tolerance(2e-6, "the same, and weights of 24 bits; worst measured 2.4e-7"),
         "later_weights": Tolerance(1e-2, "as after the first step, 20 times; worst measured 5e-5"),
+        "final_weights": Tolerance(1e-2, "as after 20 steps, for as long as the run is"),
         "loss_curve": Tolerance(
             1e-3, "rounding fed back at every step; 1e-5 over 120 steps and 2e-5 over 2000 measured"
         ),
@@ -79,7 +84,9 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
             "between engines, twice the largest weight. Worst measured 1e-1, key biases left out",
         ),
         "first_moments": Tolerance(1e-1, "gradients, and their squares: twice their error; 2.5e-2 measured"),
+        "first_update": Tolerance(2e-6, "weights, gradients and moments are float32: as there"),
         "later_weights": Tolerance(2.1, "as after the first step; worst measured 1.1"),
+        "final_weights": Tolerance(2.1, "as after 20 steps, for as long as the run is"),
         "loss_curve": Tolerance(2e-2, "rounding fed back at every step; 5e-5 over 20 steps measured"),
         "norm_curve": Tolerance(
             1e-1,
@@ -101,7 +108,9 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
             "key biases left out",
         ),
         "first_moments": Tolerance(4e-2, "gradients, and their squares: twice their error; 4e-3 measured"),
+        "first_update": Tolerance(2e-6, "weights, gradients and moments are float32: as there"),
         "later_weights": Tolerance(2.1, "as after the first step; worst measured 2.3e-2"),
+        "final_weights": Tolerance(2.1, "as after 20 steps, for as long as the run is"),
         "loss_curve": Tolerance(2e-3, "rounding fed back at every step; 8e-6 over 20 steps measured"),
         "norm_curve": Tolerance(1e-2, "the same, through the gradients; 1e-4 over 20 steps measured"),
     },
@@ -127,6 +136,11 @@ def tolerances_for(dtype: str, *, apart: bool = False) -> dict[str, Tolerance]:
         apart: each run goes on from a checkpoint of its own, in which its rounding so far is kept.
     """
     tolerances = TOLERANCES[dtype]
+    tolerances = tolerances | {
+        "loss_scale": _SAME_OVERFLOWS,
+        "evaluations": tolerances["loss_curve"],
+        "strategy": _DONE,
+    }
     if not apart:
         return tolerances
     later = {rung: tolerances[like] for rung, like in _APART.items()}

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
-from compare.judge.ladder import EVALUATIONS, LOSS_SCALE, RUNGS, Verdict
+from compare.judge.ladder import Verdict, rungs_of
 from compare.studies.faults import planted
 from compare.terminal.console import coloured, print_json, results_console
 from compare.terminal.units import error_text, human_bytes
@@ -96,12 +96,7 @@ def ladder_table(comparison: Comparison) -> Table:
     table.add_column("rung")
     for verdict in comparison.verdicts:
         table.add_column(verdict.candidate, justify="right")
-    also = [
-        rung
-        for rung in (LOSS_SCALE, EVALUATIONS)
-        if any(verdict.error(rung) is not None for verdict in comparison.verdicts)
-    ]
-    for rung in (*RUNGS, *also):
+    for rung in rungs_of(comparison.verdicts):
         table.add_row(rung, *(rung_cell(verdict, rung) for verdict in comparison.verdicts))
     return table
 

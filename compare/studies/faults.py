@@ -87,7 +87,7 @@ FAULTS = {
         ),
         Fault(
             name="kept_gradients",
-            rung="later_weights",
+            rung="final_weights",
             description="gradients are not cleared between steps",
         ),
         Fault(

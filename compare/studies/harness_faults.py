@@ -14,11 +14,12 @@ import numpy as np
 from msgspec import Struct
 
 from compare.contract import record as files
+from compare.contract.communication import GRADIENTS
 from compare.contract.json_files import read_json
 from compare.contract.record import Step, read_record, read_steps, read_tensors
 from compare.contract.request import Rung
 from compare.contract.tensors import RecordError
-from compare.judge.ladder import REQUEST, climb
+from compare.judge.ladder import FINAL, REQUEST, STRATEGY, climb
 
 PAIR, SINGLE = ("reference", "candidate"), "single"
 READING = "reading"
@@ -187,6 +188,46 @@ def _garble(name: str, change: Callable[[bytes], bytes]) -> Damage:
     return damage
 
 
+def _round_first_weights(folder: Path) -> None:
+    """Keep of each weight the 8 bits of a bfloat16, and of a float64 as many."""
+
+    def rounded(tensor: np.ndarray) -> np.ndarray:
+        mantissa, exponent = np.frexp(tensor)
+        return np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(tensor.dtype)
+
+    _tensors(Rung.FIRST_WEIGHTS, lambda named: {name: rounded(one) for name, one in named.items()})(folder)
+
+
+def _without_work(folder: Path) -> None:
+    (folder / files.WORK).unlink()
+
+
+def _work(**fields: object) -> Damage:
+    """Another figure in what was seen of the step."""
+
+    def damage(folder: Path) -> None:
+        files.write_json(folder / files.WORK, read_json(folder / files.WORK, dict) | fields)
+
+    return damage
+
+
+def _ledger(**fields: object) -> Damage:
+    """Another figure in the rows of gradients."""
+
+    def damage(folder: Path) -> None:
+        ledger = read_json(folder / files.LEDGER, dict)
+        for row in ledger["rows"]:
+            row |= fields if row["purpose"] == GRADIENTS else {}
+        files.write_json(folder / files.LEDGER, ledger)
+
+    return damage
+
+
+def _held_twice(folder: Path) -> None:
+    held = read_json(folder / files.MANIFEST, dict)["resident_bytes"]
+    _manifest(resident_bytes=held | {"optimizer": [2 * size for size in held["optimizer"]]})(folder)
+
+
 def _fault(name: str, rung: str, description: str, damage: Damage, **more: Any) -> HarnessFault:
     return HarnessFault(name=name, rung=rung, description=description, damage=damage, **more)
 
@@ -200,7 +241,6 @@ HARNESS_FAULTS = {
         _fault("another_experiment", REQUEST, "another experiment's records", _manifest(train__seed=1)),
         _fault("another_platform", REQUEST, "they ran on GPUs", _manifest(platform="gpu")),
         _fault("another_corpus", REQUEST, "they read other data", _manifest(corpus_sha256="0" * 64)),
-        _fault("another_sync", REQUEST, "gradients reduced otherwise", _manifest(gradient_sync="flat")),
         _fault(
             "another_dtype",
             REQUEST,
@@ -231,6 +271,21 @@ HARNESS_FAULTS = {
             _scaled("grad_norm", first=1),
             both=False,
         ),
+        _fault("wrong_update", "first_update", "both round their weights to 16 bits", _round_first_weights),
+        _fault(
+            "no_last_update",
+            FINAL,
+            "the last step moves no weight",
+            _tensors(Rung.FINAL_WEIGHTS, _zero),
+            both=False,
+        ),
+        _fault("no_work", STRATEGY, "neither says what it computed", _without_work),
+        _fault("other_products", STRATEGY, "products in bfloat16", _work(products={"bfloat16": 9})),
+        _fault("other_remat", STRATEGY, "all is computed again", _work(again=["activations", "products"])),
+        _fault("whole_logits", STRATEGY, "logits of other positions", _work(logits_positions=[1])),
+        _fault("other_sync", STRATEGY, "gradients in 99 messages", _ledger(calls=99)),
+        _fault("other_messages", STRATEGY, "gradients sent in bfloat16", _ledger(dtype="bfloat16")),
+        _fault("held_more", STRATEGY, "optimizer state twice as large", _held_twice),
         _fault("no_steps", READING, "an emptied steps file", _garble(files.STEPS, lambda text: b"")),
         _fault(
             "garbled_tensors",

@@ -12,6 +12,7 @@ from compare.contract.experiment import Experiment, edited
 from compare.contract.record import Record
 from compare.judge.comparison import read_comparison
 from compare.judge.ledger_lines import Line, line_up
+from compare.judge.strategy import with_remat_resolved
 from compare.studies.cases import Case
 from compare.studies.matrix import matrix_cases
 from compare.studies.presets import NOTHING_SAID, Said
@@ -103,8 +104,7 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
     manifest = record.manifest
     if manifest.engine not in STUDIED:
         return EngineLedger(case=case, engine=manifest.engine, experiment=manifest.experiment)
-    layout = msgspec.structs.replace(manifest.experiment.layout, remat=manifest.remat)
-    experiment = msgspec.structs.replace(manifest.experiment, layout=layout)
+    experiment = with_remat_resolved(manifest.engine, manifest.experiment)
     problems = list(record.ledger.problems)
     lines: list[Line] = []
     try:

@@ -230,7 +230,7 @@ def _request(
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
         platform=settings.platform,
         ladder=settings.ladder,
-        later_step=min(LATER_STEP, steps),
+        later_step=min(LATER_STEP, max(steps - 1, 1)),  # the last step's weights have a rung of their own
         corpus_sha256=prepared.corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,

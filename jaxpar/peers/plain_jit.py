@@ -121,7 +121,6 @@ def train(
         sharded=_on_one_device(step, problem, params, device),
         state=state,
         corpus=corpus,
-        remat=remat,
         started_utc=started_utc,
         moments=moments,
     )
@@ -131,7 +130,9 @@ def train(
     shape_ABT = (sizes.gradient_accumulation_steps, sizes.batch_size, experiment.model.block_size)
     shapes = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
     jitted = jax.jit(step, donate_argnums=(0, 1))
-    compiled = jitted.lower(state.params, state.opt_state, shapes).compile()
+    traced = jitted.trace(state.params, state.opt_state, shapes)
+    recording.is_traced(traced.jaxpr)
+    compiled = traced.lower().compile()
     compile_s = time.perf_counter() - begun
     progress()
 

@@ -70,16 +70,13 @@ def test_peaks_are_of_the_dtype_and_without_sparsity():
 
 def manifest_on(device_kind: str, devices: int, experiment=GPT2) -> Manifest:
     """A manifest in which only what matters here is told."""
-    nothing = dict.fromkeys(
-        ("engine", "platform", "gradient_sync", "initial_weights_sha256", "corpus_sha256", "threads"), ""
-    )
+    nothing = dict.fromkeys(("engine", "platform", "initial_weights_sha256", "corpus_sha256", "threads"), "")
     nothing |= dict.fromkeys(("started_utc", "peak_memory_method"), "")
     numbers = dict.fromkeys(("parameters", "compile_s", "first_step_s", "cpu_time_s"), 0)
     return Manifest(
         experiment=experiment,
         devices=devices,
         device_kind=device_kind,
-        remat="none",
         versions={},
         peak_memory_bytes=[],
         **nothing,

@@ -82,7 +82,7 @@ def test_an_engine_that_fails_loses_nothing(tmp_path, tiny, engines, capsys):
     assert engines.started == NAMES
     assert comparison.cases == ["torch-manual", "torch-library"]
     assert not comparison.passed
-    assert comparison.sentence().startswith("INCOMPLETE: torch-library agrees with torch-manual on 11 rungs")
+    assert comparison.sentence().startswith("INCOMPLETE: torch-library agrees with torch-manual on 14 rungs")
     assert "jax-manual did not finish (jax-manual: no luck [/x])" in comparison.sentence()
     assert main(["report", str(tmp_path / "run")]) == 1
     assert "jax-manual did not finish" in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_the_rest_is_run_later_and_only_the_rest(tmp_path, tiny, engines):
     comparison = go_on(tmp_path / "run")
     assert engines.started == ["jax-manual", "torch-library"]
     assert comparison.passed
-    assert comparison.sentence() == "PASS: jax-manual, torch-library agree with torch-manual on 11 rungs"
+    assert comparison.sentence() == "PASS: jax-manual, torch-library agree with torch-manual on 14 rungs"
     assert (tmp_path / "run" / "jax-manual.unfinished-1").is_dir()  # what it left is kept
     assert read_saved(tmp_path / "run") == comparison
 

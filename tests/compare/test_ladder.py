@@ -11,7 +11,7 @@ from records import make_record, make_steps, tensors_of
 
 from compare.contract.experiment import edited
 from compare.contract.request import Rung
-from compare.judge.ladder import REQUEST, RUNGS, Verdict, climb
+from compare.judge.ladder import FINAL, LADDER, REQUEST, RUNGS, STRATEGY, Verdict, climb
 from compare.judge.tensor_errors import relative_error, worst_tensor
 from compare.judge.tolerances import TOLERANCES
 
@@ -27,7 +27,9 @@ def test_equal_runs_pass_every_rung(tmp_path, tiny, reference):
     verdict = climb(reference, make_record(tmp_path / "same", tiny))
     assert verdict.passed
     assert verdict.sentence() == "PASS"
-    assert [result.rung for result in verdict.rungs] == list(RUNGS)
+    assert [result.rung for result in verdict.rungs] == [
+        rung for rung in LADDER if rung in {*RUNGS, FINAL, STRATEGY}
+    ]
     assert max(result.error for result in verdict.rungs) < 1e-15
 
 
@@ -138,7 +140,14 @@ def test_what_was_not_asked_for_is_skipped_and_said(tmp_path, tiny):
     verdict = climb(*bare)
     assert verdict.passed
     assert not verdict.compared_tensors
-    assert set(verdict.skipped) == {"batch", "gradients", "first_weights", "first_moments", "later_weights"}
+    assert set(verdict.skipped) == {
+        "batch",
+        "gradients",
+        "first_weights",
+        "first_moments",
+        "first_update",
+        "later_weights",
+    }
 
 
 def test_an_optimizer_without_moments_is_no_gap(tmp_path, tiny):
@@ -182,7 +191,7 @@ def test_one_tensor_of_each_run_is_in_memory_at_a_time():
 
 def test_every_rung_has_a_tolerance_with_a_reason_in_every_precision():
     for tolerances in TOLERANCES.values():
-        assert set(tolerances) == set(RUNGS)
+        assert set(tolerances) == {*RUNGS, FINAL}
         assert all(tolerance.reason for tolerance in tolerances.values())
     assert max(tolerance.limit for tolerance in TOLERANCES["float64"].values()) <= 1e-10
     assert TOLERANCES["float32"]["gradients"].limit <= 1e-5

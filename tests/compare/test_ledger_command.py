@@ -14,6 +14,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.judge.closed_forms.communication import communication
 from compare.judge.comparison import COMPARISON, Comparison, save
+from compare.judge.strategy import with_remat_resolved
 
 ENGINES = ("jax-manual", "torch-manual")
 
@@ -47,8 +48,7 @@ def run(tmp_path, tiny):
     for engine in ENGINES:
         record = make_record(folder / engine, experiment, engine=engine)
         requests[engine] = record.request or make_request(experiment, engine=engine)
-        resolved = msgspec.structs.replace(experiment.layout, remat=record.manifest.remat)
-        as_run = msgspec.structs.replace(experiment, layout=resolved)
+        as_run = with_remat_resolved(engine, experiment)
         write_json(folder / engine / LEDGER, Ledger(rows=rows(engine, as_run)))
     save(comparison_of(experiment, cases=list(ENGINES), requests=requests), folder)
     return folder

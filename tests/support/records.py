@@ -5,20 +5,39 @@ from typing import Any
 
 import numpy as np
 
-from compare.contract.communication import Communication
+from compare.contract.axes import DP_REPLICATE
+from compare.contract.communication import GRADIENTS, Communication, ring_wire_bytes
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.json_files import write_json
 from compare.contract.learning_rate import learning_rate
 from compare.contract.ledger import Ledger
-from compare.contract.optimizer import global_norm, moment_names
-from compare.contract.parameters import fingerprint, initial_parameters, parameter_count
+from compare.contract.optimizer import global_norm, moment_names, reference_step
+from compare.contract.parameters import (
+    fingerprint,
+    initial_parameters,
+    parameter_count,
+    parameter_table,
+    storage_dtype,
+)
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
 from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.schedules import make_schedule
 from compare.contract.stream import keys_of_step
+from compare.contract.work import Work, name_of
+from compare.judge.closed_forms.communication import communication
+from compare.judge.closed_forms.gradient_messages import gradient_messages
+from compare.judge.closed_forms.memory import closed_form
+from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.comparison import Comparison
+from compare.judge.strategy import with_remat_resolved
 
 CORPUS = "00"
+FEW_ROWS = [
+    Communication(kind="all_reduce", axis="dp_replicate", calls=2, bytes=4000, wire_bytes=6000),
+    Communication(kind="all_reduce", axis="dp_replicate", calls=1, bytes=4, wire_bytes=6, purpose="loss"),
+]
+"""A ledger of round numbers."""
 
 
 def comparison_of(experiment: Experiment, **given: Any) -> Comparison:
@@ -43,14 +62,18 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
     noise = {name: random.normal(size=tensor.shape).astype(tensor.dtype) for name, tensor in weights.items()}
     shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
     inputs_ABT = np.arange(np.prod(shape_ABT), dtype=np.int32).reshape(shape_ABT)
+    table = parameter_table(experiment.model)
+    dtype = storage_dtype(experiment)
+    updated, moments = reference_step(experiment.optimizer, table, weights, noise, {}, 0)
     tensors = {
         Rung.BATCH: {"inputs": inputs_ABT, "targets": inputs_ABT + 1, **keys_of_step(experiment, 0)},
         Rung.INITIAL_WEIGHTS: weights,
         Rung.GRADIENTS: noise,
-        Rung.FIRST_WEIGHTS: {name: weights[name] + noise[name] for name in weights},
-        Rung.FIRST_M: {name: 0.1 * noise[name] for name in weights},
-        Rung.FIRST_V: {name: 0.1 * noise[name] ** 2 for name in weights},
+        Rung.FIRST_WEIGHTS: {name: tensor.astype(dtype) for name, tensor in updated.items()},
+        Rung.FIRST_M: {name: tensor.astype(dtype) for name, tensor in moments.get("m", {}).items()},
+        Rung.FIRST_V: {name: tensor.astype(dtype) for name, tensor in moments.get("v", {}).items()},
         Rung.LATER_WEIGHTS: {name: weights[name] - noise[name] for name in weights},
+        Rung.FINAL_WEIGHTS: {name: weights[name] + noise[name] for name in weights},
     }
     kept = moment_names(experiment.optimizer)
     absent = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
@@ -94,15 +117,13 @@ def make_record(
         recorder.tensors(rung, values)
     for step in steps if steps is not None else make_steps(experiment):
         recorder.step(step)
-    devices = experiment.layout.devices
+    devices, at_rest = experiment.layout.devices, closed_form(engine, experiment)
     manifest = Manifest(
         engine=engine,
         experiment=experiment,
         platform="cpu",
         devices=devices,
         device_kind="a CPU",
-        gradient_sync=ENGINES[engine].gradient_sync_for(experiment.layout),
-        remat="none",
         parameters=parameter_count(experiment.model),
         initial_weights_sha256=fingerprint(initial_parameters(experiment)),
         corpus_sha256=CORPUS,
@@ -114,23 +135,62 @@ def make_record(
         cpu_time_s=1.0,
         peak_memory_bytes=[2000] * devices,
         peak_memory_method="by hand",
+        resident_bytes={kind: [round(size) for size in sizes] for kind, sizes in at_rest.items()},
     )
-    axes = [axis for axis, degree in experiment.layout.axes.items() if degree > 1]
-    ledger = [
-        communication
-        for axis in axes
-        for communication in (
-            Communication(kind="all_reduce", axis=axis, calls=2, bytes=4000, wire_bytes=6000),
-            Communication(kind="all_reduce", axis=axis, calls=1, bytes=4, wire_bytes=6, purpose="loss"),
-        )
-    ]
-    recorder.finish(manifest, Ledger(rows=ledger))
+    if ENGINES[engine].tells_work:
+        recorder.work(make_work(engine, experiment))
+    recorder.finish(manifest, Ledger(rows=make_ledger(engine, experiment)))
     return read_record(folder)
+
+
+def make_work(engine: str, experiment: Experiment) -> Work:
+    """What a step computes if it does as it was asked."""
+    layout, chunks = experiment.layout, experiment.train.loss_chunks
+    again = {"none": [], "dots": ["activations"], "full": ["activations", "products"]}
+    schedule = make_schedule(
+        layout.schedule, ranks=layout.pp, microbatches=microbatches_of(experiment), chunks=layout.chunks
+    )
+    messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
+    return Work(
+        products={experiment.precision.product_dtype: 12},
+        again=again[ENGINES[engine].remat_for(layout)],
+        logits_positions=[experiment.model.block_size // chunks],
+        tasks=[[name_of(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
+        overlaps=messages is not None and messages.overlap,
+    )
+
+
+def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
+    """What a step sends if it sends the closed form, and the loss."""
+    layout, rows = experiment.layout, []
+    for stage in range(layout.pp):
+        found = communication(engine, with_remat_resolved(engine, experiment), stage=stage)
+        messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
+        for (kind, axis, purpose), size in found.items():
+            of_replicas = (kind, axis, purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS)
+            calls = messages.by_stage[stage] if messages and of_replicas else 1
+            rows.append(
+                Communication(
+                    kind=kind,
+                    axis=axis,
+                    purpose=purpose,
+                    calls=calls,
+                    bytes=round(size),
+                    wire_bytes=ring_wire_bytes(kind, round(size), layout.axes[axis]),
+                    stage=stage,
+                )
+            )
+    rows += [
+        Communication(kind="all_reduce", axis=axis, calls=1, bytes=4, wire_bytes=6, purpose="loss")
+        for axis, degree in layout.axes.items()
+        if degree > 1
+    ]
+    return rows
 
 
 def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder: bool = True) -> Request:
     """A request to an engine."""
-    later = min(20, experiment.train.max_iters)
+    later = min(20, max(experiment.train.max_iters - 1, 1))
     return Request(
         engine=engine, experiment=experiment, ladder=ladder, later_step=later, corpus_sha256=CORPUS
     )

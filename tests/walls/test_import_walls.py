@@ -91,7 +91,7 @@ def test_the_model_does_not_know_that_it_is_parallel(side):
 def test_only_comm_calls_torch_distributed():
     """Hand-written engines go through `comm/`; the library engine is PyTorch's own."""
     may = {"collectives.py", "stock_collectives.py", "process_groups.py", "silence.py"}
-    may |= {"dispatcher.py", "ledger.py", "memory.py", "places.py", "marks.py"}  # which watch
+    may |= {"dispatcher.py", "ledger.py", "memory.py", "places.py", "marks.py", "work.py"}  # which watch
     for path in files("torchpar"):
         if not {"library", "library_faults.py"} & set(path.parts) and path.name not in may:
             assert not any(name.startswith("torch.distributed") for name in imports(path)), path

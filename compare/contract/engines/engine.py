@@ -92,6 +92,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether it runs without communicating, too (`Request.silent`)."""
     no_twin: str = ""
     """Why it does not."""
+    tells_work: bool = False
+    """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
     counts_own_calls: bool = False
     """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
     sends_by: Literal["", "xla", "pytorch"] = ""
@@ -126,6 +128,12 @@ class Engine(Struct, frozen=True, kw_only=True):
         if not self.offers_choice:
             return self.gradient_sync[0]
         return layout.gradient_sync
+
+    def remat_for(self, layout: Layout) -> str:
+        """What `layout.remat` comes to: auto is dots under a scan over layers, and none without."""
+        if layout.remat != "auto":
+            return layout.remat
+        return "dots" if self.keeps and self.keeps.residuals == "scan" else "none"
 
     def require_experiment(self, experiment: Experiment, *, platform: str = "cpu") -> None:
         """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""

@@ -40,6 +40,7 @@ TORCH = Side(
             evaluates=True,
             drops=True,
             profiles=True,
+            tells_work=True,
             falls_silent=True,
             offloads=True,
             dtypes=LOSS_SCALED,
@@ -62,6 +63,7 @@ TORCH = Side(
             evaluates=True,
             drops=True,
             profiles=True,
+            tells_work=True,
             falls_silent=True,
             no_offload="PyTorch moves moments to the host only along with parameters, gradients and update "
             "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",

@@ -6,7 +6,8 @@ from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison
-from compare.judge.ladder import RUNGS, Verdict
+from compare.judge.ladder import LADDER, Verdict, rungs_of
+from compare.judge.strategy import done_words
 from compare.present.tables import cost_rows
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import error_text, human_bytes
@@ -90,7 +91,7 @@ def _ratios(values: Sequence[float]) -> list[str]:
 def ladder_table(verdicts: list[Verdict]) -> Table:
     """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
     rows = []
-    for rung in RUNGS:
+    for rung in rungs_of(verdicts):
         found = [next((one for one in verdict.rungs if one.rung == rung), None) for verdict in verdicts]
         tolerance = next((_tolerance(one.tolerance) for one in found if one), NONE)
         cells = []
@@ -112,7 +113,7 @@ def tolerance_reasons(verdicts: list[Verdict]) -> list[tuple[str, str, str]]:
         for verdict in verdicts
         for one in verdict.rungs
     }
-    return [reasons[rung] for rung in RUNGS if rung in reasons]
+    return [reasons[rung] for rung in LADDER if rung in reasons]
 
 
 def _tolerance(limit: float) -> str:
@@ -127,7 +128,7 @@ def layout_table(comparison: Comparison, records: list[Record]) -> Table:
             [
                 Text(record.manifest.engine),
                 Text(layout_in_words(record.manifest.experiment, comparison.platform)),
-                Text(record.manifest.gradient_sync),
+                Text(done_words(record).gradient_sync),
             ],
         )
         for name, record in zip(comparison.cases, records, strict=True)
@@ -138,14 +139,14 @@ def layout_table(comparison: Comparison, records: list[Record]) -> Table:
 
 def manifest_table(name: str, record: Record) -> Table:
     """Circumstances of one case. Its experiment and its bytes at rest have places of their own."""
-    manifest = record.manifest
+    manifest, done = record.manifest, done_words(record)
     facts = {
         "engine": manifest.engine,
         "devices": f"{manifest.devices} x {manifest.device_kind} ({manifest.platform})",
         "threads": manifest.threads,
         "versions": ", ".join(f"{package} {version}" for package, version in manifest.versions.items()),
-        "gradient synchronisation": manifest.gradient_sync,
-        "recomputed in backward": manifest.remat,
+        "gradient synchronisation": done.gradient_sync,
+        "recomputed in backward": done.remat,
         "parameters": f"{manifest.parameters:,}",
         "started (UTC)": manifest.started_utc,
         "compilation (s)": f"{manifest.compile_s:.2f}",

@@ -67,11 +67,10 @@ def train(request: Request, recorder: Recorder) -> None:
         if step == 0:
             recorder.tensors(Rung.BATCH, {"inputs": inputs_ABT, "targets": targets_ABT})
             recorder.tensors(Rung.GRADIENTS, gradients)
-            recorder.tensors(Rung.FIRST_WEIGHTS, weights)
             recorder.tensors(Rung.FIRST_M, moments["m"])
             recorder.tensors(Rung.FIRST_V, moments["v"])
-        if step + 1 == request.later_step:
-            recorder.tensors(Rung.LATER_WEIGHTS, weights)
+        if rung := request.weights_due_after(step):
+            recorder.tensors(rung, weights)
     size = sum(gradient.nbytes for gradient in gradients.values())
     sent = Communication(
         kind="all_reduce",
@@ -87,8 +86,6 @@ def train(request: Request, recorder: Recorder) -> None:
         platform=request.platform,
         devices=devices,
         device_kind="a turn of a loop",
-        gradient_sync="flat" if devices > 1 else "none",
-        remat="none",
         parameters=parameter_count(experiment.model),
         initial_weights_sha256=fingerprint(initial),
         corpus_sha256=corpus.sha256,

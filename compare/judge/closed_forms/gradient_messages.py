@@ -1,0 +1,94 @@
+"""All-reduces that carry a step's gradients over the replicas, in closed form, by gradient synchronisation.
+
+    naive        one a leaf, after backward
+    flat         one, after backward
+    overlapped   one a leaf, within backward
+    bucketed     leaves in reverse, a bucket closed before it would pass layout.bucket_mb; within backward in
+                 PyTorch. In JAX a leaf of a quarter of a bucket or more goes alone, so that it is not copied
+
+A leaf is a parameter of torch-manual, or an array of jax-manual, which stacks what its layers have in common.
+
+Source: buckets as in PyTorch's DDP (Li et al., arXiv 2006.15704, section 3.2.3).
+"""
+
+import math
+
+from msgspec import Struct
+
+from compare.contract.engines.jax import JAX
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
+
+ALONE = 1 / 4
+"""Of a bucket, in JAX: a leaf as large as that is sent as it is."""
+
+
+class GradientMessages(Struct, frozen=True, kw_only=True):
+    """How gradients leave a device."""
+
+    by_stage: list[int]
+    """All-reduces of a step, for each rank of the pipeline."""
+    overlap: bool
+    """Whether the first begins before backward has ended."""
+
+
+def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str) -> GradientMessages | None:
+    """The messages of one synchronisation; None where the layout's choice is not what is carried out.
+
+    Args:
+        engine: a name in ENGINES.
+        experiment: a checked one.
+        gradient_sync: naive, flat, overlapped or bucketed.
+
+    Raises:
+        ValueError: the leaves of ZeRO's shards or of a pipeline's stages have no closed form.
+    """
+    layout = experiment.layout
+    if not ENGINES[engine].offers_choice or layout.dp_replicate == 1:
+        return None
+    is_jax = ENGINES[engine].side == JAX.name
+    if layout.zero and not is_jax:
+        return None  # FSDP and the sharded optimizer reduce unit by unit
+    limit = {"naive": 0.0, "overlapped": 0.0, "flat": math.inf}.get(gradient_sync, layout.bucket_mb * 1e6)
+    of_stage = [_leaves(engine, experiment, stage, is_jax=is_jax) for stage in range(layout.pp)]
+    count = _buckets_of_jax if is_jax else _buckets_of_torch
+    return GradientMessages(
+        by_stage=[count(sizes, limit) for sizes in of_stage],
+        overlap=not is_jax and gradient_sync in ("overlapped", "bucketed"),
+    )
+
+
+def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[int]:
+    """Bytes of each leaf on a device, in the order of the engine's tree."""
+    layout, model = experiment.layout, experiment.model
+    itemsize, shards = storage_dtype(experiment).itemsize, layout.dp_shard if layout.zero else 1
+
+    def size(parameter: Parameter, layers: int = 1) -> int:
+        parts = (layout.tp if is_split_by_tp(parameter) else 1) * shards
+        return itemsize * -(-parameter.size * layers // parts)
+
+    if not is_jax:
+        return [size(parameter) for parameter in parameters_of_stage(engine, experiment, stage=stage)]
+    embeddings, norm = end_parameters(model)
+    named = {p.name: size(p) for p in (*embeddings, *norm)}
+    named |= {
+        p.name.replace(".0.", "."): size(p, model.n_layer // layout.pp) for p in block_parameters(model, 0)
+    }
+    return [named[name] for name in sorted(named, key=lambda name: name.split("."))]
+
+
+def _buckets_of_torch(sizes: list[int], limit: float) -> int:
+    buckets, held = 0, math.inf
+    for size in reversed(sizes):
+        if held + size > limit or not buckets:
+            buckets, held = buckets + 1, 0
+        held += size
+    return buckets
+
+
+def _buckets_of_jax(sizes: list[int], limit: float) -> int:
+    alone = [size for size in sizes if size >= ALONE * limit]
+    together = [size for size in sizes if size < ALONE * limit]
+    return len(alone) + _buckets_of_torch(together, limit)

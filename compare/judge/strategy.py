@@ -1,0 +1,264 @@
+"""What a run did, beside what it was asked to do: the rung "strategy" of the ladder.
+
+Numbers do not depend on how work is spread, ordered and kept: an engine that ignores a setting of its layout
+computes the same. So each setting is read off what was observed, and held against what was asked:
+
+    precision.dtype       the dtype of every matrix product, and of the messages that carry gradients
+    layout.remat          what of the blocks backward computes again: products, GELUs, nothing
+    train.loss_chunks     how many positions of logits exist at once
+    layout.schedule       the order of the tasks of every rank of the pipeline
+    layout.gradient_sync  how many all-reduces carry gradients, and whether they begin within backward;
+      and bucket_mb       as many as the closed form of the buckets has (`closed_forms.gradient_messages`)
+    layout.zero, offload  bytes at rest, against `closed_forms.memory`
+    all that sends        every row of the ledger, against `closed_forms.communication`
+
+What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from compare.contract.axes import DP_REPLICATE, SHARDED_FROM
+from compare.contract.communication import GRADIENTS
+from compare.contract.engines.engine import Engine
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import Experiment
+from compare.contract.parameters import storage_dtype
+from compare.contract.record import Record
+from compare.contract.schedules import make_schedule
+from compare.contract.work import Work, name_of
+from compare.judge.closed_forms.gradient_messages import gradient_messages
+from compare.judge.closed_forms.memory import closed_form, excess
+from compare.judge.closed_forms.sizes import microbatches_of
+from compare.judge.ledger_lines import Line, line_up
+
+AT_REST = 0.25
+"""Of a kind's bytes at rest: so far may padding of small and odd shapes be off. The next stage of ZeRO, or
+moments elsewhere, is off by a half or more."""
+
+
+OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+"""XLA's names of dtypes."""
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One setting: what was asked, and what was done."""
+
+    setting: str
+    """As in the experiment: layout.remat."""
+    asked: str
+    found: str
+
+    @property
+    def is_as_asked(self) -> bool:
+        """True if it was done."""
+        return self.found == self.asked
+
+    def __str__(self) -> str:
+        """An objection in a few words."""
+        return f"{self.setting} = {self.asked} was asked for, and {self.found} was done"
+
+
+class Strategy(Struct, frozen=True, kw_only=True):
+    """Every setting that could be read off a record, and what could not, with the reason."""
+
+    findings: list[Finding] = field(default_factory=list)
+    untold: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def objections(self) -> list[str]:
+        """What was not done as asked, each in a few words; [] if all was."""
+        return [str(finding) for finding in self.findings if not finding.is_as_asked]
+
+    def found(self, setting: str) -> str:
+        """What was done of one setting; empty if it is untold."""
+        return next((one.found for one in self.findings if one.setting == setting), "")
+
+
+def strategy_of(record: Record) -> Strategy:
+    """Read the settings off what a run left.
+
+    Args:
+        record: of an engine that tells what it computes (`Engine.tells_work`); of another nothing is read.
+    """
+    engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
+    if engine is None or not engine.tells_work:
+        return Strategy(untold={"strategy": f"{record.manifest.engine} does not tell what it computes"})
+    if record.work is None:
+        missing = Finding(setting="work.json", asked="what a step computed", found="nothing")
+        return Strategy(findings=[missing])
+    findings, untold = list[Finding](), dict[str, str]()
+    for read in (_dtype, _remat, _loss_chunks, _schedule, _gradient_sync, _at_rest, _sent):
+        try:
+            findings += read(record, record.work, engine, experiment)
+        except ValueError as error:  # no closed form
+            untold[read.__name__.strip("_")] = str(error)
+    return Strategy(findings=findings, untold=untold)
+
+
+def asked_of(record: Record) -> Experiment:
+    """The experiment that was asked for: the request's, where there is one."""
+    return record.request.experiment if record.request else record.manifest.experiment
+
+
+def with_remat_resolved(engine: str, experiment: Experiment) -> Experiment:
+    """The experiment with `layout.remat` as the engine takes it: never auto."""
+    remat = ENGINES[engine].remat_for(experiment.layout)
+    return replace(experiment, layout=replace(experiment.layout, remat=remat))
+
+
+Read = Callable[[Record, Work, Engine, Experiment], Iterator[Finding]]
+
+
+def _dtype(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    asked = experiment.precision.product_dtype
+    if asked == "tf32" and record.manifest.platform == "cpu":
+        asked = "float32"  # tf32 is a permission, which a CPU has no use for
+    yield Finding(setting="precision.dtype", asked=asked, found=", ".join(sorted(work.products)) or "none")
+    if engine.sends_by == "xla":
+        return  # sends in what dtype it likes
+    stored = storage_dtype(experiment).name
+    rows = (row for row in record.ledger.rows if row.purpose == GRADIENTS and row.dtype)
+    sent = sorted({OF_HLO.get(dtype, dtype) for row in rows for dtype in row.dtype.split(", ")})
+    if sent:
+        yield Finding(setting="dtype of the gradients that are sent", asked=stored, found=", ".join(sent))
+
+
+def _remat(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    found = "full" if "products" in work.again else "dots" if work.again else "none"
+    yield Finding(setting="layout.remat", asked=engine.remat_for(experiment.layout), found=found)
+
+
+def _loss_chunks(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    length = experiment.model.block_size
+    found = [f"{length / positions:g}" for positions in work.logits_positions if positions]
+    yield Finding(
+        setting="train.loss_chunks", asked=str(experiment.train.loss_chunks), found=", ".join(found) or "none"
+    )
+
+
+def _schedule(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    layout = experiment.layout
+    if layout.pp == 1:
+        return
+    if not work.tasks:
+        raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
+    orders = {name: _order(name, experiment) for name in dict.fromkeys((layout.schedule, *engine.schedules))}
+    found = next((name for name, order in orders.items() if order == work.tasks), "another order")
+    yield Finding(setting="layout.schedule", asked=layout.schedule, found=found)
+
+
+def _order(schedule: str, experiment: Experiment) -> list[list[str]] | None:
+    layout = experiment.layout
+    try:
+        tasks = make_schedule(
+            schedule, ranks=layout.pp, microbatches=microbatches_of(experiment), chunks=layout.chunks
+        )
+    except ValueError:
+        return None  # the layout asks for another one, and this one cannot be of its numbers
+    return [[name_of(task) for task in rank] for rank in tasks]
+
+
+def _gradient_sync(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    """Only where the layout's choice is carried out: not by FSDP, which reduces unit by unit."""
+    asked = experiment.layout.gradient_sync
+    expected = {
+        sync: gradient_messages(engine.name, experiment, gradient_sync=sync)
+        for sync in dict.fromkeys((asked, *engine.gradient_sync))
+    }
+    if expected[asked] is None:
+        return
+    calls = _calls_by_stage(record)
+    fitting = [
+        sync
+        for sync, messages in expected.items()
+        if messages and messages.by_stage == calls and messages.overlap == work.overlaps
+    ]
+    when = "within" if work.overlaps else "after"
+    counted = "/".join(map(str, calls))
+    found = next(iter(fitting), f"{counted} all-reduces {when} backward")
+    if asked == "bucketed":
+        asked += f" of {experiment.layout.bucket_mb:g} MB"
+    found = asked if found == experiment.layout.gradient_sync else f"{found} ({counted} calls)"
+    yield Finding(setting="layout.gradient_sync", asked=asked, found=found)
+
+
+def _calls_by_stage(record: Record) -> list[int]:
+    """All-reduces of gradients over the replicas, by rank of the pipeline; scalars that go along are none."""
+    counted = [0] * record.manifest.experiment.layout.pp
+    for row in record.ledger.rows:
+        if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
+            counted[row.stage] += row.calls
+    return counted
+
+
+def _at_rest(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    expected = closed_form(engine.name, experiment)
+    held = record.manifest.resident_bytes
+    far = {
+        kind: off
+        for kind, size in expected.items()
+        if abs(off := excess(held, {kind: size})) > AT_REST or off != off
+    }
+    asked = f"zero {experiment.layout.zero}, offload {experiment.layout.offload}"
+    words = ", ".join(f"{kind} off by {off:+.0%}" for kind, off in far.items())
+    yield Finding(setting="bytes at rest", asked=asked, found=words or asked)
+
+
+def _sent(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    """What we send is held to the byte. What a compiler or a library sends may be something else for reasons
+    of its own (`shardpair ledger` looks for them): it must not be what another layout sends."""
+    if record.ledger.problems:
+        yield Finding(setting="the ledger", asked="complete", found=record.ledger.problems[0])
+    asked = "the closed form of the layout"
+    odd = _unexplained(record, engine, experiment)
+    found = asked
+    if odd and engine.sends_by:
+        others = (
+            name for name, other in _other_layouts(experiment) if not _unexplained(record, engine, other)
+        )
+        found = next((f"the closed form of {name}" for name in others), asked)
+    elif odd:
+        line = odd[0]
+        found = f"{line.found:,} bytes of {line.kind} over {line.axis} for {line.purpose} instead of "
+        found += f"{line.expected:,.0f}"
+    yield Finding(setting="what is sent", asked=asked, found=found)
+
+
+def _unexplained(record: Record, engine: Engine, experiment: Experiment) -> list[Line]:
+    lines = line_up(engine.name, with_remat_resolved(engine.name, experiment), record.ledger.rows)
+    return [line for line in lines if not line.is_explained]
+
+
+def _other_layouts(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
+    """What an engine that ignores one setting would run instead."""
+    layout = experiment.layout
+    others: dict[str, Any] = {}
+    if layout.tp > 1:
+        others["sequence_parallel"] = [not layout.sequence_parallel]
+    if layout.dp_shard > 1:
+        others["zero"] = [stage for stage in (1, 2, 3) if stage != layout.zero]
+    if layout.zero == SHARDED_FROM["parameters"]:
+        others["reshard_after_forward"] = [not layout.reshard_after_forward]
+    for key, values in others.items():
+        for value in values:
+            yield f"layout.{key} = {value}", replace(experiment, layout=replace(layout, **{key: value}))
+
+
+def done_words(record: Record) -> "Done":
+    """What the tables say of a run: as observed, else as its engine declares."""
+    engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
+    strategy = strategy_of(record)
+    sync = strategy.found("layout.gradient_sync").split(" of ")[0]
+    declared = engine.gradient_sync_for(experiment.layout) if engine else ""
+    return Done(gradient_sync=sync or declared, remat=strategy.found("layout.remat") or "untold")
+
+
+class Done(Struct, frozen=True, kw_only=True):
+    """What was done, in words."""
+
+    gradient_sync: str
+    remat: str

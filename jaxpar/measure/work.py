@@ -1,0 +1,109 @@
+"""What a step computes, as JAX traced it: dtypes of products, what runs again, a pipeline's tasks.
+
+The traced program and not XLA's: XLA on a CPU multiplies 16 bits as float32, whatever it was told.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+from jax import lax
+
+from compare.contract.schedules import Kind, Task
+from compare.contract.ticks import BACKWARD, FORWARD, Ticks
+from compare.contract.work import Again, Work, name_of
+from jaxpar.manual import pipeline_parallel
+
+PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
+AGAIN = "rematted_computation"
+"""The scope into which `jax.checkpoint` puts what backward computes anew."""
+HEAD = "head_loss"
+"""The scope of the logits and their loss."""
+BACKWARDS = ("transpose(", AGAIN)
+KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
+
+
+class Operation(NamedTuple):
+    """One equation of a traced program, and the scopes that it is in."""
+
+    equation: Any
+    scopes: str
+
+
+def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> Work:
+    """What a traced step computes.
+
+    Args:
+        program: `jax.jit(step).trace(...).jaxpr`.
+        ticks: the tables that its pipelines were given (`noted_ticks`).
+    """
+    products, again, positions = Counter[str](), set[Again](), set[int]()
+    for equation, scopes in operations(program.jaxpr):
+        name, is_of_head = equation.primitive.name, HEAD in scopes
+        if name == PRODUCT:
+            products[_dtype_of(equation)] += 1
+            if is_of_head and not any(scope in scopes for scope in BACKWARDS):
+                positions.add(equation.invars[0].aval.shape[-2])
+        if AGAIN in scopes and not is_of_head:
+            again |= {"products"} if name == PRODUCT else {"activations"} if name in GELUS else set()
+    if any(not one.kept_slots for one in ticks):  # backward begins with the forward of its stage
+        again |= {"products", "activations"}
+    return Work(
+        products=dict(products),
+        again=sorted(again),
+        logits_positions=sorted(positions),
+        tasks=[tasks for one in ticks[:1] for tasks in tasks_of(one)],
+    )
+
+
+def operations(jaxpr: Any, scopes: str = "") -> Iterator[Operation]:
+    """Every equation of a program, and of the programs within: loops, branches, calls."""
+    for equation in jaxpr.eqns:
+        own = f"{scopes}/{equation.source_info.name_stack}"
+        yield Operation(equation, own)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from operations(inner, own)
+
+
+def tasks_of(ticks: Ticks) -> list[list[str]]:
+    """The tasks of each rank, in order."""
+    tasks = ticks.tasks
+    return [
+        [
+            name_of(Task(KINDS[kind], int(stage), int(microbatch)))
+            for kind, stage, microbatch in zip(
+                tasks.kind[:, rank], tasks.stage[:, rank], tasks.microbatch[:, rank], strict=True
+            )
+            if kind in KINDS
+        ]
+        for rank in range(ticks.ranks)
+    ]
+
+
+@contextmanager
+def noted_ticks() -> Generator[list[Ticks]]:
+    """The tables that pipelines are given while this is entered, in which steps are traced."""
+    noted: list[Ticks] = []
+    run = pipeline_parallel.run_pipeline
+
+    def noting(pieces: Any, ticks: Ticks, *arguments: Any, **options: Any) -> Any:
+        noted.append(ticks)
+        return run(pieces, ticks, *arguments, **options)
+
+    with patch.object(pipeline_parallel, "run_pipeline", noting):
+        yield noted
+
+
+def _dtype_of(product: Any) -> str:
+    """Of its operands, which have one; on a GPU float32 is multiplied as TF32 unless told otherwise."""
+    dtype = str(product.invars[0].aval.dtype)
+    precision = product.params["precision"]
+    is_exact = precision is not None and set(precision) == {lax.Precision.HIGHEST}
+    is_rounded = dtype == "float32" and not is_exact and jax.default_backend() == "gpu"
+    return "tf32" if is_rounded else dtype
