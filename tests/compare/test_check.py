@@ -4,10 +4,10 @@ import json
 
 import msgspec
 import pytest
+from records import CLIMBED
 
 from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Layout, load
-from compare.judge.ladder import RUNGS
 from compare.studies.cases import ladder_cases
 from compare.studies.faults import fault_cases
 
@@ -25,7 +25,7 @@ def test_engine_equals_one_device(shardpair, engine):
     assert [verdict["candidate"] for verdict in outcome["verdicts"]] == expected
     for verdict in outcome["verdicts"]:
         errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
-        assert len(errors) == len(RUNGS), verdict
+        assert len(errors) == len(CLIMBED), verdict
         assert max(errors.values()) <= 1e-10
     for name, cost in zip(outcome["cases"], outcome["costs"], strict=True):
         sharded = f"-{DEVICES}-" in name

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from compare.contract.engines.registry import STUDIED
-from compare.judge.ladder import RUNGS
+from compare.judge.ladder import LADDER
 from compare.studies.faults import FAULTS
 
 
@@ -30,7 +30,7 @@ def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
     caught = {}
     for verdict in json.loads(done.stdout)["verdicts"]:
         failed = [result["rung"] for result in verdict["rungs"] if not result["error"] <= result["tolerance"]]
-        caught[verdict["candidate"].rpartition(".")[0]] = min(failed, key=RUNGS.index)
+        caught[verdict["candidate"].rpartition(".")[0]] = min(failed, key=LADDER.index)
     assert caught == {name: FAULTS[name].rung for name in names}
 
 

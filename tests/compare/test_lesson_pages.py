@@ -76,17 +76,18 @@ def compiled(engine: str, strategy: str) -> list[Instruction]:
 
 
 def made_by_hand(folder: Path, strategy: str) -> tuple[Comparison, dict[str, Record]]:
-    """A run of all four engines under the lesson's layout that nobody has run."""
-    records = {}
+    """A run of all four engines under the lesson's layout that nobody has run; a shorter ledger is shown."""
+    records, judged_as = {}, {}
     for case in lesson_cases(strategy):
         record = make_record(folder / case.name, case.experiment, engine=case.engine)
+        judged_as[case.name] = record
         instructions = compiled(case.engine, strategy) if case.engine in COMPILED else None
         records[case.name] = msgspec.structs.replace(
             record, ledger=Ledger(rows=sent(strategy)), instructions=instructions
         )
     experiment = lesson_cases(strategy)[0].experiment
     requests = {name: make_request(experiment, engine=name) for name in records}
-    return judged(comparison_of(experiment, requests=requests), records), records
+    return judged(comparison_of(experiment, requests=requests), judged_as), records
 
 
 @pytest.fixture(scope="module", params=LESSONS)

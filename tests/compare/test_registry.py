@@ -10,13 +10,13 @@ from pathlib import Path
 import processes
 import pytest
 from numpypar.declaration import SIDE as NUMPY
+from records import CLIMBED
 
 from compare.contract.engines.engine import Engine, Side
 from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import GROUP, OBJECTIONS, REFERENCE, SIDES, STUDIED, read_declarations
 from compare.contract.engines.torch import TORCH
 from compare.contract.experiment import ExperimentError, Layout
-from compare.judge.ladder import RUNGS
 
 SOURCE = Path(__file__).parents[1] / "support" / "numpypar"
 TINY = (
@@ -51,7 +51,7 @@ def test_a_third_side_runs_and_passes_the_ladder(third_side, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (verdict,) = json.loads(done.stdout)["verdicts"]
     assert (verdict["reference"], verdict["candidate"]) == ("torch-manual", "numpy-loop")
-    assert [rung["rung"] for rung in verdict["rungs"]] == list(RUNGS)
+    assert [rung["rung"] for rung in verdict["rungs"]] == CLIMBED
     assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
 
 

@@ -30,9 +30,12 @@ from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.comparison import Comparison
+from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
 from compare.judge.strategy import with_remat_resolved
 
 CORPUS = "00"
+CLIMBED = [rung for rung in LADDER if rung not in (LOSS_SCALE, EVALUATIONS)]
+"""The rungs of a run of three steps or more, in float64, that evaluates nothing."""
 FEW_ROWS = [
     Communication(kind="all_reduce", axis="dp_replicate", calls=2, bytes=4000, wire_bytes=6000),
     Communication(kind="all_reduce", axis="dp_replicate", calls=1, bytes=4, wire_bytes=6, purpose="loss"),

@@ -21,6 +21,8 @@ from compare.contract.experiment import Experiment
 from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
 
+STACKED = "blocks."
+"""How the names of what layers have in common begin."""
 ALONE = 1 / 4
 """Of a bucket, in JAX: a leaf as large as that is sent as it is."""
 
@@ -55,28 +57,44 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     of_stage = [_leaves(engine, experiment, stage, is_jax=is_jax) for stage in range(layout.pp)]
     count = _buckets_of_jax if is_jax else _buckets_of_torch
     return GradientMessages(
-        by_stage=[count(sizes, limit) for sizes in of_stage],
+        by_stage=[sum(count(alike, limit) for alike in groups) for groups in of_stage],
         overlap=not is_jax and gradient_sync in ("overlapped", "bucketed"),
     )
 
 
-def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[int]:
-    """Bytes of each leaf on a device, in the order of the engine's tree."""
+def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[list[int]]:
+    """Bytes of each leaf on a device, in the order of the engine's tree; by what may share a bucket.
+
+    In JAX those are leaves that are split over the same axes: joined with one that is split, a repeated one
+    would count as split.
+    """
     layout, model = experiment.layout, experiment.model
     itemsize, shards = storage_dtype(experiment).itemsize, layout.dp_shard if layout.zero else 1
 
     def size(parameter: Parameter, layers: int = 1) -> int:
-        parts = (layout.tp if is_split_by_tp(parameter) else 1) * shards
-        return itemsize * -(-parameter.size * layers // parts)
+        elements, parts = layers * parameter.size, (layout.tp if is_split_by_tp(parameter) else 1) * shards
+        if elements % parts and shards > 1:
+            raise ValueError(
+                f"{parameter.name} is padded, to be cut in {parts}: no closed form of its bucket"
+            )
+        return itemsize * -(-elements // parts)
 
     if not is_jax:
-        return [size(parameter) for parameter in parameters_of_stage(engine, experiment, stage=stage)]
+        return [[size(parameter) for parameter in parameters_of_stage(engine, experiment, stage=stage)]]
     embeddings, norm = end_parameters(model)
-    named = {p.name: size(p) for p in (*embeddings, *norm)}
-    named |= {
-        p.name.replace(".0.", "."): size(p, model.n_layer // layout.pp) for p in block_parameters(model, 0)
-    }
-    return [named[name] for name in sorted(named, key=lambda name: name.split("."))]
+    layers = model.n_layer // layout.pp
+    groups: dict[tuple[bool, bool], dict[str, int]] = {}
+    for parameter in (*block_parameters(model, 0), *embeddings, *norm):
+        is_stacked = parameter.name.startswith(STACKED)
+        kind = is_stacked and layout.pp > 1, is_split_by_tp(parameter) and layout.tp > 1
+        alike = groups.setdefault(kind, {})
+        alike[parameter.name] = size(parameter, layers if is_stacked else 1)
+    return [[named[name] for name in sorted(named, key=_tree_order)] for named in groups.values()]
+
+
+def _tree_order(name: str) -> list[str]:
+    """JAX's: the keys of a dict sorted at each level, and no level for the layer, which is a dim."""
+    return [part for part in name.split(".") if part != "0"]
 
 
 def _buckets_of_torch(sizes: list[int], limit: float) -> int:
