@@ -4,7 +4,6 @@ import functools
 import operator
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct, field
 
 from compare.contract.engines.registry import STUDIED
