@@ -135,6 +135,21 @@ def test_page_has_the_four_files_as_they_are(lesson):
     assert [text + "\n" for text in written(page)] == files
 
 
+def test_forward_and_backward_of_a_library_s_tensor_parallelism_come_from_different_lines():
+    """A sum in forward is of the rows, a sum in backward of the columns."""
+    (source,) = sources.read_sources("tensor_parallel", ["torch-library"])
+    text = source.text.splitlines()
+    forward, backward = (
+        {mark.line for mark in source.marks if mark.causes("all_reduce", purpose)}
+        for purpose in (ACTIVATIONS, ACTIVATION_GRADIENTS)
+    )
+    assert forward
+    assert backward
+    assert not forward & backward
+    assert all("row" in text[line - 1].lower() for line in forward)
+    assert all("column" in text[line - 1].lower() for line in backward)
+
+
 def test_every_row_of_a_ledger_leads_to_its_source_and_back(lesson):
     strategy, page = lesson
     for engine in FOLDERS:

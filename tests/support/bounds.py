@@ -30,8 +30,7 @@ def above_the_bound(
 def assert_bounded(record: Record) -> None:
     """A record's devices held no more than is said before it runs."""
     manifest, memory = record.manifest, record.memory
-    peaks = {one.device: one.peak.bytes for one in memory.devices} if memory else {}
     assert manifest.peak_memory_bytes
     for device, peak in enumerate(manifest.peak_memory_bytes):
-        options = {"device": device, "held": peaks.get(device, {}), "peak": peak}
+        options = {"device": device, "peak": peak, "held": memory.of(device).peak.bytes if memory else {}}
         assert above_the_bound(manifest.engine, manifest.experiment, **options) == {}, manifest.engine

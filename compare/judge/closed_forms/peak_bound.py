@@ -11,7 +11,7 @@ not all of them are there at once.
     parameters      that are gathered: of two blocks and the ends under ZeRO-3, else all
     gradients       once more, whole: as they are summed up, reduced, or copied into buckets; or as the token
                     table's, which is used at both ends
-    logits          torch: `Keeps`, and of a pipeline two for each further microbatch; JAX: three, of which
+    logits          torch: `Keeps`, and of a pipeline two for each further microbatch; JAX: four, of which
                     XLA fuses some; a compiler's pipeline has all microbatches', shared by its stages
 
 A number of 16 bits counts as one of 48: some is kept before it is cast, and XLA on a CPU computes in float32.
@@ -37,7 +37,7 @@ from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp
 
 UNKNOWN = Keeps(residuals="autograd", logits=5, logits_with_tp=5, logits_with_pp=5)
 """Of an engine that is not ours: as much as any of ours."""
-JAX_LOGITS = 3
+JAX_LOGITS = 4
 DROPPED = (
     Kept("masks, and what they are put on, of both branches", "stream", width=4),
     Kept("attention's weights, dropped, and their mask", "inside", scores=4),

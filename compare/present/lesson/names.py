@@ -55,9 +55,19 @@ _REGIONS: Names = {  # Megatron's f and g
 }
 _EITHER_WAY = Sends(PERMUTE, (ACTIVATIONS, ACTIVATION_GRADIENTS))
 _BETWEEN_STAGES = (Sends(PERMUTE, (ACTIVATIONS_AND_GRADIENTS,)),)
-# Of PyTorch's wrappers the ledger infers the purpose (`torchpar/measure/ledger.py`).
-_BOTH_WAYS = (ACTIVATIONS, ACTIVATION_GRADIENTS)
-_ALONG_TP = tuple(Sends(kind, _BOTH_WAYS) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
+# Of PyTorch's wrappers the ledger infers the purpose (`torchpar/measure/ledger.py`). A column's input is
+# whole, or gathered from parts of a sequence, and its gradient summed; a row's result is summed, its gradient
+# gathered.
+_COLUMN = (
+    Sends(ALL_GATHER, (ACTIVATIONS,)),
+    Sends(ALL_REDUCE, (ACTIVATION_GRADIENTS,)),
+    Sends(REDUCE_SCATTER, (ACTIVATION_GRADIENTS,)),
+)
+_ROW = (
+    Sends(ALL_REDUCE, (ACTIVATIONS,)),
+    Sends(REDUCE_SCATTER, (ACTIVATIONS,)),
+    Sends(ALL_GATHER, (ACTIVATION_GRADIENTS,)),
+)
 
 NAMES: dict[str, Names] = {
     "jaxpar/compiler": {
@@ -103,13 +113,16 @@ NAMES: dict[str, Names] = {
             Sends(REDUCE_SCATTER, (GRADIENTS,)),
             Sends(ALL_REDUCE, (GRADIENTS,)),
         ),
-        "parallelize_module": _ALONG_TP,
-        "ColwiseParallel": _ALONG_TP,
-        "RowwiseParallel": _ALONG_TP,
-        "SequenceParallel": _ALONG_TP,
-        "PrepareModuleOutput": _ALONG_TP,
+        "parallelize_module": (),
+        "ColwiseParallel": _COLUMN,
+        "RowwiseParallel": _ROW,
+        "SequenceParallel": (),  # each device has its own tokens, and a norm needs no others
+        "PrepareModuleOutput": (),  # the loss is whole when it comes
         "distribute_module": (),
-        "redistribute": (*_ALONG_TP, Sends(ALL_REDUCE, (REPLICATED_GRADIENTS,))),
+        "redistribute": (
+            Sends(ALL_GATHER, (ACTIVATION_GRADIENTS,)),
+            Sends(ALL_REDUCE, (REPLICATED_GRADIENTS,)),
+        ),
         "loss_parallel": (Sends(ALL_REDUCE, (LOSS,)),),
         "PipelineStage": _BETWEEN_STAGES,
         "ScheduleGPipe": _BETWEEN_STAGES,
