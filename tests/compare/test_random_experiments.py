@@ -6,15 +6,22 @@ import pytest
 from random_experiments import accepting, arguments_of, experiment_of, experiments, main, what_went_wrong
 
 from compare.contract.axes import AXES
-from compare.contract.experiment import revalidate
-
-RUN = (30, 37)
-"""Numbers of the fixed seed that each run of the tests trains: two devices each, and four engines."""
+from compare.contract.experiment import Experiment, revalidate
 
 
-@pytest.mark.parametrize("number", RUN)
-def test_engines_agree_on_what_nobody_chose(shardpair, number):
-    drawn = experiment_of(20260, number)
+def is_small(experiment: Experiment) -> bool:
+    """Whether it takes some ten seconds, and agrees to 1e-10 on any machine."""
+    return (
+        experiment.layout.devices == 2
+        and experiment.model.n_layer <= 2
+        and experiment.precision.dtype == "float64"
+    )
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_engines_agree_on_what_nobody_chose(shardpair, place):
+    """On the first small ones of the fixed seed."""
+    drawn = next(islice((one for one in experiments() if is_small(one.experiment)), place, None))
     done = shardpair(*arguments_of(drawn, shardpair.folder))
     assert what_went_wrong(done) == "", drawn
 
