@@ -17,9 +17,8 @@ from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
 from compare.contract.tensors import RecordError
-from compare.judge.acceptance import objections
 from compare.judge.costs import Cost, cost_of
-from compare.judge.ladder import Verdict, climb
+from compare.judge.ladder import Verdict, climb, objections_by_itself
 
 COMPARISON = "comparison.json"
 LISTED = 4  # names in a one-line verdict; more are counted
@@ -148,7 +147,7 @@ def judged(
         costs=[cost_of(records[name]) for name in cases],
         versions=[records[name].manifest.versions for name in cases],
         failures={name: why for name, why in comparison.failures.items() if name not in records},
-        objections=objections(records[cases[0]]) if len(cases) == 1 else [],
+        objections=objections_by_itself(records[cases[0]]) if len(cases) == 1 else [],
     )
 
 

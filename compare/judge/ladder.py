@@ -28,6 +28,7 @@ from compare.judge.rungs import (
     first_was_skipped,
     shortened,
 )
+from compare.judge.strategy import strategy_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 
 REQUEST = "request"
@@ -129,6 +130,15 @@ def rungs_of(verdicts: Sequence[Verdict]) -> list[str]:
         for rung in LADDER
         if rung in RUNGS or any(verdict.error(rung) is not None for verdict in verdicts)
     ]
+
+
+def objections_by_itself(record: Record) -> list[str]:
+    """What a run did otherwise than it was asked, as far as it shows without another: numbers and strategy.
+
+    Raises:
+        RecordError: a file of tensors is garbled.
+    """
+    return [*objections(record), *strategy_of(record).objections]
 
 
 def climb(reference: Record, candidate: Record, *, reference_name: str = "", name: str = "") -> Verdict:

@@ -17,7 +17,6 @@ from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
 from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
-from compare.judge.acceptance import objections
 from compare.judge.bench import (
     BenchCase,
     BenchResult,
@@ -26,6 +25,7 @@ from compare.judge.bench import (
     circumstances_of,
     measured,
 )
+from compare.judge.ladder import objections_by_itself
 from compare.studies.cases import Settings
 
 
@@ -140,7 +140,7 @@ def _timed(
 
         record = launch(request, place, pythons=pythons, on_step=on_step)
     timing = request.timing
-    wrong = objections(record)
+    wrong = objections_by_itself(record)
     if timing and len(record.manifest.windows) != timing.windows:
         wrong.append(f"it timed {len(record.manifest.windows)} of {timing.windows} windows")
     if wrong:

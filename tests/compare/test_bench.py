@@ -10,8 +10,10 @@ from compare import api
 from compare.cli import main
 from compare.contract.experiment import ExperimentError
 from compare.contract.tensors import RecordError
+from compare.judge import ladder
 from compare.judge.bench import BENCH, read_bench
 from compare.judge.bench_rows import blocks
+from compare.judge.strategy import Finding, Strategy
 from compare.studies import bench as study
 from compare.studies.bench import continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
@@ -119,6 +121,13 @@ def test_other_work_is_noticed(timed_engines, capsys):
     assert bench("--rounds", "1") == 1
     said = "torch-library.single did not do the same work as torch-manual.single: in round 1 the loss of step"
     assert said in capsys.readouterr().out
+
+
+def test_a_strategy_that_was_not_done_is_a_failure(timed_engines, monkeypatch, capsys):
+    skipped = Strategy(findings=[Finding(setting="layout.remat", asked="full", found="none")])
+    monkeypatch.setattr(ladder, "strategy_of", lambda record: skipped)
+    assert bench("--rounds", "1") == 1
+    assert "layout.remat = full was asked for, and none was done" in capsys.readouterr().out
 
 
 def test_windows_that_state_another_time_than_the_harness_saw_are_noticed(timed_engines, capsys):
