@@ -30,6 +30,8 @@ SEED = 20260
 DEVICES = (1, 2, 2, 3, 4, 4, 6, 8)
 LAYOUTS, SETTINGS = 100, 200
 """Layouts that are tried, and settings with each: the hardest, of eight devices, fit one in some fifty."""
+SIXTEEN_BITS, MANY_TOKENS = ("bfloat16", "float16"), 200
+"""Over fewer tokens rounding in 16 bits does not average out: over 36, losses part by 2e-5 in float16."""
 
 
 class Drawn(NamedTuple):
@@ -69,6 +71,8 @@ def experiment_of(seed: int, number: int) -> Drawn:
                 drawn = {**_settings(generator), "layout": layout}
                 experiment = revalidate(msgspec.convert(drawn, Experiment))
             except (ExperimentError, msgspec.ValidationError):
+                continue
+            if experiment.precision.dtype in SIXTEEN_BITS and experiment.tokens_per_step < MANY_TOKENS:
                 continue
             engines = accepting(experiment)
             if len(engines) > 1:
@@ -137,7 +141,7 @@ def _settings(generator: random.Random) -> dict[str, Any]:
     }
     precision = {"dtype": pick(("float64", "float64", "float64", "float32", "bfloat16", "float16"))}
     data = {"source": "synthetic"}
-    if precision["dtype"] in ("bfloat16", "float16"):
+    if precision["dtype"] in SIXTEEN_BITS:
         optimizer["learning_rate"] = min(optimizer["learning_rate"], 1e-3)
     return {"model": model, "optimizer": optimizer, "train": train, "precision": precision, "data": data}
 
