@@ -267,6 +267,8 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
     """
     if not (folder / MANIFEST).is_file():
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
+    if left := next((name for name in (ERROR, STEPS_PART) if (folder / name).exists()), None):
+        raise RecordError(f"{folder} has {left} beside {MANIFEST}: two runs were mixed in it")
     return Record(
         folder=folder,
         manifest=read_own_json(folder / MANIFEST, Manifest),

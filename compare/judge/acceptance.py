@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
+from compare.contract.checkpoint.description import CHECKPOINTS, WEIGHTS, checkpoints_in
+from compare.contract.checkpoint.reader import CheckpointReader, read_description
 from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
@@ -44,6 +46,7 @@ def objections(record: Record) -> list[str]:
         *_of_evaluations(record.evaluations, request),
         *_of_ledger(record, request.experiment),
         *_of_tensors(record, request),
+        *_of_checkpoint(record, request),
     ]
 
 
@@ -70,9 +73,32 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
         if (found := getattr(manifest, key)) != value:
             yield f"it ran with {key} = {found} instead of {value}"
     yield from (f"it ran {difference}" for difference in differing_keys(manifest.experiment, experiment))
+    yield from _of_costs(record)
     for kind, held in {"peak_memory_bytes": manifest.peak_memory_bytes, **manifest.resident_bytes}.items():
         if len(held) != devices:
             yield f"it says what {len(held)} devices hold ({kind}), and {devices} were asked for"
+
+
+def _of_costs(record: Record) -> Iterator[str]:
+    """Figures that no run has."""
+    manifest, tokens = record.manifest, record.manifest.experiment.tokens_per_step
+    seconds = {"first_step_s": manifest.first_step_s, "cpu_time_s": manifest.cpu_time_s}
+    for what, value in {**seconds, "peak_memory_bytes": min(manifest.peak_memory_bytes, default=0)}.items():
+        if not value > 0:
+            yield f"it says that {what} was {value}"
+    if manifest.compile_s < 0:
+        yield f"it says that compile_s was {manifest.compile_s}"
+    for step in record.steps:
+        if not 0 < step.step_time_ms < math.inf:
+            yield f"it says that step {step.step} took {step.step_time_ms} ms"
+            return
+        stated = step.tokens_per_s
+        if stated is not UNSET and not math.isclose(stated * step.step_time_ms, 1e3 * tokens, rel_tol=1e-3):
+            took = f"{step.step_time_ms:g} ms for {tokens}"
+            yield f"it says {stated:g} tokens/s, and step {step.step} took {took}"
+            return
+    if len(record.steps) > 1 and all(step.instrumented for step in record.steps):
+        yield "it says that all of its steps were watched"
 
 
 def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
@@ -153,6 +179,21 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             and _is_untrained(record)
         ):
             yield "the first optimizer step moved no weight"
+
+
+def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
+    """What is saved after the last step is what the run ended with. Checkpoints may be moved away later."""
+    kept = record.folder / CHECKPOINTS
+    rung, steps = request.weights_due.get(request.steps), request.experiment.train.max_iters
+    if not request.experiment.checkpoint.every or rung is None or not kept.is_dir():
+        return
+    last = next((folder for folder in checkpoints_in(kept) if read_description(folder).step == steps), None)
+    if last is None:
+        yield f"it saved no checkpoint after its last step, {steps}"
+        return
+    saved, held = CheckpointReader(last).group(WEIGHTS), read_tensors(record.folder, rung)
+    if odd := next((name for name in held if not np.array_equal(saved[name], held[name])), None):
+        yield f"it saved another {odd} after step {steps} than it had"
 
 
 def _expected_shapes(rung: Rung, experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -21,6 +21,8 @@ from compare.judge.costs import Cost, cost_of
 from compare.judge.ladder import Verdict, climb, objections_by_itself
 
 COMPARISON = "comparison.json"
+FAULTS = "faults"
+"""The command whose cases are asked for other trainings on purpose."""
 LISTED = 4  # names in a one-line verdict; more are counted
 IN_PARTS = ("matrix", "sweep")
 """Commands whose comparisons lie side by side in one folder, from which they go on."""
@@ -141,7 +143,14 @@ def judged(
         device_kind=records[cases[0]].manifest.device_kind if cases else "",
         cases=cases,
         verdicts=[
-            found.get(name) or climb(records[cases[0]], records[name], reference_name=cases[0], name=name)
+            found.get(name)
+            or climb(
+                records[cases[0]],
+                records[name],
+                reference_name=cases[0],
+                name=name,
+                same_training=comparison.command != FAULTS,
+            )
             for name in cases[1:]
         ],
         costs=[cost_of(records[name]) for name in cases],

@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.record import Record
-from compare.judge.acceptance import objections
+from compare.judge.acceptance import differing_keys, objections
+from compare.judge.conditioning import ill_conditioned
 from compare.judge.rungs import (
     COMPARE,
     begin_apart,
@@ -63,6 +64,8 @@ SOME = (LOSS_SCALE, FINAL, EVALUATIONS, STRATEGY)
 """Rungs that only some runs have: a run without them has skipped nothing."""
 RUNGS = tuple(rung for rung in LADDER if rung not in SOME)
 """Rungs that every run with a ladder has."""
+OF_TRAINING = ("model.", "data.", "optimizer.", "train.")
+"""Sections in which two runs may not differ. How work is spread, and how exact it is, may."""
 OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments", "first_update")
 """Rungs that say nothing where the first step was skipped."""
 
@@ -93,6 +96,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     rungs: list[RungResult]
     skipped: dict[str, str] = msgspec.field(default_factory=dict)
     """Rungs that could not be compared, and why."""
+    caution: str = ""
+    """Why two correct runs of this training may part; empty if nothing makes them (`judge.conditioning`)."""
 
     @property
     def failure(self) -> RungResult | None:
@@ -120,7 +125,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
         bad = self.failure
         if not math.isfinite(bad.error):
             return f"FAIL at {bad.rung}: {bad.worst}"
-        return f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
+        off = f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
+        return f"{off}; but this training amplifies rounding: {self.caution}" if self.caution else off
 
 
 def rungs_of(verdicts: Sequence[Verdict]) -> list[str]:
@@ -141,7 +147,14 @@ def objections_by_itself(record: Record) -> list[str]:
     return [*objections(record), *strategy_of(record).objections]
 
 
-def climb(reference: Record, candidate: Record, *, reference_name: str = "", name: str = "") -> Verdict:
+def climb(
+    reference: Record,
+    candidate: Record,
+    *,
+    reference_name: str = "",
+    name: str = "",
+    same_training: bool = True,
+) -> Verdict:
     """Hold a run against a reference, rung by rung.
 
     Args:
@@ -149,6 +162,8 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
         candidate: the run under test; its precision decides the tolerances.
         reference_name: what to call the reference; its engine by default.
         name: what to call the candidate; its engine by default.
+        same_training: whether both must have been asked for one training; not where the spec of one was
+            changed on purpose, to see which rung finds it.
 
     Raises:
         RecordError: a file of tensors is garbled.
@@ -157,21 +172,28 @@ def climb(reference: Record, candidate: Record, *, reference_name: str = "", nam
     name = name or candidate.manifest.engine
     apart = begin_apart(reference, candidate)
     tolerances = tolerances_for(candidate.manifest.experiment.precision.dtype, apart=apart)
-    results = [_compare_requests([(reference_name, reference), (name, candidate)], tolerances[REQUEST])]
+    runs = [(reference_name, reference), (name, candidate)]
+    results = [_compare_requests(runs, tolerances[REQUEST], same_training=same_training)]
     skipped = {}
     for rung in LADDER[1:]:
         nothing_done = rung in OF_FIRST_STEP and first_was_skipped(reference, candidate)
-        runs = [shortened(run, tolerances[rung].steps) for run in (reference, candidate)]
-        compared = None if nothing_done else COMPARE[rung](*runs)
+        pair = [shortened(run, tolerances[rung].steps) for run in (reference, candidate)]
+        compared = None if nothing_done else COMPARE[rung](*pair)
         if compared is None:
             if rung not in SOME:
                 skipped[rung] = _why_skipped(rung, candidate)
             continue
         error, worst = compared
-        if len(runs[1].steps) < len(candidate.steps):
-            worst += f", of the first {len(runs[1].steps)} steps, as no later one was compared"
+        if len(pair[1].steps) < len(candidate.steps):
+            worst += f", of the first {len(pair[1].steps)} steps, as no later one was compared"
         results.append(_result(rung, error, worst, tolerances[rung]))
-    return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
+    return Verdict(
+        candidate=name,
+        reference=reference_name,
+        rungs=results,
+        skipped=skipped,
+        caution=ill_conditioned(candidate.manifest.experiment),
+    )
 
 
 def _result(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:
@@ -184,12 +206,19 @@ def _result(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungRe
     )
 
 
-def _compare_requests(runs: Sequence[tuple[str, Record]], tolerance: Tolerance) -> RungResult:
+def _compare_requests(
+    runs: Sequence[tuple[str, Record]], tolerance: Tolerance, *, same_training: bool
+) -> RungResult:
     """Both runs against what was asked of them, and of them together."""
     wrong = [f"{name}: {objection}" for name, run in runs for objection in objections(run)]
     reference, candidate = (run.manifest.experiment.precision.dtype for _, run in runs)
     if reference != candidate:
         wrong.append(f"{candidate} cannot be held against a reference in {reference}")
+    requests = [run.request for _, run in runs if run.request]
+    if same_training and len(requests) == 2:
+        before, after = (request.experiment for request in requests)
+        differ = (key for key in differing_keys(after, before) if key.startswith(OF_TRAINING))
+        wrong += [f"{key} was asked for: the two are no one training" for key in differ]
     return _result(REQUEST, math.inf if wrong else 0.0, "; ".join(wrong[:2]), tolerance)
 
 

@@ -151,7 +151,7 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "--train.gradient_accumulation_steps", "2147483647"], "of one batch), and this machine has"),
         (["run", "--model.block_size", "1000000000"], "of parameters + "),
         (["run", "--model.vocab_size", "1000000000"], "1.54 TB of optimizer state"),
-        (["run", "--model.n_embd", "1000000000"], "jax-compiler would need 864 EB ("),
+        (["run", "--model.n_embd", "1000000000"], "jax-compiler would need 1.15e+03 EB ("),
         (["run", "--layout.pp", "100000", "--model.n_layer", "100000"], "got 100000 - at `model.n_layer`"),
         (["run", "--layout.dp_replicate", "65", "--train.batch_size", "65"], "the layout needs 65 devices"),
         (["schedule", "--stages", "100000"], "make a schedule of 1,600,000 tasks; the most is 200,000"),
