@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import UNSET
 
 from compare.contract.checkpoint.description import CHECKPOINTS, WEIGHTS, checkpoints_in
-from compare.contract.checkpoint.reader import CheckpointReader, read_description
+from compare.contract.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
@@ -183,16 +183,20 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
 
 def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
     """What is saved after the last step is what the run ended with. Checkpoints may be moved away later."""
-    kept = record.folder / CHECKPOINTS
-    rung, steps = request.weights_due.get(request.steps), request.experiment.train.max_iters
-    if not request.experiment.checkpoint.every or rung is None or not kept.is_dir():
+    kept, steps = checkpoints_in(record.folder / CHECKPOINTS), request.experiment.train.max_iters
+    rung = request.weights_due.get(request.steps)
+    if not kept or rung is None:
         return
-    last = next((folder for folder in checkpoints_in(kept) if read_description(folder).step == steps), None)
-    if last is None:
+    if steps not in kept:
         yield f"it saved no checkpoint after its last step, {steps}"
         return
-    saved, held = CheckpointReader(last).group(WEIGHTS), read_tensors(record.folder, rung)
-    if odd := next((name for name in held if not np.array_equal(saved[name], held[name])), None):
+    try:
+        saved, held = CheckpointReader(kept[steps]).group(WEIGHTS), read_tensors(record.folder, rung)
+        odd = next((name for name in held if not np.array_equal(saved[name], held[name])), "")
+    except CheckpointError as error:
+        yield f"what it saved after step {steps} cannot be read: {error}"
+        return
+    if odd:
         yield f"it saved another {odd} after step {steps} than it had"
 
 

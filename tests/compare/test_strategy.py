@@ -1,0 +1,151 @@
+"""What a run did is read off what was observed, and held to what was asked; what is saved, to the end."""
+
+import msgspec
+import numpy as np
+import pytest
+from checkpoints import random_state
+from records import make_ledger, make_record, tensors_of
+from small_checkpoint import EXPERIMENT, save
+
+from compare.contract.checkpoint.description import CHECKPOINTS
+from compare.contract.engines.registry import STUDIED
+from compare.contract.experiment import edited
+from compare.contract.ledger import Ledger
+from compare.contract.request import Rung
+from compare.judge.acceptance import objections
+from compare.judge.conditioning import ill_conditioned
+from compare.judge.ladder import REQUEST, climb
+from compare.judge.strategy import done_words, strategy_of
+
+DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
+ENGINES = [name for name, engine in STUDIED.items() if engine.tells_work]
+
+
+def layouts(engine):
+    """Layouts that the engine can express, of every kind."""
+    found = {
+        "ddp": DDP,
+        "fsdp": {"layout": {"dp_shard": 2, "zero": 3}},
+        "tp_sp": {"layout": {"tp": 2, "sequence_parallel": True}},
+        "pp": {"layout": {"pp": 2, "schedule": STUDIED[engine].schedules[0], "microbatches": 2}},
+    }
+    return found.items()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_done_as_asked_is_told_and_nothing_is_objected(tmp_path, tiny, engine):
+    for name, layout in layouts(engine):
+        strategy = strategy_of(make_record(tmp_path / name, edited(tiny, layout), engine=engine))
+        assert strategy.objections == [], name
+        assert strategy.found("layout.remat") == STUDIED[engine].remat_for(tiny.layout)
+        assert strategy.found("what is sent")
+
+
+IGNORED = {
+    "naive for bucketed": (DDP, {"gradient_sync": "naive"}, "naive (28 calls)"),
+    "flat for bucketed": (DDP, {"gradient_sync": "flat"}, "flat (1 calls)"),
+    "bucket_mb": (DDP, {"bucket_mb": 25.0}, "1 all-reduces within backward"),
+    "zero 3 -> 2": ({"layout": {"dp_shard": 2, "zero": 3}}, {"zero": 2}, "parameters off by +100%"),
+    "zero 2 -> 1": ({"layout": {"dp_shard": 2, "zero": 2}}, {"zero": 1}, "gradients off by +100%"),
+    "offload": ({"layout": {"offload": "optimizer"}}, {"offload": "none"}, "optimizer off by"),
+    "schedule": (
+        {"layout": {"pp": 2, "microbatches": 2}},
+        {"schedule": "gpipe"},
+        "layout.schedule = 1f1b was asked for, and gpipe was done",
+    ),
+    "remat": (
+        {"layout": {"remat": "full"}},
+        {"remat": "none"},
+        "layout.remat = full was asked for, and",
+    ),
+    "sequence_parallel": (
+        {"layout": {"tp": 2, "sequence_parallel": True}},
+        {"sequence_parallel": False},
+        "bytes of all_reduce over tp for activations instead of 0 was done",
+    ),
+    "reshard_after_forward": (
+        {"layout": {"dp_shard": 2, "zero": 3}},
+        {"reshard_after_forward": False},
+        "bytes of all_gather over dp_shard for parameters instead of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_setting_that_is_ignored_is_named(tmp_path, tiny, name):
+    """The record of a run that did something else, and says nothing of it but in what was observed."""
+    asked, done, says = IGNORED[name]
+    spec = edited(tiny, {"train": {"gradient_accumulation_steps": 2}} | asked)
+    right = make_record(tmp_path / "right", spec)
+    other = make_record(tmp_path / "other", edited(spec, {"layout": done}))
+    wrong = msgspec.structs.replace(
+        right,
+        work=other.work,
+        ledger=other.ledger,
+        manifest=msgspec.structs.replace(right.manifest, resident_bytes=other.manifest.resident_bytes),
+    )
+    assert says in "; ".join(strategy_of(wrong).objections)
+    verdict = climb(right, wrong)
+    assert (verdict.failure is not None, verdict.failure and verdict.failure.rung) == (True, "strategy")
+
+
+def test_words_in_tables_are_of_what_was_done(tmp_path, tiny):
+    spec = edited(tiny, DDP)
+    right = make_record(tmp_path / "right", spec)
+    assert (done_words(right).gradient_sync, done_words(right).remat) == ("bucketed", "none")
+    flat = edited(spec, {"layout": {"gradient_sync": "flat"}})
+    ledger = Ledger(rows=make_ledger("torch-manual", flat))
+    assert right.work
+    work = msgspec.structs.replace(right.work, overlaps=False, again=["products"])
+    done = done_words(msgspec.structs.replace(right, ledger=ledger, work=work))
+    assert done.gradient_sync.startswith("flat")
+    assert done.remat == "full"
+
+
+def test_a_compiler_may_send_what_it_likes_but_not_what_another_layout_sends(tmp_path, tiny):
+    spec = edited(tiny, {"layout": {"tp": 2, "sequence_parallel": True}})
+    plain = edited(tiny, {"layout": {"tp": 2}})
+    record = make_record(tmp_path / "run", spec, engine="jax-compiler")
+    odd = [msgspec.structs.replace(row, bytes=row.bytes + 999) for row in record.ledger.rows]
+    for rows, objects in ((odd, False), (make_ledger("jax-compiler", plain), True)):
+        strategy = strategy_of(msgspec.structs.replace(record, ledger=Ledger(rows=rows)))
+        assert bool(strategy.objections) == objects
+
+
+def test_what_is_saved_is_what_the_run_ended_with(tmp_path):
+    spec = edited(EXPERIMENT, {"train": {"max_iters": 3}, "checkpoint": {"every": 1}})
+    saved = {name: tensor for (group, name), tensor in random_state(EXPERIMENT).items() if group == "weights"}
+    for name, weights, step, says in (
+        ("right", saved, 3, ""),
+        ("other", {one: tensor + 1 for one, tensor in saved.items()}, 3, "it saved another"),
+        ("earlier", saved, 2, "it saved no checkpoint after its last step, 3"),
+    ):
+        tensors = tensors_of(spec) | {Rung.FINAL_WEIGHTS: weights}
+        record = make_record(tmp_path / name, spec, tensors=tensors)
+        save(record.folder / CHECKPOINTS, step)
+        found = [one for one in objections(record) if "saved" in one]
+        assert bool(found) == bool(says)
+        assert says in "".join(found)
+
+
+def test_two_trainings_are_no_pair(tmp_path, tiny):
+    right = make_record(tmp_path / "right", tiny)
+    other = make_record(tmp_path / "other", edited(tiny, {"optimizer": {"eps": 1e-6}}))
+    failure = climb(right, other).failure
+    assert failure is not None
+    assert failure.rung == REQUEST
+    assert "optimizer.eps = 1e-06 instead of 1e-08 was asked for" in failure.worst
+    spread = make_record(tmp_path / "spread", edited(tiny, DDP))
+    assert climb(right, spread).passed
+
+
+def test_a_failure_names_the_settings_that_amplify_rounding(tmp_path, tiny):
+    assert ill_conditioned(tiny) == ""
+    spec = edited(tiny, {"optimizer": {"eps": 1e-12, "beta2": 0.0}})
+    tensors = tensors_of(spec)
+    tensors[Rung.LATER_WEIGHTS] = {k: np.float64(v + 1e-6) for k, v in tensors[Rung.LATER_WEIGHTS].items()}
+    right = make_record(tmp_path / "right", spec)
+    sentence = climb(right, make_record(tmp_path / "other", spec, tensors=tensors)).sentence()
+    assert "FAIL at later_weights" in sentence
+    assert "this training amplifies rounding: optimizer.eps = 1e-12" in sentence
+    assert "optimizer.beta2 = 0" in sentence
