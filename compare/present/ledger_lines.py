@@ -24,7 +24,7 @@ float64, beside the closed form of its layout (`compare/judge/closed_forms/commu
 of a device: those of the full tensors, and of a pipeline by stage. = is the closed form to the byte, a dash
 nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's /
 PyTorch's. A pattern explains a figure only if it gives its bytes. Numbers that go alone, such as the loss,
-are left out."""
+are left out. One step is watched, the third of a run: of the others this says nothing."""
 ROW_COLUMNS = (
     "operation",
     "axis",
