@@ -5,6 +5,7 @@ Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage
 """
 
 import errno
+import functools
 import importlib.metadata
 import os
 import platform
@@ -20,6 +21,7 @@ from compare.commands.bench import Bench
 from compare.commands.buckets import Buckets
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
+from compare.commands.command_line import read_line, shortened, suggestion
 from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
@@ -30,6 +32,7 @@ from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
+from compare.commands.overview import overview
 from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
@@ -85,11 +88,6 @@ FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
-DESCRIPTION = """Sharded training in JAX and in PyTorch, side by side: proven equal, measured, explained.
-
-Begin with `shardpair run` (a minute), then `shardpair run --help` for everything you can override.
-`shardpair list` names what there is; `shardpair --version` says what this is."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
@@ -106,6 +104,11 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments[:1] == ["--version"]:
             print(version_line())
             return 0
+        if arguments[:1] in (["--help"], ["-h"]):
+            print(overview())
+            return 0
+        if arguments[:1] and arguments[0].startswith("--tyro-"):
+            _print_completion(arguments)
         return _dispatch(arguments)
     except (ExperimentError, RecordError) as error:
         say(error)
@@ -176,46 +179,48 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
     """A command with its arguments, and the experiment that they override; nothing is started.
 
     Raises:
-        ExperimentError: no such experiment, or one that is not given first.
-        SystemExit: an unknown command or flag, or --help.
+        ExperimentError: no such command, flag or experiment, or one that is not given first.
+        SystemExit: --help was asked for, and printed.
     """
-    name = _experiment_name(arguments)
-    names = {word: FIXED_EXPERIMENT.get(word, DEFAULT_EXPERIMENT.get(word, "demo")) for word in COMMANDS}
-    names |= {arguments[0]: name} if arguments[:1] and arguments[0] in COMMANDS else {}
-    commands: Any = Union[tuple(_subcommand(word, names[word]) for word in COMMANDS)]  # noqa: UP007
-    command = tyro.cli(
-        commands, args=arguments, prog="shardpair", description=DESCRIPTION, use_underscores=True
-    )
-    if isinstance(command, Spec):
-        if command.experiment != name:
-            raise ExperimentError(_misplaced(arguments[0], command.experiment))
-        command = msgspec.structs.replace(command, given=_flags_given(arguments, name))
-    return command, name
-
-
-def _flags_given(arguments: list[str], name: str) -> frozenset[str]:
-    """The flags of an accepted command line, read again by its command alone."""
+    if not arguments:
+        raise ExperimentError("give a command, such as shardpair run; see shardpair --help")
     word, *line = arguments
+    if word not in COMMANDS:
+        like = suggestion(word, COMMANDS)
+        raise ExperimentError(f"{shortened(word)}: no such command{like}; see shardpair --help")
     command: Any = COMMANDS[word]
+    prog = f"shardpair {word}"
+    if not issubclass(command, Spec):
+        return read_line(command, line, prog=prog, default=None), "demo"
+    name = _experiment_name(arguments)
     default = defaults_for(command, name)
-    return flags_given(
-        lambda default: tyro.cli(type(default), args=line, default=default, use_underscores=True), default
-    )
+    found = read_line(command, line, prog=prog, default=default)
+    if found.experiment != name:
+        raise ExperimentError(_misplaced(word, found.experiment))
+    read_again = functools.partial(read_line, command, line, prog=prog)
+    given = flags_given(lambda other: read_again(default=other), default)
+    return msgspec.structs.replace(found, given=given), name
 
 
-def _subcommand(word: str, name: str) -> object:
-    """One command for tyro, its arguments filled from the experiment `name` where it takes one."""
+def _subcommand(word: str) -> object:
     command: Any = COMMANDS[word]
-    if issubclass(command, Spec):
-        return Annotated[command, tyro.conf.subcommand(word, default=defaults_for(command, name))]
     return Annotated[command, tyro.conf.subcommand(word)]
+
+
+def _print_completion(arguments: list[str]) -> None:
+    """tyro's completion for a shell, over all commands."""
+    commands: Any = Union[tuple(map(_subcommand, COMMANDS))]  # noqa: UP007
+    tyro.cli(commands, args=arguments, prog="shardpair", use_underscores=True)
 
 
 def _misplaced(command: str, word: str) -> str:
     """Advice about a word that is not behind a flag, nor first."""
     if word in named_experiments() or Path(word).suffix in (".toml", ".py"):
         return f"give the experiment first: shardpair {command} {word} ..."
-    return f"{word}: no flag takes this (a switch is --model.bias or --model.no_bias, without a value)"
+    return (
+        f"{shortened(word)}: no flag takes this (a switch is --model.bias or --model.no_bias, without a "
+        f"value); see shardpair {command} --help"
+    )
 
 
 def _experiment_name(arguments: list[str]) -> str:

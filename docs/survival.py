@@ -27,7 +27,7 @@ from compare.contract.checkpoint.reader import CheckpointReader
 
 SURVIVAL = Path(__file__).parent / "survival.json"
 SHARDPAIR = [sys.executable, "-m", "compare"]
-SIZES = ["--model.n_layer", "1", "--train.max_iters", "1000000", "--checkpoint.every", "1", "--no-ladder"]
+SIZES = ["--model.n_layer", "1", "--train.max_iters", "1000000", "--checkpoint.every", "1", "--no_ladder"]
 LAYOUT = ["--layout.dp_replicate", "1", "--layout.dp_shard", "2", "--layout.zero", "3"]
 TIMEOUT_S = 5
 ENGINES = ("torch-manual", "jax-manual")

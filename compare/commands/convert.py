@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from compare.commands.pythons import SidePythons, pythons_of
+from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.experiment import Experiment
 from compare.studies.conversion import Format, convert, format_of
 from compare.studies.nanogpt_config import load_experiment
@@ -45,7 +45,7 @@ class Convert(SidePythons, frozen=True, kw_only=True):
     def __call__(self, default: Experiment) -> int:
         """Convert. Returns 0."""
         to, base = self.to or format_of(self.target), load_experiment(self.experiment)
-        found = convert(self.source, self.target, to, base, pythons=pythons_of(self))
+        found = convert(self.source, self.target, to, base, pythons=checked_pythons(self))
         if self.json:
             print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(found)})
             return 0

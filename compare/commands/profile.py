@@ -33,12 +33,12 @@ class Profile(Spread, frozen=True, kw_only=True):
     Try:
       shardpair profile demo --preset fsdp --devices 2
       shardpair profile demo --preset pp --devices 2 --engines torch-manual torch-library
-      shardpair profile cpu --preset ddp --devices 2 --layout.bucket_mb 0.5 --no-twin
+      shardpair profile cpu --preset ddp --devices 2 --layout.bucket_mb 0.5 --no_twin
       shardpair profile --results runs/profile-demo-20260101-120000
     """
 
     twin: bool = True
-    """Run torch's engines once more without communication; --no-twin leaves that out."""
+    """Run torch's engines once more without communication; --no_twin leaves that out."""
     results: str = ""
     """Show a finished profile again, from its folder; nothing is run."""
 
@@ -84,7 +84,7 @@ class Profile(Spread, frozen=True, kw_only=True):
             "preset": self.preset,
             "devices": self.devices,
             "dry_run": self.dry_run,
-            "no-twin": not self.twin,
+            "no_twin": not self.twin,
         }
         others = [f"--{name}" for name, value in given.items() if value] + self.overrides(default)
         if others:

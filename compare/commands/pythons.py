@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from compare.contract.engines.engine import Side
 from compare.contract.engines.registry import SIDES
+from compare.execute.launch import EnvironmentMissing
+from compare.execute.packages import why_not_python
 from compare.execute.paths import check_python
 
 
@@ -34,8 +36,16 @@ def pythons_of(arguments: SidePythons) -> dict[str, str]:
 
 
 def checked_pythons(arguments: SidePythons) -> dict[str, str]:
-    """`pythons_of`. Raises ExperimentError: there is no such Python."""
+    """`pythons_of`, each tried unless it is this one.
+
+    Raises:
+        ExperimentError: there is no such program.
+        EnvironmentMissing: it is no Python, or shardpair is not installed there.
+    """
     pythons = pythons_of(arguments)
     for name, python in pythons.items():
-        check_python(f"--{SIDES[name].python_flag}", python)
+        flag = f"--{SIDES[name].python_flag}"
+        check_python(flag, python)
+        if python != sys.executable and (why := why_not_python(SIDES[name], python)):
+            raise EnvironmentMissing(f"{flag} {python}: {why}")
     return pythons

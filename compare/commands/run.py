@@ -28,7 +28,7 @@ class Run(Spread, frozen=True, kw_only=True):
     """
 
     ladder: bool = True
-    """Compare gradients, weights and moments, at any size; --no-ladder compares losses and norms alone."""
+    """Compare gradients, weights and moments, at any size; --no_ladder compares losses and norms alone."""
     tensorboard: str = ""
     """A folder for TensorBoard's event files, one in it for each engine; needs the extra tensorboard."""
     resume: str = ""

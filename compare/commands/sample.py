@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from compare.commands.pythons import SidePythons, pythons_of
+from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.checkpoint.reader import CheckpointReader
 from compare.contract.engines.registry import REFERENCE, SIDES, side_of
 from compare.contract.experiment import Experiment, ExperimentError
@@ -61,7 +61,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Draw. Returns the exit code: 0, or 1 if the sides drew different texts."""
-        pythons = pythons_of(self)
+        pythons = checked_pythons(self)
         with tempfile.TemporaryDirectory() as scratch:
             folder = as_checkpoint(self.source, Path(scratch) / "made", Experiment(), pythons=pythons)
             reader = CheckpointReader(folder)

@@ -12,6 +12,7 @@ from compare.contract.host.disk import write_atomically
 from compare.contract.schedule_simulator import bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
 from compare.execute.paths import PICTURES, check_output
+from compare.studies.presets import check_names
 from compare.terminal.console import print_json, results_console
 
 CHUNKS = 2
@@ -57,6 +58,10 @@ class Draw(Struct, frozen=True, kw_only=True):
         """Draw them. Returns 0."""
         check_output("--picture", self.picture, kinds=PICTURES)
         check_output("--trace", self.trace)
+        check_names("--names", "schedule", self.names, SCHEDULES)
+        for flag, count in (("stages", self.stages), ("microbatches", self.microbatches)):
+            if count < 1:
+                raise ExperimentError(f"--{flag} {count} must be at least 1")
         names = self.names or self._fitting()
         if self.chunks is not None and "interleaved" not in names:
             raise ExperimentError(

@@ -45,7 +45,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
     """Over growing numbers of devices: strong keeps the batch, weak gives each device the experiment's batch.
     Efficiency is throughput per device, over that of the smallest number."""
     ladder: bool = True
-    """Compare gradients, weights and moments, at any size; --no-ladder compares losses and norms alone."""
+    """Compare gradients, weights and moments, at any size; --no_ladder compares losses and norms alone."""
 
     def __call__(self, default: Experiment) -> int:
         """Run it. Returns the exit code: 0 if all strategies agree, else 1."""

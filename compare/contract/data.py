@@ -29,6 +29,7 @@ WIDEST = 2**16  # ids that 16 bits tell apart
 SPLITS = ("train", "validation")
 EVALUATION = 3  # of Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
+TRAINING = "train.bin"
 WHAT_TO_GIVE = "give stdlib, synthetic, a text or .bin file, or a folder with train.bin"
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 
@@ -154,7 +155,7 @@ def _synthetic(experiment: Experiment) -> np.ndarray:
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if why_not_readable(path).startswith("is a folder"):
-        train_file, validation_file = path / "train.bin", path / "val.bin"
+        train_file, validation_file = path / TRAINING, path / "val.bin"
         if why_not_readable(train_file) == "does not exist":
             raise ExperimentError(f"data.source: {path} is a folder without train.bin; {WHAT_TO_GIVE}")
         train = _read_bin(train_file)

@@ -40,7 +40,7 @@ def ask(
     if not shutil.which(python):
         return f"{side}: {python}: no such program"
     try:
-        returncode, output = _run([python, "-m", side, *question], environment, timeout_s or TIMEOUT_S)
+        returncode, output = output_of([python, "-m", side, *question], environment, timeout_s or TIMEOUT_S)
     except OSError as error:
         return f"{side}: {python}: {error.strerror}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -53,7 +53,7 @@ def ask(
     return f"{side}: {python} is no Python that has {side}: {said}"
 
 
-def _run(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+def output_of(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
     """Exit code and output, errors among it, of a command that may be any program: its time and its words
     are limited."""
     process = subprocess.Popen(

@@ -33,6 +33,7 @@ from compare.contract.host.disk import remove_leftovers
 from compare.contract.host.exits import describe_exit, oom_kills
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
+from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
 
@@ -83,7 +84,7 @@ def prepare(experiment: Experiment, folder: Path) -> Prepared:
         corpus = open_corpus(frozen)
         require_validation(frozen, corpus)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_run_dir(folder)
         raise
     return Prepared(experiment=frozen, folder=folder, corpus_sha256=corpus.sha256)
 
@@ -133,11 +134,18 @@ def require_gpu() -> int:
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs that this process may use, asked without loading a framework."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([item for item in chosen.split(",") if item.strip() not in ("", "-1")])
+    there, chosen = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not there:
+        return there
+    items = [item.strip() for item in chosen.split(",")]
+    beyond = (item in ("", "-1") or (item.isdecimal() and int(item) >= there) for item in items)
+    return next((place for place, ends in enumerate(beyond) if ends), len(items))  # as CUDA reads it
+
+
+def installed_gpus() -> int:
+    """Number of NVIDIA GPUs of this machine, by its driver, whatever a process may use of them."""
     if not shutil.which("nvidia-smi"):
-        return 0
+        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
@@ -201,7 +209,7 @@ def run_side(
         EngineError, KeyboardInterrupt: as `launch`.
     """
     python = (pythons or {}).get(side.name, sys.executable)
-    command = [python, "-m", side.name, *options, str(folder), "--exit-with-stdin"]
+    command = [python, "-m", side.name, *options, str(folder.absolute()), "--exit-with-stdin"]
     kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that

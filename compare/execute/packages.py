@@ -1,15 +1,23 @@
-"""The packages that an engine needs beyond its side, looked for in the Python that is to run it."""
+"""The packages that a side and its engines need, looked for in the Python that is to run them."""
 
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 
-from compare.contract.engines.engine import Engine
+from compare.contract.engines.engine import Engine, Side
+from compare.execute.ask import output_of
 from compare.execute.safe_path import with_safe_path
 
-_LOOK = "import importlib.util, sys; sys.exit(not importlib.util.find_spec(sys.argv[1]))"
+OLDEST = (3, 11)
+CONTRACT = ("numpy", "msgspec", "safetensors")
+"""What the contract imports, on every side."""
+_ANSWER = "missing:"
+_LOOK = f"""
+import importlib.util, sys
+if sys.version_info < {OLDEST}: sys.exit("it is Python %d.%d" % sys.version_info[:2])
+print("{_ANSWER}", *[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])
+"""
 TIMEOUT_S = 60
 
 
@@ -18,22 +26,36 @@ def missing_package(engine: Engine, python: str) -> str:
 
     Args:
         engine: any; most need nothing beyond their side.
-        python: the interpreter. One that does not exist is said elsewhere: here it lacks nothing.
+        python: the interpreter. One that does not run is said elsewhere: here it lacks nothing.
     """
-    if not engine.needs or not shutil.which(python):
+    if not engine.needs:
         return ""
-    return "" if _has(python, engine.needs) else engine.not_installed
+    found = _lacks(python, engine.needs)
+    return engine.not_installed if found == [engine.needs] else ""
 
 
-def _has(python: str, package: str) -> bool:
+def why_not_python(side: Side, python: str) -> str:
+    """Why a Python cannot run a side: it does not start, is none, or lacks our packages; '' if it can."""
+    lacks = _lacks(python, *CONTRACT, *side.packages, side.name)
+    if isinstance(lacks, str):
+        return f"{lacks}: give the path of a Python {OLDEST[0]}.{OLDEST[1]} or newer with shardpair in it"
+    if not lacks:
+        return ""
+    return f"shardpair is not installed there (no {', '.join(lacks)}): install it, or give another Python"
+
+
+def _lacks(python: str, *packages: str) -> list[str] | str:
+    """The packages that a Python has not; or why it does not say."""
     if python == sys.executable:
-        return importlib.util.find_spec(package) is not None
-    found = subprocess.run(
-        [python, "-c", _LOOK, package],
-        env=with_safe_path(os.environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    return found.returncode == 0
+        return [name for name in packages if importlib.util.find_spec(name) is None]
+    if not shutil.which(python):
+        return "no such program"
+    command = [python, "-c", _LOOK, *packages]
+    try:
+        code, output = output_of(command, with_safe_path(os.environ), TIMEOUT_S)
+    except OSError as error:  # no interpreter behind its #!, another machine's program, no answer
+        return f"it cannot be run ({error.strerror})"
+    last = (output.strip().splitlines() or [""])[-1]
+    if code or not last.startswith(_ANSWER):
+        return last if last.startswith("it is Python") else "it is no Python that can be asked"
+    return last.removeprefix(_ANSWER).split()

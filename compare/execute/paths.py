@@ -1,5 +1,6 @@
 """Folders of results and caches."""
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 from compare.contract.experiment import ExperimentError
 from compare.contract.host.files import why_not_readable
 
+RUNS = Path("runs")
+"""Where runs lie that were not told where."""
 PICTURES = (".png", ".svg", ".pdf")
 NAME_BYTES = 255  # of a file or folder, on every file system in use
 
@@ -66,6 +69,14 @@ def check_python(flag: str, python: str) -> None:
         raise ExperimentError(f"{flag} {python}: no such program; give the path of a Python")
 
 
+def can_be_folder(folder: Path) -> bool:
+    """True if it is a folder to write to, or can be made."""
+    folder = folder.absolute()
+    nearest = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    too_long = any(len(os.fsencode(part)) > NAME_BYTES for part in folder.parts)
+    return not too_long and os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+
+
 def check_cache(cache_dir: str) -> None:
     """Refuse a folder for compiled programs that can neither be written nor made; '' is none.
 
@@ -74,14 +85,19 @@ def check_cache(cache_dir: str) -> None:
     """
     if not cache_dir:
         return
-    folder = Path(cache_dir).absolute()
-    nearest = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    too_long = any(len(os.fsencode(part)) > NAME_BYTES for part in folder.parts)
-    if too_long or not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+    if not can_be_folder(Path(cache_dir)):
         raise ExperimentError(
             f"--cache_dir {cache_dir} cannot be written: give a folder that can, or --cache_dir '' to keep "
             f"no compiled programs"
         )
+
+
+def remove_run_dir(folder: Path) -> None:
+    """Remove a run's folder that holds nothing of worth, and `runs` with it if nothing else is in there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.parent == RUNS:
+        with contextlib.suppress(OSError):  # it is not empty
+            RUNS.rmdir()
 
 
 def create_run_dir(name: str, run_dir: str = "") -> Path:
@@ -91,10 +107,10 @@ def create_run_dir(name: str, run_dir: str = "") -> Path:
         ExperimentError: the folder that was asked for exists, or none can be created.
     """
     stem = f"{Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    numbered = (Path("runs", f"{stem}-{number}") for number in itertools.count(2))
+    numbered = (RUNS / f"{stem}-{number}" for number in itertools.count(2))
     if not is_utf8(here := os.getcwd()):
         raise ExperimentError(f"the current folder {here} has a name that is not UTF-8: records hold text")
-    for folder in [Path(run_dir)] if run_dir else itertools.chain([Path("runs", stem)], numbered):
+    for folder in [Path(run_dir)] if run_dir else itertools.chain([RUNS / stem], numbered):
         try:
             folder.mkdir(parents=True)
             return folder

@@ -15,15 +15,20 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from compare.contract.data import TRAINING
+from compare.contract.experiment import Experiment
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
 from compare.execute.pace import Cadence, Pace
 from compare.terminal.console import coloured, messages_console
+from compare.terminal.units import human_bytes
 
 LOG_LINES = 20
 BAR_WIDTH = 20
 TICK_S = 1.0
+LONG_TO_READ = 500_000_000
+"""Bytes of data that are read for seconds."""
 
 
 class Reporter:
@@ -39,6 +44,14 @@ class Reporter:
         self._draws = not quiet and sys.stderr.isatty() and not self.console.is_dumb_terminal
         self._pace = Pace({}, Path(), (), time.monotonic())
         self._cadence = Cadence(time.monotonic())
+
+    def reads(self, experiment: Experiment) -> None:
+        """Say that the data is validated, if that takes a while: all of it is read and hashed, once."""
+        source = Path(experiment.data.source)
+        with contextlib.suppress(OSError, ValueError):  # what is no file is said by those who read it
+            file = source / TRAINING if source.is_dir() else source
+            if (size := file.stat().st_size) >= LONG_TO_READ:
+                self._say(f"{file}: {human_bytes(size)} are read once, to validate and to hash them")
 
     def start(self, requests: Mapping[str, Request], folder: Path, finished: Collection[str] = ()) -> None:
         """Say what is to come.

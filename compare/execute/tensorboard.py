@@ -6,15 +6,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from compare.contract.evaluation import Evaluation
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.facts import MissingPackageError
 from compare.contract.record import Step
+from compare.execute.paths import can_be_folder
 
 PIP_LINE = "pip install 'shardpair[tensorboard]'"
 
 
 def require_tensorboard(folder: str) -> None:
-    """Refuse before anything starts what could not be written. Raises MissingPackageError."""
+    """Refuse before anything starts what could not be written.
+
+    Raises:
+        ExperimentError: this can be no folder that we may write to.
+        MissingPackageError: without the package that writes.
+    """
+    if folder and not can_be_folder(Path(folder)):
+        raise ExperimentError(f"--tensorboard {folder} cannot be written: give a folder that can be")
     if folder and not importlib.util.find_spec("tensorboardX"):
         raise MissingPackageError(f"--tensorboard {folder}: tensorboardX is not installed: {PIP_LINE}")
 

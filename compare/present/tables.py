@@ -122,7 +122,7 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "steps skipped, last loss scale": lambda cost: cost.skipped_steps,
     "step time, median (ms)": lambda cost: f"{cost.step_time_ms_median:.1f}",
     "step time, p95 (ms)": lambda cost: f"{cost.step_time_ms_p95:.1f}",
-    "tokens/s": lambda cost: f"{cost.tokens_per_s:,.0f}",
+    "tokens/s, at the median step": lambda cost: f"{cost.tokens_per_s:,.0f}",
     "compilation, or cache read (s)": lambda cost: f"{cost.compile_s:.2f}",
     "first step (s)": lambda cost: f"{cost.first_step_s:.2f}",
     "CPU time, all in all (s)": lambda cost: f"{cost.cpu_time_s:.1f}",

@@ -24,6 +24,7 @@ from compare.judge.bench_rows import baseline_of
 from compare.studies.bench_cases import Choice, bench_cases, rotated
 from compare.studies.bench_process import measure, request_for, with_ceilings
 from compare.studies.cases import Settings
+from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 from compare.studies.paired_run import Interrupted
 
@@ -129,6 +130,8 @@ def run_bench(
     """
     busy = busy_cores()
     require_idle(busy, anyway=planned.anyway)
+    require_sides([case.engine for case in planned.cases], settings.pythons)
+    reporter.reads(planned.experiment)
     folder = create_run_dir(planned.name, run_dir)
     with lock_folder(folder):
         prepared = prepare(planned.experiment, folder)

@@ -1,13 +1,13 @@
 """Choice of engines that can do what is asked, and are installed; the others are named, with the reason."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from compare.contract.engines.engine import Engine
-from compare.contract.engines.registry import ENGINES
+from compare.contract.engines.registry import ENGINES, side_of
 from compare.contract.experiment import ExperimentError, Layout
 from compare.execute.launch import EnvironmentMissing
-from compare.execute.packages import missing_package
+from compare.execute.packages import missing_package, why_not_python
 
 
 def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[list[str], dict[str, str]]:
@@ -53,6 +53,18 @@ def refusal(engine: Engine, layout: Layout, *, preset: str, platform: str = "cpu
     if only_data_parallel and preset != "ddp" and not engine.offers_choice:
         return f"the same as ddp: {engine.name} chooses for itself"
     return ""
+
+
+def require_sides(engines: Iterable[str], pythons: Mapping[str, str]) -> None:
+    """Refuse engines whose side this Python, which is to run it, has not. Another was tried with its flag.
+
+    Raises:
+        EnvironmentMissing: naming what is missing, and the flag.
+    """
+    for side in {side_of(name).name: side_of(name) for name in engines}.values():
+        is_this = pythons.get(side.name, sys.executable) == sys.executable
+        if is_this and (why := why_not_python(side, sys.executable)):
+            raise EnvironmentMissing(f"{side.name}: {why} with --{side.python_flag}")
 
 
 def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

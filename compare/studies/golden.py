@@ -23,6 +23,7 @@ from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.judge.ladder import Verdict, climb
 from compare.studies.cases import Settings
+from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 
 EXPERIMENT = "golden"
@@ -129,6 +130,7 @@ def hold(
     for engine in engines:
         ENGINES[engine].require_experiment(experiment, platform=settings.platform)
         require_memory(engine, experiment, platform=settings.platform)
+    require_sides(engines, settings.pythons)
     folder = create_run_dir(EXPERIMENT, run_dir)
     with lock_folder(folder):
         prepared = prepare(experiment, folder)

@@ -1,6 +1,5 @@
 """`--init_from`: a user's weights, put into a run's folder as what every engine of it begins with."""
 
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from compare.contract.initial_weights import INIT, read_weights, write_weights
 from compare.contract.parameters import fingerprint
 from compare.contract.tensors import RecordError, Tensors
 from compare.execute.convert import convert_by_side
+from compare.execute.paths import remove_run_dir
 
 PICKLES = (".pt", ".pth", ".ckpt")
 NANOGPT = ("transformer.", "lm_head.", "_orig_mod.")
@@ -56,7 +56,7 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
         write_weights(folder / INIT, weights)
         return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_run_dir(folder)
         raise
 
 

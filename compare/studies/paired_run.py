@@ -16,13 +16,14 @@ from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Request, Resume, rungs_asked_for
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
-from compare.execute.paths import create_run_dir
+from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.source import git_state
 from compare.execute.tensorboard import events, in_turn
 from compare.judge.acceptance import objections
 from compare.judge.comparison import Comparison, how_to_go_on, judged, read_saved, save
 from compare.studies.cases import Case, Settings
+from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 from compare.studies.own_weights import Init, freeze_weights
 from compare.studies.resuming import require_resumable, resumes
@@ -75,6 +76,8 @@ def compare_cases(
         ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
         require_resumable(case.engine, settings.resume, settings.init_from)
+    require_sides([case.engine for case in cases], settings.pythons)
+    reporter.reads(experiment)
     folder = create_run_dir(name, run_dir)
     with lock_folder(folder):
         planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
@@ -92,7 +95,7 @@ def _planned(
     try:
         resumed = resumes(settings.resume, [case.name for case in cases], experiment, prepared.corpus_sha256)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_run_dir(folder)
         raise
     requests = {case.name: _request(case, prepared, settings, init, resumed) for case in cases}
     _require_room(requests, folder)
@@ -252,9 +255,9 @@ def _require_room(requests: Mapping[str, Request], folder: Path) -> None:
     )
     free = shutil.disk_usage(folder).free
     if needed > free:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_run_dir(folder)
         raise ExperimentError(
             f"{folder}: gradients, weights and moments of {len(requests)} runs need {human_bytes(needed)}, "
-            f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no-ladder to compare "
+            f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no_ladder to compare "
             f"losses and norms alone"
         )

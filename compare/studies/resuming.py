@@ -56,8 +56,7 @@ def any_checkpoint(source: Path) -> Path:
     if found := checkpoints_in(source / CHECKPOINTS):
         return found[max(found)]
     raise CheckpointError(
-        f"--resume {source}: no checkpoint is there: give a checkpoint, or the folder of a run with "
-        f"--checkpoint.every"
+        f"{source}: no checkpoint is there: give a checkpoint, or the folder of a run with --checkpoint.every"
     )
 
 

@@ -36,7 +36,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
     moments = random.Random(0)
     for attempt in range(KILLS):
         folder = shardpair.folder / f"killed-{attempt}"
-        saving = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--no-ladder")
+        saving = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--no_ladder")
         process = processes.start(
             shardpair.command("run", "demo", "--engines", engine, "--run_dir", str(folder), *ENDLESS, *saving)
         )
@@ -65,7 +65,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
 def test_a_run_over_an_old_one_keeps_its_checkpoints(shardpair):
     """`python -m SIDE RUN_DIR` twice: the second would mix its own with the first one's."""
     arguments = ("run", "demo", "--engines", "jax-manual", "--run_dir", "twice", "--train.max_iters", "2")
-    done = shardpair(*arguments, "--model.n_layer", "1", "--checkpoint.every", "2", "--no-ladder")
+    done = shardpair(*arguments, "--model.n_layer", "1", "--checkpoint.every", "2", "--no_ladder")
     assert done.returncode == 0, done.stderr
     own = shardpair.folder / "twice" / "jax-manual"
     again = processes.run([shardpair.command("run")[0], "-m", "jaxpar", str(own)], cwd=shardpair.folder)

@@ -168,7 +168,7 @@ def test_a_disk_too_small_for_the_ladder_is_said_before_anything_runs(tmp_path, 
     monkeypatch.setattr(
         paired_run.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1000, 990, 10)
     )
-    with pytest.raises(Exception, match=r"need .* MB, and 10 B are free: .* or --no-ladder"):
+    with pytest.raises(Exception, match=r"need .* MB, and 10 B are free: .* or --no_ladder"):
         run(tmp_path / "run", tiny)
     assert engines.started == []
     assert not (tmp_path / "run").exists()

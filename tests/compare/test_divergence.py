@@ -22,7 +22,7 @@ from torchpar.train import set_up, train_step
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
-SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no-ladder")
+SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no_ladder")
 
 
 def a_step(**fields: float) -> Step:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from compare.cli import main
+from compare.execute import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +21,8 @@ def test_make_gpu_bench_can_be_planned(gpus, layouts, tmp_path, capsys, monkeypa
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     benches = [line for line in printed.splitlines() if "shardpair bench" in line]
     assert len(benches) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    monkeypatch.setattr(launch, "installed_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
     for bench in benches:
         computed = re.sub(r"\$\(\((\d+) \* (\d+)\)\)", lambda m: str(int(m[1]) * int(m[2])), bench)

@@ -48,7 +48,7 @@ def rows_of(ledger: list[Communication]) -> Rows:
 @pytest.mark.parametrize("preset", DEVICES)
 def test_ledgers_are_those_recorded(preset, shardpair):
     done = shardpair(
-        "run", "check", "--preset", preset, "--devices", str(DEVICES[preset]), "--no-ladder", "--run_dir",
+        "run", "check", "--preset", preset, "--devices", str(DEVICES[preset]), "--no_ladder", "--run_dir",
         "run", "--train.max_iters", "3", "--model.n_layer", "2", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

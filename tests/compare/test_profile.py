@@ -190,7 +190,7 @@ def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
         ("--init_from nosuch.pt", "the time of a step does not depend on the weights"),
         ("--devices 2", "--devices 2 without --preset has no effect"),
         ("--engines nanogpt-loop --preset single", "nanogpt-loop leaves no timeline"),
-        ("--results . --preset ddp --no-twin", "leave out --preset, --no-twin"),
+        ("--results . --preset ddp --no_twin", "leave out --preset, --no_twin"),
         ("--results .", "has no comparison.json"),
         ("--continue . --preset ddp", "leave out --preset"),
     ],

@@ -39,7 +39,7 @@ def test_a_run_goes_on_where_it_was(spec, shardpair):
         shutil.rmtree(of(cut, engine, ALL))
 
     # A ladder's first step also returns the gradients: in JAX that is another program, with other rounding.
-    done = shardpair("resume", "cut", "--run_dir", "same", "--no-ladder")
+    done = shardpair("resume", "cut", "--run_dir", "same", "--no_ladder")
     assert done.returncode == 0, done.stderr
     assert "PASS" in done.stdout
     same = shardpair.folder / "same"

@@ -37,7 +37,7 @@ def launched(monkeypatch, failing=(), interrupted=""):
     return started
 
 
-FLAGS = "--engines torch-manual --presets ddp fsdp --no-ladder --quiet --run_dir run --train.max_iters 3"
+FLAGS = "--engines torch-manual --presets ddp fsdp --no_ladder --quiet --run_dir run --train.max_iters 3"
 
 
 def test_a_sweep_writes_its_page_and_its_json(monkeypatch, tmp_path, capsys):

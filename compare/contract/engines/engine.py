@@ -220,6 +220,8 @@ class Side(Struct, frozen=True, kw_only=True):
     """The engines that it is about: a command runs them unless told otherwise."""
     python_flag: str
     """The flag that names the Python in which it is installed, such as jax_python."""
+    packages: tuple[str, ...] = ()
+    """What it imports beyond the contract's packages: without it none of its engines runs."""
     peers: tuple[Engine, ...] = ()
     """What others use for the same: they run when they are named."""
     environment: Mapping[str, str] = {}

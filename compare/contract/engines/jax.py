@@ -12,6 +12,7 @@ INSERTED_BY_XLA = (
 JAX = Side(
     name="jaxpar",
     python_flag="jax_python",
+    packages=("jax", "flax", "optax"),
     converts=("orbax",),
     # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
     # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.

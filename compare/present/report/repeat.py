@@ -40,7 +40,7 @@ def repeat_command(comparison: Comparison) -> str:
     if comparison.platform != "cpu":
         options += ["--platform", comparison.platform]
     if not has_ladder:
-        options.append("--no-ladder")
+        options.append("--no_ladder")
     if any(request.init_from for request in comparison.requests.values()):
         options += ["--init_from", INIT]
     if resumed := {request.resume.checkpoint for request in comparison.requests.values() if request.resume}:

@@ -98,7 +98,7 @@ def repeat_command(plan: SweepPlan) -> str:
     if plan.platform != "cpu":
         options += ["--platform", plan.platform]
     if not plan.ladder:
-        options.append("--no-ladder")
+        options.append("--no_ladder")
     if plan.init_from:
         options += ["--init_from", plan.init_from]
     return shlex.join(["shardpair", "sweep", EXPERIMENT, *options])

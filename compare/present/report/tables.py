@@ -18,7 +18,7 @@ MANY = 6
 RATIOS = {
     "step time, median (ms)": "step_time_ms_median",
     "step time, p95 (ms)": "step_time_ms_p95",
-    "tokens/s": "tokens_per_s",
+    "tokens/s, at the median step": "tokens_per_s",
     "CPU time, all in all (s)": "cpu_time_s",
     "peak memory per device": "peak_mem_bytes",
     "collectives per step": "comm_calls",

@@ -1,0 +1,143 @@
+"""What an environment lacks is said in one line that names the flag; nothing is made, and the code is 3."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from compare.cli import main
+from compare.contract.experiment import edited
+from compare.execute import launch, packages, progress
+from compare.execute.launch import visible_gpus
+from compare.execute.paths import create_run_dir, remove_run_dir
+from compare.execute.progress import Reporter
+from compare.studies import paired_run
+
+ARGUMENTS = ["run", "check", "--engines", "torch-manual", "--quiet"]
+
+
+def program(folder, name: str, content: bytes) -> str:
+    path = folder / name
+    path.write_bytes(content)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (f'#!/bin/sh\nexec {sys.executable} -S "$@"\n'.encode(), "shardpair is not installed there (no "),
+        (b"#!/nowhere/python\n", "it cannot be run (No such file or directory)"),
+        (b"\x7fELF" + bytes(100), "it cannot be run (Exec format error)"),
+        (b"#!/bin/sh\nexit 0\n", "it is no Python that can be asked"),
+        (
+            b"#!/bin/sh\necho it is Python 3.8 >&2; exit 1\n",
+            "it is Python 3.8: give the path of a Python 3.11",
+        ),
+    ],
+    ids=["without packages", "bad #!", "another machine's", "no Python", "old"],
+)
+@pytest.mark.parametrize("flag", ["--torch_python", "--jax_python"])
+def test_a_python_that_cannot_run_a_side(folder, capsys, content, says, flag):
+    python = program(folder, "py", content)
+    assert main([*ARGUMENTS, flag, python]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardpair: error: {flag} {python}: {says}")
+    assert said.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["py"]
+
+
+def test_this_python_without_a_framework(folder, capsys, monkeypatch):
+    find = packages.importlib.util.find_spec
+    monkeypatch.setattr(
+        packages.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
+    )
+    assert main(ARGUMENTS) == 3
+    said = capsys.readouterr().err
+    assert (
+        "torchpar: shardpair is not installed there (no torch): install it, or give another Python with "
+        in said
+    )
+    assert "--torch_python" in said
+    assert not list(folder.iterdir())
+
+
+def test_a_python_with_everything_is_taken(folder):
+    side = launch.side_of("torch-manual")
+    python = program(folder, "py", f'#!/bin/sh\nexec {sys.executable} "$@"\n'.encode())
+    assert packages.why_not_python(side, python) == ""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "there", "visible"),
+    [(None, 2, 2), ("0,1", 0, 0), ("0,1", 2, 2), ("1", 2, 1), ("0,7", 2, 1), ("", 2, 0), ("-1", 2, 0),
+     ("GPU-1234", 2, 1), ("0,-1,1", 2, 1)],
+)  # fmt: skip
+def test_gpus_are_those_of_the_machine(monkeypatch, chosen, there, visible):
+    monkeypatch.setattr(launch, "installed_gpus", lambda: there)
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == visible
+
+
+def test_a_variable_is_no_gpu(folder, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(launch, "installed_gpus", lambda: 0)
+    assert main([*ARGUMENTS, "--platform", "gpu"]) == 3
+    assert "--platform gpu: no NVIDIA GPU is visible here" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+
+
+def test_events_need_a_folder(folder, capsys):
+    (folder / "file").write_text("")
+    for place in ("file", "file/inside"):
+        assert main([*ARGUMENTS, "--tensorboard", place]) == 2
+        assert f"--tensorboard {place} cannot be written" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_a_folder_may_be_named_like_a_flag(folder, monkeypatch, capsys):
+    started = []
+
+    def refuse(command, **keywords):
+        started.append(command)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
+    monkeypatch.setattr(paired_run, "git_state", lambda: ("", False))
+    assert main([*ARGUMENTS, "--run_dir=-x"]) == 130
+    (command,) = started
+    assert str(folder / "-x" / "torch-manual") in command
+    assert subprocess.list2cmdline(command).count(" -x") == 0
+
+
+def test_refused_data_leaves_no_folder(folder, capsys):
+    assert main([*ARGUMENTS, "--data.source", "nowhere.txt"]) == 2
+    assert not list(folder.iterdir())
+    (folder / "runs" / "older").mkdir(parents=True)
+    assert main([*ARGUMENTS, "--data.source", "nowhere.txt"]) == 2
+    assert [path.name for path in (folder / "runs").iterdir()] == ["older"]
+    capsys.readouterr()
+    own = create_run_dir("mine", "place/mine")
+    remove_run_dir(own)
+    assert (folder / "place").is_dir()  # which may have been there
+
+
+def test_a_long_reading_is_said(folder, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LONG_TO_READ", 1000)
+    np.zeros(2000, "<u2").tofile(folder / "train.bin")
+    for source in ("train.bin", str(folder)):
+        Reporter().reads(edited(tiny, {"data": {"source": source}}))
+        assert "train.bin: 4 kB are read once, to validate and to hash them" in capsys.readouterr().err
+    for source in ("stdlib", "synthetic", "missing.bin"):
+        Reporter().reads(edited(tiny, {"data": {"source": source}}))
+    assert capsys.readouterr().err == ""
