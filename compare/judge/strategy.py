@@ -24,12 +24,14 @@ from msgspec.structs import replace
 from compare.contract.axes import DP_REPLICATE, SHARDED_FROM
 from compare.contract.communication import GRADIENTS
 from compare.contract.engines.engine import Engine
+from compare.contract.engines.jax import JAX
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.parameters import storage_dtype
 from compare.contract.record import Record
 from compare.contract.schedules import make_schedule
 from compare.contract.work import Work, name_of
+from compare.judge.closed_forms.communication import WIDE
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.closed_forms.sizes import microbatches_of
@@ -229,6 +231,9 @@ def _sent(record: Record, work: Work, engine: Engine, experiment: Experiment) ->
 
 
 def _unexplained(record: Record, engine: Engine, experiment: Experiment) -> list[Line]:
+    on_gpu = record.manifest.platform != "cpu"
+    if on_gpu and engine.side == JAX.name and experiment.precision.dtype not in WIDE:
+        raise ValueError("no closed form of what XLA sends in 16 bits on a GPU")
     lines = line_up(engine.name, with_remat_resolved(engine.name, experiment), record.ledger.rows)
     return [line for line in lines if not line.is_explained]
 

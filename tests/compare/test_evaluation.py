@@ -70,7 +70,7 @@ def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
     (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
     done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *ENGINES)
     assert done.returncode == 0, done.stderr
-    assert "agree with torch-manual on 12 rungs" in done.stdout
+    assert "agree with torch-manual on 15 rungs" in done.stdout
     assert "best validation loss (nats)" in done.stdout
     records = [read_record(shardpair.folder / "run" / engine) for engine in ENGINES]
     losses = [[(one.train, one.validation) for one in record.evaluations] for record in records]
@@ -81,7 +81,7 @@ def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
     if layout == "single":
         never, two = ("--train.eval_interval", "0"), ENGINES[:2]
         done = shardpair("run", "tiny.toml", *never, "--run_dir", "without", "--engines", *two)
-        assert "agrees with torch-manual on 11 rungs" in done.stdout
+        assert "agrees with torch-manual on 14 rungs" in done.stdout
         assert "validation" not in done.stdout
         for engine, record in zip(two, records, strict=False):
             without = read_record(shardpair.folder / "without" / engine)

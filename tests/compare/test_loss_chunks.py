@@ -21,7 +21,7 @@ def test_logits_in_parts_change_no_number_and_take_less_memory(tiny, shardpair):
     def trained(name: str, engines: tuple[str, ...], *arguments: str) -> dict[str, Record]:
         done = shardpair("run", "wide.toml", "--engines", *engines, "--run_dir", name, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "with torch-manual on 11 rungs" in done.stdout
+        assert "with torch-manual on 13 rungs" in done.stdout
         return {engine: read_record(shardpair.folder / name / engine) for engine in engines}
 
     whole = trained("whole", ONE_OF_EACH)

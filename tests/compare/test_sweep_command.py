@@ -93,7 +93,7 @@ def test_an_interrupted_sweep_goes_on_as_it_was_asked_for(monkeypatch, tmp_path,
         ("--devices 2 4", "give one number, or say what stays equal with --scaling strong"),
         ("--scaling weak --devices 2", "--scaling weak --devices 2: give two numbers or more"),
         ("--scaling weak --devices 2 1", "give each number once, rising"),
-        ("--layout.dp_replicate 4", "a sweep has the layouts of its --presets"),
+        ("--layout.dp_replicate 4", "has no effect: --presets say how it is spread"),
         ("--presets hsdp", "no strategy is left"),
         ("--scaling strong --presets ddp --devices 2 128 --train.batch_size 128", "needs 128 devices"),
         ("--data.source nosuch.txt", "nosuch.txt does not exist"),
@@ -117,7 +117,7 @@ def test_two_strategies_for_real(shardpair):
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = msgspec.json.decode(done.stdout, type=SweepOutcome)
     assert [row.strategy for row in outcome.rows] == ["single", "zero1", "tp"]
-    assert "agree with reference on 11 rungs" in outcome.sentence
+    assert "agree with reference on 14 rungs" in outcome.sentence
     one, zero1, _ = outcome.rows
     assert one.comm_bytes == 0 < zero1.comm_bytes
     assert (shardpair.folder / "run" / PAGE).is_file()

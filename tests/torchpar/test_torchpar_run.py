@@ -28,7 +28,7 @@ TOLERANCE = 1e-11
 
 
 def torchpar(folder: Path, **request) -> Done:
-    values = {"experiment": EXPERIMENT, "ladder": True, "later_step": STEPS, **request}
+    values = {"experiment": EXPERIMENT, "ladder": True, "later_step": STEPS - 1, **request}
     return run_torchpar(folder, Request(**values))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial
@@ -13,7 +14,6 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from compare.contract.faults import Need
 from torchpar import library
-from torchpar.comm.collectives import Axis
 from torchpar.faults.run_faults import zeroed_before_each_pass
 from torchpar.library import data_parallel, tensor_parallel
 
@@ -80,7 +80,7 @@ def take_parts_for_sums(model: nn.Module) -> None:
             parameter.grad = DTensor.from_local(part, mesh, parameter.placements, run_check=False)
 
 
-def _ddp_with_hook(hook: Callable[[Axis, Any], torch.futures.Future]) -> AbstractContextManager:
+def _ddp_with_hook(hook: Callable[[dist.ProcessGroup, Any], torch.futures.Future]) -> AbstractContextManager:
     """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer.
 
     The hooks are not annotated: DDP would insist on `torch.distributed`'s own class.
@@ -89,17 +89,17 @@ def _ddp_with_hook(hook: Callable[[Axis, Any], torch.futures.Future]) -> Abstrac
     class Faulty(data_parallel.DistributedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            self.register_comm_hook(Axis.of(self.process_group), hook)
+            self.register_comm_hook(self.process_group, hook)
 
     return patch.object(data_parallel, "DistributedDataParallel", Faulty)
 
 
-def _keep_local(axis: Axis, bucket):
+def _keep_local(group: dist.ProcessGroup, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def _sum(axis: Axis, bucket):
-    work = axis.start_all_reduce(bucket.buffer())
+def _sum(group: dist.ProcessGroup, bucket):
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

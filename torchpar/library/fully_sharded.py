@@ -37,10 +37,11 @@ def shard_parameters(model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_
 
 
 def reshard_parameters(models: Sequence[nn.Module]) -> None:
-    """Free what a forward without a backward has left gathered: the root's own parameters."""
+    """Free what a forward without a backward has left gathered: the root, and with ZeRO-2 all blocks."""
     for model in models:
-        if isinstance(model, FSDPModule):
-            model.reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextmanager

@@ -115,8 +115,8 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     last one the head's way in and the loss. What is computed anew for backward is gathered anew.
 
     Raises:
-        ValueError: layout.remat = full, or dots in PyTorch: regions run twice. Or 16 bits in torch-manual,
-            with sequence parallelism or a pipeline.
+        ValueError: layout.remat = full, or dots in PyTorch: regions run twice. Or 16 bits with
+            sequence parallelism or a pipeline.
     """
     layout, model = experiment.layout, experiment.model
     if layout.tp == 1:
@@ -138,10 +138,12 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     else:
         found = {("all_reduce", TP, ACTIVATIONS): out, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
     if last:
-        of_positions = passes * 3 * stream / model.n_embd
-        by_torch = not _is_one_program(engine)
+        by_torch, in_parts = not _is_one_program(engine), experiment.train.loss_chunks > 1
+        # Of each position: the greatest logit, the sum of exponentials, the target's logit. In parts all is
+        # computed anew for backward; XLA leaves out the target's, which backward has no use for.
+        numbers = 3 + in_parts * (3 if by_torch else 2)
         kind, copies = ("all_gather", layout.tp) if by_torch else ("all_reduce", 1)
-        found[kind, TP, LOSS] = of_positions * copies
+        found[kind, TP, LOSS] = numbers * copies * passes * stream / model.n_embd
     return found
 
 
@@ -181,16 +183,16 @@ def _is_one_program(engine: str) -> bool:
 
 
 def _narrow(engine: str, experiment: Experiment) -> float:
-    """How wide a layer's output goes to tp, in full widths: with 16 bits torch-manual sends half of it.
+    """How wide a layer's output goes to tp, in full widths: with 16 bits half of it is sent.
 
-    XLA on a CPU promotes what it reduces to float32; gradients, and what the embedding puts out, are wide.
+    XLA on a CPU promotes bfloat16 (and not float16) to float32 where it reduces; gradients, and what the
+    embedding puts out, are wide.
     """
-    if _is_one_program(engine) or experiment.precision.dtype in WIDE:
+    dtype = experiment.precision.dtype
+    if dtype in WIDE or (_is_one_program(engine) and dtype == "bfloat16"):
         return 1.0
     if experiment.layout.sequence_parallel or experiment.layout.pp > 1:
-        raise ValueError(
-            f"precision.dtype = {experiment.precision.dtype}: no closed form of what is sent in it"
-        )
+        raise ValueError(f"precision.dtype = {dtype}: no closed form of what is sent in it")
     return 0.5
 
 
