@@ -13,6 +13,7 @@ here. `docs/notebook.py` is a worked example.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from msgspec import Struct
 from compare.commands.arguments import Spec
 from compare.commands.bench import Bench
 from compare.commands.check import Check
+from compare.commands.pages import leave_page
 from compare.commands.run import Run
 from compare.contract.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.contract.record import Manifest, Record, read_record, read_tensors
@@ -31,7 +33,7 @@ from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
 from compare.present.bench_words import in_one_line
-from compare.present.report.render import PAGE
+from compare.present.report.render import PAGE, write_report
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
 
@@ -191,7 +193,9 @@ def run(experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
         EngineError: no engine finished. If only some did, `result.comparison.failures` says why.
     """
     command, default = _command(Run, experiment, options)
-    return _result(*command.outcome(default))
+    comparison, folder = command.outcome(default)
+    leave_page(partial(write_report, folder), as_json=True)
+    return _result(comparison, folder)
 
 
 def check(experiment: Experiment | str | Path = "check", **options: Any) -> Result:

@@ -92,6 +92,7 @@ _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ.pop("MPLBACKEND", None)  # a kernel's, which matplotlib may not find here; a Figure needs none
     errors = errors_console()
 
     def say(error: object) -> None:
@@ -120,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(error)  # its log was shown when it failed
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        errors.print(f"shardpair: {interrupt or 'interrupted; every process was ended'}", style="red")
+        errors.print(f"shardpair: {str(interrupt) or 'interrupted; every process was ended'}", style="red")
         return 130
     except BrokenPipeError:  # `shardpair ... | head`: the reader has left, and nothing went wrong
         standard_output.discard()

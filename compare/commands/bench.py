@@ -1,9 +1,11 @@
 """`shardpair bench`: which engine is faster on this machine, by how much, and how surely."""
 
+from functools import partial
 from pathlib import Path
 
 from compare.commands.arguments import EngineName, Spec
 from compare.commands.chosen_layout import DEVICES
+from compare.commands.pages import leave_page
 from compare.commands.pythons import pythons_of
 from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import Experiment, ExperimentError
@@ -12,7 +14,6 @@ from compare.execute.progress import Reporter
 from compare.judge.bench import BenchResult, read_bench
 from compare.judge.bench_agreement import mistakes
 from compare.present.bench_tables import print_bench
-from compare.present.report.bench_page import PAGE, write_bench_page
 from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
 from compare.studies.cases import Case
@@ -143,12 +144,19 @@ class Bench(Spec, frozen=True, kw_only=True):
         )
 
 
+def _page(result: BenchResult, folder: Path) -> Path:
+    from compare.present.report.bench_page import write_bench_page  # draws: 2 s to import
+
+    return write_bench_page(result, folder)
+
+
 def show(result: BenchResult, folder: Path, *, as_json: bool) -> int:
-    """Write its page and print it.
+    """Print it and leave its page.
 
     Returns:
         0 if every case finished, did the same work, and stated the time that it took; else 1.
     """
-    page = write_bench_page(result, folder) if result.measurements else folder / PAGE
-    print_bench(result, page, as_json=as_json)
+    print_bench(result, as_json=as_json)
+    if result.measurements:
+        leave_page(partial(_page, result, folder), label="page", as_json=as_json)
     return 1 if result.failures or mistakes(result) else 0

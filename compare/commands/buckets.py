@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from compare.commands.arguments import Spec
+from compare.commands.pages import leave_page
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.timing import Timing
 from compare.execute.launch import EngineError
@@ -129,12 +130,16 @@ def show(result: BenchResult, fit: Fit, folder: Path, *, picture: Path | None, a
         raise EngineError("; ".join(one.why for one in result.failures), exit_code=1)
     study = study_of(result, fit)
     save(study, folder)
-    from compare.present.report.buckets import save_picture, write_page
+    print_study(result, study, as_json=as_json)
 
-    page = write_page(folder, result, study)
-    if picture:
-        save_picture(picture, study)
-    print_study(result, study, page, as_json=as_json)
+    def draw() -> Path:
+        from compare.present.report.buckets import save_picture, write_page
+
+        if picture:
+            save_picture(picture, study)
+        return write_page(folder, result, study)
+
+    leave_page(draw, label="results", as_json=as_json)
     return 1 if result.failures or mistakes(result) else 0
 
 

@@ -30,7 +30,7 @@ class Check(Spec, frozen=True, kw_only=True):
         if self.dry_run:
             return self.show_plan(*self._planned(default))
         comparison, _ = self.outcome(default)
-        print_check(comparison, None, as_json=self.json)
+        print_check(comparison, as_json=self.json)
         return 0 if comparison.passed else 1
 
     def outcome(self, default: Experiment) -> tuple[Comparison, Path]:

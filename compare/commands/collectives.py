@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from compare.commands.arguments import check_timeout
+from compare.commands.pages import leave_page
 from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Kind
 from compare.contract.experiment import Experiment, ExperimentError
@@ -172,11 +173,15 @@ def _bytes(flag: str, text: str) -> int:
 
 
 def show(bench: CollectiveBench, folder: Path, *, picture: Path | None, as_json: bool) -> int:
-    """Write its page and its picture, and print it. Returns 0 if every result is there and right, else 1."""
-    from compare.present.report.collectives import save_picture, write_page
+    """Print it, and leave its page and its picture. Returns 0 if every result is there and right, else 1."""
+    print_bench(bench, as_json=as_json)
 
-    page = write_page(folder, bench) if bench.rows else folder
-    if picture and bench.rows:
-        save_picture(picture, bench)
-    print_bench(bench, page, as_json=as_json)
+    def draw() -> Path:
+        from compare.present.report.collectives import save_picture, write_page
+
+        if picture and bench.rows:
+            save_picture(picture, bench)
+        return write_page(folder, bench) if bench.rows else folder
+
+    leave_page(draw, label="results", as_json=as_json)
     return 0 if bench.passed else 1

@@ -54,7 +54,7 @@ class Faults(Spec, frozen=True, kw_only=True):
         if self.dry_run:
             return self.show_plan(experiment, cases)
         comparison, _ = self.compare("faults", experiment, cases)
-        print_faults(comparison, None, as_json=self.json)
+        print_faults(comparison, as_json=self.json)
         return 0 if caught_as_expected(comparison) else 1
 
     def _have_layouts(self) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from compare.commands.chosen_layout import Spread
+from compare.commands.pages import leave_page
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.disk import write_atomically
@@ -102,16 +103,20 @@ def show(folder: Path, *, as_json: bool) -> int:
     Raises:
         RecordError: the folder holds no comparison, or nothing has finished in it.
     """
-    from compare.present.report.profile_page import write_profile_page  # draws: 2 s to import
-
     comparison, found = read_comparison(folder)
     records = dict(zip(comparison.cases, found, strict=True))
     result = profile_of(comparison, records, read_twins(comparison, folder))
     _write_traces(records)
     save(result, folder)
-    write_report(folder)
-    page = write_profile_page(result, records, folder)
-    print_profile(result, page, as_json=as_json)
+    print_profile(result, folder, as_json=as_json)
+
+    def draw() -> Path:
+        from compare.present.report.profile_page import write_profile_page  # draws: 2 s to import
+
+        write_report(folder)
+        return write_profile_page(result, records, folder)
+
+    leave_page(draw, label="timelines", as_json=as_json)
     return 0 if result.passed else 1
 
 

@@ -7,7 +7,8 @@ import tyro
 from msgspec import Struct
 
 from compare.commands import bench, buckets, collectives
-from compare.commands.sweep import put_together
+from compare.commands.pages import leave_page
+from compare.commands.sweep import show as show_sweep
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.tensors import RecordError
 from compare.execute.paths import PICTURES, check_output
@@ -15,7 +16,6 @@ from compare.judge.bench import BENCH, read_bench
 from compare.judge.bucket_study import RESULT as BUCKETS
 from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
 from compare.present.report.render import write_report
-from compare.present.sweep_tables import print_sweep
 from compare.present.tables import print_check, print_faults, print_outcome
 from compare.studies.buckets import kept_fit
 from compare.studies.collectives import RESULT as COLLECTIVES
@@ -79,8 +79,7 @@ class Report(Struct, frozen=True, kw_only=True):
         anew = {
             name: read_comparison(self.run_dir / name)[0] if one.cases else one for name, one in saved.items()
         }
-        outcome = put_together(plan, anew, self.run_dir)
-        print_sweep(outcome, self.run_dir, as_json=self.json)
+        outcome = show_sweep(plan, anew, self.run_dir, as_json=self.json)
         return self._told(
             outcome.passed, [line for name in begun for line in differences(saved[name], anew[name])]
         )
@@ -89,12 +88,16 @@ class Report(Struct, frozen=True, kw_only=True):
         """A run, judged anew."""
         comparison, records = read_comparison(self.run_dir)
         moved = differences(read_saved(self.run_dir), comparison)
-        if self.picture:
-            from compare.present.report.figures import save_overlay
+        _SHOWN.get(comparison.command, print_outcome)(comparison, as_json=self.json)
 
-            save_overlay(self.picture, comparison.cases, records)
-        shown = _SHOWN.get(comparison.command, print_outcome)
-        shown(comparison, write_report(self.run_dir), as_json=self.json)
+        def draw() -> Path:
+            if self.picture:
+                from compare.present.report.figures import save_overlay
+
+                save_overlay(self.picture, comparison.cases, records)
+            return write_report(self.run_dir)
+
+        leave_page(draw, as_json=self.json)
         return self._told(comparison.passed, moved)
 
     def _told(self, passed: bool, moved: list[str]) -> int:

@@ -1,14 +1,16 @@
 """`shardpair run`: train one experiment with several engines, compare, measure, report."""
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from compare.commands.chosen_layout import Spread
+from compare.commands.pages import leave_page
 from compare.contract.experiment import Experiment
 from compare.execute.tensorboard import require_tensorboard
 from compare.judge.comparison import Comparison
-from compare.present.report.render import PAGE, write_report
+from compare.present.report.render import write_report
 from compare.present.tables import print_outcome
 from compare.studies.cases import Case, engine_cases
 from compare.studies.resuming import changed_settings
@@ -46,11 +48,12 @@ class Run(Spread, frozen=True, kw_only=True):
             experiment, cases, left_out = self._planned(default)
             return self.show_plan(experiment, cases, left_out, resume=self.source)
         comparison, folder = self.outcome(default)
-        print_outcome(comparison, folder / PAGE, as_json=self.json)
+        print_outcome(comparison, as_json=self.json)
+        leave_page(partial(write_report, folder), as_json=self.json)
         return 0 if comparison.passed else 1
 
     def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
-        """Train, compare, and write the report; nothing is printed on stdout.
+        """Train and compare; nothing is printed on stdout.
 
         Args:
             default: the experiment before the user's overrides.
@@ -69,7 +72,6 @@ class Run(Spread, frozen=True, kw_only=True):
             needs_first=False,
             left_out=left_out,
         )
-        write_report(folder)
         return comparison, folder
 
     def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from compare.commands.arguments import EngineName, Spec, chosen_engines
+from compare.commands.pages import leave_page
 from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.contract.record import Record, read_record
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
@@ -58,9 +59,8 @@ class Sweep(Spec, frozen=True, kw_only=True):
         if not self.quiet:
             for why, names in by_reason(left_out).items():
                 errors_console().print(f"left out: {', '.join(names)}: {why}", style="yellow")
-        outcome, folder = self._outcome(plan, batches)
-        print_sweep(outcome, folder, as_json=self.json)
-        return 0 if outcome.passed else 1
+        comparisons, folder = self._compared_all(plan, batches)
+        return 0 if show(plan, comparisons, folder, as_json=self.json).passed else 1
 
     def _planned(self, default: Experiment) -> SweepPlan:
         """The sweep that the flags ask for."""
@@ -102,8 +102,8 @@ class Sweep(Spec, frozen=True, kw_only=True):
         )
         return read_outcome(Path(self.continue_)).plan
 
-    def _outcome(self, plan: SweepPlan, batches: list[Batch]) -> tuple[SweepOutcome, Path]:
-        """Train what is missing, compare, and write the page; nothing is printed on stdout."""
+    def _compared_all(self, plan: SweepPlan, batches: list[Batch]) -> tuple[dict[str, Comparison], Path]:
+        """Train what is missing and compare; nothing is printed on stdout."""
         settings = msgspec.structs.replace(
             self.settings(), platform=plan.platform, ladder=plan.ladder, init_from=plan.init_from
         )
@@ -114,7 +114,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
         comparisons: dict[str, Comparison] = {}
         for batch in batches:
             comparisons[batch.name] = self._compared(plan, batch, folder, settings)
-        return put_together(plan, comparisons, folder), folder
+        return comparisons, folder
 
     def _folder(self, plan: SweepPlan) -> Path:
         if self.continue_:
@@ -150,17 +150,24 @@ class Sweep(Spec, frozen=True, kw_only=True):
             return read_saved(folder / batch.name)
 
 
-def put_together(plan: SweepPlan, comparisons: Mapping[str, Comparison], folder: Path) -> SweepOutcome:
-    """The outcome of all batches from their records, saved with its page."""
-    from compare.present.report.sweep_page import write_page  # draws: 2 s to import
-
+def show(
+    plan: SweepPlan, comparisons: Mapping[str, Comparison], folder: Path, *, as_json: bool
+) -> SweepOutcome:
+    """Put the outcome of all batches together from their records, save and print it, and leave its page."""
     records: dict[str, list[Record]] = {
         name: [read_record(folder / name / case) for case in comparison.cases]
         for name, comparison in comparisons.items()
     }
     outcome = outcome_of(plan, comparisons, records)
     save_outcome(outcome, folder)
-    write_page(outcome, comparisons, records, folder)
+    print_sweep(outcome, as_json=as_json)
+
+    def draw() -> Path:
+        from compare.present.report.sweep_page import write_page  # draws: 2 s to import
+
+        return write_page(outcome, comparisons, records, folder)
+
+    leave_page(draw, label="page", as_json=as_json)
     return outcome
 
 

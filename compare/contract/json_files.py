@@ -2,14 +2,17 @@
 
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from compare.contract.host.disk import write_atomically
 from compare.contract.tensors import RecordError, garbled
 
 T = TypeVar("T")
+FolderName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$")]
+"""A folder beside the file that names it, and nowhere else: no path, and neither . nor .."""
 
 
 def write_json(path: Path, value: object) -> None:
@@ -22,13 +25,21 @@ def read_json(path: Path, type: type[T]) -> T:
     return decode_json(path.read_bytes(), type)
 
 
-def read_own_json(path: Path, type: type[T]) -> T:
-    """`read_json` of a file of a record. Raises RecordError, which names the file."""
-    if path.exists() and not path.is_file():
+def read_own_bytes(path: Path) -> bytes:
+    """A file of a record. Raises RecordError, which names it: there is none, or it is a pipe or a device."""
+    if path.exists() and not path.is_file():  # which might be read for ever
         raise RecordError(f"{path} cannot be read: it is no file")
     try:
-        return read_json(path, type)
-    except (OSError, msgspec.DecodeError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise garbled(path, error) from None
+
+
+def read_own_json(path: Path, type: type[T]) -> T:
+    """`read_json` of a file of a record. Raises RecordError, which names the file."""
+    try:
+        return decode_json(read_own_bytes(path), type)
+    except msgspec.DecodeError as error:
         raise garbled(path, error) from None
 
 

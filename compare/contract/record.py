@@ -37,7 +37,7 @@ from compare.contract.evaluation import Evaluation
 from compare.contract.experiment import Experiment
 from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.contract.instructions import HLO_COLLECTIVES, Instruction
-from compare.contract.json_files import decode_json, read_json, read_own_json, write_json
+from compare.contract.json_files import decode_json, read_json, read_own_bytes, read_own_json, write_json
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
@@ -246,8 +246,8 @@ def read_steps(path: Path) -> list[Step]:
 
 def _read_lines(path: Path, type: type[T]) -> list[T]:
     try:
-        return [decode_json(line, type) for line in path.read_bytes().splitlines()]
-    except (OSError, msgspec.DecodeError) as error:
+        return [decode_json(line, type) for line in read_own_bytes(path).splitlines()]
+    except msgspec.DecodeError as error:
         raise garbled(path, error) from None
 
 

@@ -12,18 +12,22 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.experiment import Experiment
-from compare.contract.json_files import read_result, write_json
+from compare.contract.engines.registry import ENGINES
+from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
+from compare.contract.json_files import FolderName, read_result, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
 from compare.contract.tensors import RecordError
 from compare.judge.costs import Cost, cost_of
 from compare.judge.ladder import Verdict, climb, objections_by_itself
+from compare.judge.strategy import asked_of
 
 COMPARISON = "comparison.json"
 FAULTS = "faults"
 """The command whose cases are asked for other trainings on purpose."""
 LISTED = 4  # names in a one-line verdict; more are counted
+MAX_GPUS, MAX_STEPS = 2**16, 10**7
+"""More of them than any record of ours has; judging such a one would take for ever."""
 IN_PARTS = ("matrix", "sweep")
 """Commands whose comparisons lie side by side in one folder, from which they go on."""
 
@@ -41,9 +45,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
     machine: str
     git_commit: str
     git_dirty: bool
-    requests: dict[str, Request]
+    requests: dict[FolderName, Request]
     """What was asked of every case, by name, in the order in which they run."""
-    cases: list[str] = []
+    cases: list[FolderName] = []
     """Cases that finished, in that order; their names are folders. The first is the reference."""
     verdicts: list[Verdict] = []
     """Of every finished case but the first."""
@@ -178,7 +182,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
     """A comparison judged anew from its records, and these.
 
     Raises:
-        RecordError: there is none, a file is garbled, or nothing had finished.
+        RecordError: there is none, a file is garbled or says what cannot be, or nothing had finished.
     """
     saved = read_saved(folder)
     records = {name: read_record(folder / name) for name in saved.cases}
@@ -187,7 +191,25 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
             raise RecordError(f"{folder / name} holds another run than {folder / COMPARISON} asked for")
     if not records:
         raise RecordError(f"nothing has finished in {folder}: `{how_to_go_on(saved, folder)}` goes on")
-    return judged(saved, records), list(records.values())
+    for record in records.values():
+        _require_judgeable(record)
+    try:
+        return judged(saved, records), list(records.values())
+    except (LookupError, ValueError, ArithmeticError) as error:  # figures that no run leaves
+        why = f"{type(error).__name__}: {error}"
+        raise RecordError(f"the records in {folder} cannot be judged ({why}): they were changed") from error
+
+
+def _require_judgeable(record: Record) -> None:
+    """Refuse what nobody here can judge, or not in a lifetime. Raises RecordError, which names the folder."""
+    manifest, folder = record.manifest, record.folder
+    if manifest.engine not in ENGINES:
+        raise RecordError(f"{folder} is of {manifest.engine}, and here are {', '.join(ENGINES)}")
+    devices, platform = asked_of(record).layout.devices, manifest.platform
+    if devices > (MAX_CPU_DEVICES if platform == "cpu" else MAX_GPUS):
+        raise RecordError(f"{folder} says that it ran on {devices} {platform.upper()} devices")
+    if (asked := asked_of(record).train.max_iters) > MAX_STEPS and len(record.steps) < MAX_STEPS:
+        raise RecordError(f"{folder} has {len(record.steps)} of {asked} steps: it is not a finished run")
 
 
 def differences(saved: Comparison, anew: Comparison) -> list[str]:

@@ -1,6 +1,4 @@
-"""A bench on stdout: a table for each block, what must be known to read it, where the page is; or JSON."""
-
-from pathlib import Path
+"""A bench on stdout: a table for each block, what must be known to read it; or JSON."""
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,12 +10,11 @@ from compare.present.tables import by_reason
 from compare.terminal.console import print_json, results_console
 
 
-def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
+def print_bench(result: BenchResult, *, as_json: bool) -> None:
     """Print what `shardpair bench` says.
 
     Args:
         result: finished, or what there is of it.
-        page: with the pictures.
         as_json: one JSON object instead: `rows` by block, and the whole `result`.
     """
     found = blocks(result)
@@ -35,9 +32,7 @@ def print_bench(result: BenchResult, page: Path, *, as_json: bool) -> None:
         console.print(f"left out: {', '.join(names)}: {why}", style="yellow", soft_wrap=True)
     for line in warnings(result):
         console.print(line, style="red", soft_wrap=True)
-    if found:
-        console.print(f"page: {page}", soft_wrap=True)
-    else:
+    if not found:
         console.print("nothing was measured", style="bold red")
 
 

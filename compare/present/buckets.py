@@ -1,7 +1,5 @@
 """The bucket study on stdout, and its rows for the page."""
 
-from pathlib import Path
-
 from rich.table import Table
 
 from compare.judge.bench import BenchResult
@@ -14,7 +12,7 @@ from compare.terminal.units import human_bytes
 COLUMNS = ("buckets", "ms/step", "overhead ms", "overlapped: s/(n w) + n o", "exposed: s/w + n o")
 
 
-def print_study(result: BenchResult, study: BucketStudy, page: Path, *, as_json: bool) -> None:
+def print_study(result: BenchResult, study: BucketStudy, *, as_json: bool) -> None:
     """Print each way's overhead beside what the closed forms say."""
     if as_json:
         print_json(study)
@@ -29,7 +27,6 @@ def print_study(result: BenchResult, study: BucketStudy, page: Path, *, as_json:
     for line in (*about(study), *warnings(result)):
         console.print(line, soft_wrap=True)
     console.print(study.sentence(), style="bold green", soft_wrap=True)
-    console.print(f"results: {page}", soft_wrap=True)
 
 
 def title(study: BucketStudy) -> str:

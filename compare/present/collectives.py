@@ -1,7 +1,6 @@
 """The benchmark of collectives on stdout: nccl-tests' columns, ways side by side, and the fitted lines."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -18,7 +17,7 @@ FIT_COLUMNS = ("collective", "ranks", "way", "latency (us)", "bandwidth (GB/s)",
 ORDER = list(IMPLEMENTATIONS)
 
 
-def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
+def print_bench(bench: CollectiveBench, *, as_json: bool) -> None:
     """Print a table for each collective and number of ranks, the fits, and what is missing."""
     if as_json:
         print_json(bench)
@@ -45,7 +44,6 @@ def print_bench(bench: CollectiveBench, page: Path, *, as_json: bool) -> None:
     if line := busy_line(bench):
         console.print(line, style="yellow", soft_wrap=True)
     console.print(bench.sentence(), style="bold green" if bench.passed else "bold red", soft_wrap=True)
-    console.print(f"results: {page}", soft_wrap=True)
 
 
 def busy_line(bench: CollectiveBench) -> str:

@@ -32,8 +32,8 @@ SHARES: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
 """Rows that are a share; of pipelines the last two."""
 
 
-def print_profile(profile: Profile, page: Path, *, as_json: bool) -> None:
-    """Print what `profile` says: the table, what it cannot say, and where the page is."""
+def print_profile(profile: Profile, folder: Path, *, as_json: bool) -> None:
+    """Print what `profile` says: the table, what it cannot say, and where the traces are."""
     if as_json:
         print_json(profile)
         return
@@ -50,10 +50,9 @@ def print_profile(profile: Profile, page: Path, *, as_json: bool) -> None:
     console.print(
         profile.verdict, style="bold green" if profile.passed else "bold red", soft_wrap=True, markup=False
     )
-    console.print(f"timelines: {page}", soft_wrap=True)
     for engine in profile.engines:
         if engine.devices:
-            console.print(f"trace for Perfetto: {page.parent / engine.name / 'trace.json'}", soft_wrap=True)
+            console.print(f"trace for Perfetto: {folder / engine.name / 'trace.json'}", soft_wrap=True)
 
 
 def title(profile: Profile) -> str:

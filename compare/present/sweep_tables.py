@@ -1,7 +1,6 @@
 """The classic table of a sweep, in the terminal and on the page, and what its times are worth."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.table import Table as RichTable
 
@@ -70,8 +69,8 @@ def worth(outcome: SweepOutcome) -> str:
     )
 
 
-def print_sweep(outcome: SweepOutcome, folder: Path, *, as_json: bool) -> None:
-    """The table, the verdict, and where the page is, on stdout."""
+def print_sweep(outcome: SweepOutcome, *, as_json: bool) -> None:
+    """The table and the verdict, on stdout."""
     if as_json:
         print_json(outcome)
         return
@@ -93,7 +92,6 @@ def print_sweep(outcome: SweepOutcome, folder: Path, *, as_json: bool) -> None:
     for name, why in outcome.failures.items():
         console.print(f"{name} did not finish: {why}", style="red", soft_wrap=True)
     console.print(outcome.sentence, style="bold green" if outcome.passed else "bold red", soft_wrap=True)
-    console.print(f"page: {folder / PAGE}", soft_wrap=True)
 
 
 def verdict_of(row: Strategy) -> str:

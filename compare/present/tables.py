@@ -1,7 +1,6 @@
 """The outcome of a command on stdout: tables for people, or one JSON object."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from msgspec import UNSET, UnsetType
 from rich.console import Console
@@ -16,8 +15,8 @@ from compare.terminal.console import coloured, print_json, results_console
 from compare.terminal.units import error_text, human_bytes
 
 
-def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
-    """Print what `run` and `report` say: the ladder, the costs, the verdict, where the page is."""
+def print_outcome(comparison: Comparison, *, as_json: bool) -> None:
+    """Print what `run` and `report` say: the ladder, the costs, the verdict."""
     if as_json:
         print_json(comparison)
         return
@@ -26,11 +25,10 @@ def print_outcome(comparison: Comparison, page: Path, *, as_json: bool) -> None:
         console.print(ladder_table(comparison))
     console.print(cost_table(comparison))
     _print_verdict(console, comparison.sentence(), comparison.passed)
-    _print_page(console, page)
 
 
-def print_check(comparison: Comparison, page: Path | None, *, as_json: bool) -> None:
-    """Print what `check` says: worst errors of every case against the one reference; and where a page is."""
+def print_check(comparison: Comparison, *, as_json: bool) -> None:
+    """Print what `check` says: worst errors of every case against the one reference."""
     if as_json:
         print_json(comparison)
         return
@@ -55,11 +53,10 @@ def print_check(comparison: Comparison, page: Path | None, *, as_json: bool) -> 
         errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in comparison.verdicts}
         worst = max(errors, key=errors.__getitem__)
         console.print(f"worst of {rung}: {error_text(errors[worst])} ({worst})")
-    _print_page(console, page)
 
 
-def print_faults(comparison: Comparison, page: Path | None, *, as_json: bool) -> None:
-    """Print what `faults` says: each planted mistake, and the rung that caught it; and where a page is."""
+def print_faults(comparison: Comparison, *, as_json: bool) -> None:
+    """Print what `faults` says: each planted mistake, and the rung that caught it."""
     if as_json:
         print_json(comparison)
         return
@@ -87,7 +84,6 @@ def print_faults(comparison: Comparison, page: Path | None, *, as_json: bool) ->
     _print_verdict(console, f"{caught} of {total} faults caught at the right rung", caught == total)
     if not comparison.is_complete:
         _print_verdict(console, comparison.sentence(), False)
-    _print_page(console, page)
 
 
 def ladder_table(comparison: Comparison) -> Table:
@@ -145,11 +141,6 @@ def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
 
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:
     console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True, markup=False)
-
-
-def _print_page(console: Console, page: Path | None) -> None:
-    if page:
-        console.print(f"report: {page}", soft_wrap=True)
 
 
 def _mark(verdict: Verdict) -> Text:

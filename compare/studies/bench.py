@@ -215,7 +215,7 @@ def _run(
 
 def _place(number: int, case: BenchCase) -> str:
     """Folder of one process while it runs, and its name in the progress."""
-    return f"round {number}, {case.name}"
+    return f"round {number}, {case.name}".replace("/", "_")  # which a file of data has
 
 
 def _interrupted(result: BenchResult, folder: Path) -> str:

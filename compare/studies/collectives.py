@@ -22,7 +22,7 @@ from compare.contract.collective_bench import (
 from compare.contract.engines.registry import SIDES
 from compare.contract.experiment import MAX_CPU_DEVICES, ExperimentError
 from compare.contract.host.run_lock import lock_folder
-from compare.contract.json_files import read_json, read_result, write_json
+from compare.contract.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
 from compare.contract.request import REQUEST, Platform
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
@@ -46,7 +46,7 @@ class CollectiveBench(Struct, frozen=True, kw_only=True):
     platform: Platform
     git_commit: str
     git_dirty: bool
-    requests: dict[str, CollectiveRequest]
+    requests: dict[FolderName, CollectiveRequest]
     """By the folder in which each ran."""
     rows: list[CollectiveRow] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
@@ -249,7 +249,7 @@ def _collected(bench: CollectiveBench, folder: Path, failures: dict[str, str]) -
 def _rows(folder: Path) -> list[CollectiveRow]:
     """The rows of a folder that are whole."""
     path = folder / ROWS
-    lines: Iterable[bytes] = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
+    lines: Iterable[bytes] = read_own_bytes(path).split(b"\n")[:-1] if path.exists() else ()
     return [msgspec.json.decode(line, type=CollectiveRow) for line in lines]
 
 

@@ -132,6 +132,8 @@ def continue_cases(
     read_saved(folder)  # says what is wrong with a folder that is none
     with lock_folder(folder):
         saved = read_saved(folder)
+        if link := next((folder / name for name in saved.requests if (folder / name).is_symlink()), None):
+            raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
         found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
         records = {name: record for name, record in found.items() if record}
         for name in found.keys() - records.keys():

@@ -4,6 +4,8 @@ A path or an engine's last words may hold what rich takes for markup: `runs/[/x]
 trained. So no console of ours knows markup; colour comes from `style=` and from `coloured`.
 """
 
+import json
+import sys
 from typing import Any
 
 import msgspec
@@ -57,9 +59,16 @@ def errors_console() -> PlainConsole:
 
 
 def print_json(value: object) -> None:
-    """One JSON value on standard output, for machines."""
+    """One JSON value on standard output, for machines; escaped where its encoding has not the characters."""
+    text = msgspec.json.encode(value).decode()
     try:
-        print(msgspec.json.encode(value).decode(), flush=True)
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = "".join(
+            character if character.isascii() else json.dumps(character)[1:-1] for character in text
+        )
+    try:
+        print(text, flush=True)
     except BrokenPipeError:
         standard_output.discard()
     except OSError as error:

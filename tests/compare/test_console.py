@@ -12,6 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from compare.commands.pages import leave_page
 from compare.contract.experiment import Experiment
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
@@ -120,7 +121,8 @@ def test_outcome_with_hostile_names(capsys):
         verdicts=[verdict("[/case]")],
         failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
     )
-    print_outcome(comparison, Path("runs/[/x]/report.html"), as_json=False)
+    print_outcome(comparison, as_json=False)
+    leave_page(lambda: Path("runs/[/x]/report.html"), as_json=False)
     printed = capsys.readouterr().out
     for text in ("[/reference]", "[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html"):
         assert text in printed

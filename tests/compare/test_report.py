@@ -5,13 +5,19 @@ import re
 import msgspec
 import pytest
 from outline import Outline
-from records import FEW_ROWS, comparison_of, make_record, make_request, make_steps, tensors_of
+from records import (
+    FEW_ROWS,
+    make_comparison,
+    make_record,
+    make_steps,
+    tensors_of,
+)
 
 from compare.cli import main
 from compare.contract.experiment import edited, parse
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
-from compare.judge.comparison import Comparison, judged, read_comparison, read_saved, save
+from compare.judge.comparison import read_comparison, read_saved, save
 from compare.judge.costs import cost_of
 from compare.present.report.figures import loss_curves, loss_differences, windowed
 from compare.present.report.pictures import how_close
@@ -20,29 +26,6 @@ from compare.present.report.repeat import EXPERIMENT
 from compare.present.tables import cost_rows
 
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
-
-
-def make_comparison(
-    folder, experiment, *, names=("torch-manual", "jax-manual"), missing=(), steps=None, tensors=None
-) -> Comparison:
-    """Engines' records and their comparison, saved in a folder; `steps` and `tensors` are the last one's."""
-    records = {}
-    for name in names:
-        given = {"steps": steps, "tensors": tensors} if name == names[-1] else {}
-        records[name] = make_record(folder / name, experiment, engine=name, **given)
-    planned = comparison_of(
-        experiment,
-        name="<script>alert(1)</script>",
-        created_utc="2026-01-01T00:00:00+00:00",
-        machine="a machine",
-        git_commit="0123456789abcdef",
-        requests={name: record.request for name, record in records.items()}
-        | {name: make_request(experiment, engine=name) for name in missing},
-        failures={name: "<b>no</b> luck [/x]" for name in missing[:1]},
-    )
-    comparison = judged(planned, records)
-    save(comparison, folder)
-    return comparison
 
 
 def test_page_is_self_contained_and_reproducible(tmp_path, tiny):

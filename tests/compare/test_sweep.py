@@ -148,7 +148,7 @@ def test_a_strategy_that_computes_something_else_fails_the_sweep(small, tmp_path
     assert not outcome.passed
     assert [row.passed for row in outcome.rows] == [True, True, False]
     assert outcome.sentence.startswith("batch-16: torch-manual.fsdp.2 against reference: FAIL at loss")
-    print_sweep(outcome, tmp_path, as_json=False)
+    print_sweep(outcome, as_json=False)
     assert "FAIL at loss" in " ".join(capsys.readouterr().out.split())
 
 
@@ -162,7 +162,7 @@ def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
     assert [row.strategy for row in outcome.rows] == ["single", "ddp"]
     assert not outcome.passed
     assert outcome.sentence.startswith("INCOMPLETE: the losses of torch-manual.ddp.2 agree with those of")
-    print_sweep(outcome, tmp_path, as_json=False)
+    print_sweep(outcome, as_json=False)
     assert "torch-manual.fsdp.2 did not finish: rank 1 [/x] died" in capsys.readouterr().out
     page = write_page(outcome, {name: judged(failed, kept)}, {name: list(kept.values())}, tmp_path)
     assert "rank 1 [/x] died" in page.read_text()

@@ -29,7 +29,7 @@ from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.sizes import microbatches_of
-from compare.judge.comparison import Comparison
+from compare.judge.comparison import Comparison, judged, save
 from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
 from compare.judge.strategy import with_remat_resolved
 
@@ -197,3 +197,26 @@ def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder
     return Request(
         engine=engine, experiment=experiment, ladder=ladder, later_step=later, corpus_sha256=CORPUS
     )
+
+
+def make_comparison(
+    folder, experiment, *, names=("torch-manual", "jax-manual"), missing=(), steps=None, tensors=None
+) -> Comparison:
+    """Engines' records and their comparison, saved in a folder; `steps` and `tensors` are the last one's."""
+    records = {}
+    for name in names:
+        given = {"steps": steps, "tensors": tensors} if name == names[-1] else {}
+        records[name] = make_record(folder / name, experiment, engine=name, **given)
+    planned = comparison_of(
+        experiment,
+        name="<script>alert(1)</script>",
+        created_utc="2026-01-01T00:00:00+00:00",
+        machine="a machine",
+        git_commit="0123456789abcdef",
+        requests={name: record.request for name, record in records.items()}
+        | {name: make_request(experiment, engine=name) for name in missing},
+        failures={name: "<b>no</b> luck [/x]" for name in missing[:1]},
+    )
+    comparison = judged(planned, records)
+    save(comparison, folder)
+    return comparison

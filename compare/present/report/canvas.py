@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,9 +44,18 @@ def marker(index: int) -> str:
 
 
 @contextmanager
+def own_style(style: Mapping[Any, Any] = STYLE) -> Generator[None]:
+    """matplotlib's defaults and `style` over them: a user's matplotlibrc changes no page, and ends none."""
+    with matplotlib.rc_context():
+        defaults = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
+        matplotlib.rcParams.update(defaults | dict(style))
+        yield
+
+
+@contextmanager
 def figure_for_page(size: tuple[float, float]) -> Generator[Figure]:
     """A figure of `size` inches in the page's style. It is not pyplot's: a notebook keeps its own."""
-    with matplotlib.rc_context(rc=STYLE):
+    with own_style():
         yield Figure(figsize=size, layout="constrained")
 
 

@@ -4,11 +4,10 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from compare.contract.host.disk import write_atomically
-from compare.present.report.canvas import INK, STYLE
+from compare.present.report.canvas import INK, STYLE, own_style
 
 DARK, DPI = "#222222", 130
 
@@ -23,7 +22,7 @@ def save_figure(path: Path, draw: Callable[[Figure], None], *, size: tuple[float
     """
     ink = {key: DARK if value == INK else value for key, value in STYLE.items()}
     ink |= {"figure.facecolor": "white", "svg.hashsalt": "shardpair"}
-    with matplotlib.rc_context(rc=ink):
+    with own_style(ink):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         buffer = io.BytesIO()

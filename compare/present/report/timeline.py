@@ -3,7 +3,6 @@
 import io
 from pathlib import Path
 
-import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -11,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from compare.contract.host.disk import write_atomically
 from compare.contract.schedule_simulator import Slot, bubble_fraction, makespan, peak_in_flight, run
 from compare.contract.schedules import Kind, Schedule
-from compare.present.report.canvas import figure_for_page, inline_svg
+from compare.present.report.canvas import figure_for_page, inline_svg, own_style
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -38,7 +37,7 @@ def save_timelines(path: Path, schedules: dict[str, Schedule]) -> None:
         schedules: by title.
     """
     heights = [0.9 + 0.36 * len(schedule) for schedule in schedules.values()]
-    with matplotlib.rc_context(rc={"font.size": 9, "svg.hashsalt": "shardpair"}):
+    with own_style({"font.size": 9, "svg.hashsalt": "shardpair"}):
         figure = Figure(figsize=(12, sum(heights) + 0.3), layout="constrained")
         _draw_all(figure, {f"{name}: {summary(one)}": one for name, one in schedules.items()}, heights)
         buffer = io.BytesIO()
