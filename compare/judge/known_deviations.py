@@ -7,6 +7,7 @@ for numbers that go along in a tuple, and padding where sizes do not divide.
 from collections.abc import Mapping
 
 from compare.contract.axes import DP_SHARD
+from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Experiment
 from compare.contract.ledger import SCALAR
@@ -54,6 +55,8 @@ PATTERNS = {
 }
 """The explanation of each pattern, by its name."""
 
+OF_SHARDS = (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
+"""What goes along other axes in shards, too, where parameters or their gradients are sharded."""
 MOST_NUMBERS = 32
 """That XLA was seen to send along: norms of all leaves, and the loss."""
 
@@ -103,14 +106,15 @@ def _allowance(
     engine: str, experiment: Experiment, key: tuple[str, str, str], predicted: float, size: int
 ) -> str | None:
     """What is to be added to a pattern: '' if its bytes are right, None if nothing makes them right."""
-    kind, axis, _ = key
+    kind, axis, purpose = key
     beyond = size - predicted
     if beyond == 0:
         return ""
     by_xla = ENGINES[engine].sends_by == "xla" and kind == "all_reduce"
     if by_xla and predicted and 0 < beyond <= MOST_NUMBERS * SCALAR:
         return ALONG
-    if predicted and 0 < beyond <= _most_padding(experiment, predicted) and axis == DP_SHARD:
+    is_of_shards = axis == DP_SHARD or (experiment.layout.zero and purpose in OF_SHARDS)
+    if predicted and 0 < beyond <= _most_padding(experiment, predicted) and is_of_shards:
         return PADDED
     return None
 

@@ -61,6 +61,26 @@ def test_what_the_engines_do_differently_under_accumulation():
     assert fully_sharded("jax-manual", kept)[gather] == 4 * (ends + PASSES * (N - ends))
 
 
+def test_what_backward_does_not_need_is_not_gathered_again():
+    """Biases of a layer: of norms 2 C, of qkv 3 C, projection C, up 4 C, down C; what is kept needs none."""
+    gather = ("all_gather", "dp_shard", "parameters")
+    ends, biases = C * (V + T + 2), 11 * C
+    for remat, unneeded in {"none": biases, "dots": C, "full": C}.items():
+        found = fully_sharded("jax-manual", experiment(dp_shard=4, zero=3, remat=remat))[gather]
+        layers = N - ends
+        assert found == 4 * (ends + PASSES * (2 * layers - L * unneeded)), remat
+
+
+def test_the_loss_in_parts_is_computed_twice():
+    """Numbers of a position over two devices of tp: three; in parts again, without the target's in JAX."""
+    for engine, copies, again in (("torch-manual", 2, 6), ("jax-manual", 1, 5)):
+        for chunks, numbers in ((1, 3), (4, again)):
+            train = Train(batch_size=ROWS, gradient_accumulation_steps=PASSES, loss_chunks=chunks)
+            one = Experiment(model=MODEL, train=train, layout=Layout(tp=2))
+            sent = {key: size for key, size in tensor_parallel(engine, one).items() if key[2] == "loss"}
+            assert list(sent.values()) == [4 * copies * numbers * PASSES * ROWS * T], (engine, chunks)
+
+
 def test_sequence_parallelism_cuts_each_all_reduce_in_two():
     plain = tensor_parallel("torch-manual", experiment(tp=2))
     cut = tensor_parallel("torch-manual", experiment(tp=2, sequence_parallel=True))

@@ -125,6 +125,17 @@ def test_numbers_that_travel_along_are_explained_and_a_tensor_is_not():
     assert not by_hand.is_explained
 
 
+def test_shards_that_do_not_divide_are_padded_along_every_axis_that_they_go():
+    odd = Experiment(model=Model(n_embd=40, n_layer=2), layout=Layout(pp=2, dp_shard=3, zero=3))
+    key = ("all_reduce", "pp", "tied gradients")
+    size = communication("jax-manual", odd)[key]
+    padded, far = (line_up("jax-manual", odd, rows({key: int(size) + more})) for more in (124, 10**6))
+    assert [line.why for line in padded if line.purpose == "tied gradients" and line.stage == 0] == [
+        "padding"
+    ]
+    assert not [line for line in far if line.purpose == "tied gradients" and line.why]
+
+
 def test_sums_are_of_the_stage_that_has_most_and_costs_of_the_busiest():
     first = rows({("permute", "pp", "activations"): 100})
     last = [*rows({("permute", "pp", "activations"): 40}, stage=1), *rows({GATHER: 30}, stage=1)]

@@ -80,7 +80,8 @@ def fully_sharded(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     torch-manual adds up whole gradients in place and scatters the sum. jax-manual does so under ZeRO-1 only:
     from ZeRO-2 on it scatters the gradients of each pass. Under ZeRO-3 torch-manual gathers everything for
     each forward and again for each backward (FULL_SHARD), or once a step (SHARD_GRAD_OP). jax-manual gathers
-    layers for each forward, and for each backward all that backward needs: not the bias that is added last.
+    layers for each forward, and for each backward all that backward needs: no bias, or where it recomputes,
+    all but the bias that is added last.
     What is in no layer it gathers once a step. In a pipeline each microbatch is a pass; torch-manual does not
     gather what it gathered last, such as a stage's last layer for a backward that follows its forward.
 
@@ -244,9 +245,11 @@ def _gathered_by_jax(experiment: Experiment) -> float:
     layers, ends = _layers_and_ends(experiment)
     if layout.pp > 1 and not layout.reshard_after_forward:
         return itemsize_of(experiment) * (ends + layers)
-    block = block_parameters(model, 0)
-    unneeded = model.n_layer // layout.pp * sum(p.size for p in block if p.name.endswith("mlp.down.bias"))
-    again = layers - unneeded if layout.reshard_after_forward else 0
+    # Backward needs no bias, but for what it computes anew: then all but the one that is added last.
+    without = ".bias" if layout.remat == "none" else "mlp.down.bias"
+    unneeded = [p for p in block_parameters(model, 0) if p.name.endswith(without)]
+    of_layers = model.n_layer // layout.pp * on_one_of_tp(unneeded, layout)
+    again = layers - of_layers if layout.reshard_after_forward else 0
     return itemsize_of(experiment) * (ends + microbatches_of(experiment) * (layers + again))
 
 
