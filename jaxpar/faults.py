@@ -19,9 +19,10 @@ from jax import lax
 
 from compare.contract.axes import AXES, DP_REPLICATE, PP, TP
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.experiment import Layout, Model
+from compare.contract.experiment import Experiment, Layout, Model
 from compare.contract.faults import (
     ANY_LAYOUT,
+    IGNORED,
     REPEATED_PARAMETERS,
     REPLICAS,
     SHARDS,
@@ -29,12 +30,15 @@ from compare.contract.faults import (
     SPLIT_SEQUENCE,
     STAGES,
     Fault,
+    Ignored,
     find_fault,
 )
-from jaxpar import dropout, manual, optimizer, weights
+from compare.contract.progress import Progress
+from jaxpar import compilation, dropout, manual, optimizer, train, weights
 from jaxpar.comm import collectives
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
+from jaxpar.remat import Remat, resolve_remat
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 
@@ -130,6 +134,58 @@ def moved_weight() -> AbstractContextManager:
     return patch.object(weights, "from_canonical", moved)
 
 
+@contextmanager
+def ignored(setting: Ignored) -> Generator[None]:
+    """A setting that is not done as asked; the record repeats the request."""
+    prepare = train.prepare
+
+    def wrong(engine: str, experiment: Experiment, *, remat: Remat, **options: Any) -> tuple:
+        done = setting.edit(experiment)
+        remat = resolve_remat(done.layout) if "remat" in setting.instead.get("layout", {}) else remat
+        return prepare(engine, done, remat=remat, **options)
+
+    with patch.object(train, "prepare", wrong):
+        yield
+
+
+def skipped_last_update() -> AbstractContextManager:
+    """The last step's learning rate is 0."""
+    right = compilation.device_scalars
+
+    def wrong(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
+        scalars = right(experiment, progress)
+        is_last = progress.step == experiment.train.max_iters - 1
+        return scalars | {"learning_rate": scalars["learning_rate"] * (not is_last)}
+
+    return patch.object(train, "device_scalars", wrong)
+
+
+def changed_update(change: Callable[[jax.Array, jax.Array], jax.Array]) -> AbstractContextManager:
+    """The optimizer's update is `change(update, parameter)`."""
+    make = optimizer.make_optimizer
+
+    def wrong(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+        right = make(*args, **options)
+
+        def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
+            updates, state = right.update(updates, state, params, **of_step)
+            return jax.tree.map(change, updates, params), state
+
+        return optax.GradientTransformationExtraArgs(right.init, update)
+
+    return patch.object(train, "make_optimizer", wrong)
+
+
+def _to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
+    return (parameter + update).astype(jnp.bfloat16).astype(parameter.dtype) - parameter
+
+
+reversed_update = partial(changed_update, lambda update, parameter: -update)
+"""Every update goes the other way."""
+rounded_weights = partial(changed_update, _to_8_bits)
+"""The optimizer's own weights have 8 bits."""
+
+
 def unscaled_dropout() -> AbstractContextManager:
     """What is kept is not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
@@ -159,4 +215,8 @@ FAULTS = (
     Fault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
     Fault("unscaled_dropout", BOTH, ANY_LAYOUT, unscaled_dropout),
     Fault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
+    Fault("reversed_update", BOTH, REPLICAS, reversed_update),
+    Fault("rounded_weights", BOTH, REPLICAS, rounded_weights),
+    Fault("skipped_last_update", BOTH, ANY_LAYOUT, skipped_last_update),
+    *(Fault(name, BOTH, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
 )

@@ -5,13 +5,14 @@ it to show, and how it is planted. Most are planted at the collectives, by kind,
 swap a function or a module for a wrong one. `compare.studies.faults` says at which rung each must turn red.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from msgspec import Struct
 
+from compare.contract.axes import SHARDED_FROM
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import ExperimentError, Layout
+from compare.contract.experiment import Experiment, ExperimentError, Layout, edited
 
 
 class Need(Struct, frozen=True, kw_only=True):
@@ -53,6 +54,39 @@ REPEATED_PARAMETERS = Need(
     holds=lambda layout: layout.dp_replicate > 1 or layout.tp > 1,
     otherwise="no parameter is on two devices: give layout.dp_replicate or layout.tp = 2 or more",
 )
+SHARDED_PARAMETERS = Need(
+    holds=lambda layout: layout.zero == SHARDED_FROM["parameters"],
+    otherwise="no parameter is split: give layout.zero = 3",
+)
+
+
+class Ignored(Struct, frozen=True, kw_only=True):
+    """A setting that an engine does not do as asked, though its manifest says so; it moves no number."""
+
+    instead: Mapping[str, Mapping[str, object]]
+    """Sections and fields as the engine runs them."""
+    need: Need = ANY_LAYOUT
+
+    def edit(self, experiment: Experiment) -> Experiment:
+        """What is run instead of `experiment`."""
+        return edited(experiment, self.instead)
+
+
+IGNORED = {
+    "ignored_gradient_sync": Ignored(instead={"layout": {"gradient_sync": "flat"}}, need=REPLICAS),
+    "ignored_bucket_mb": Ignored(instead={"layout": {"bucket_mb": 25.0}}, need=REPLICAS),
+    "ignored_schedule": Ignored(instead={"layout": {"schedule": "gpipe"}}, need=STAGES),
+    "ignored_remat": Ignored(instead={"layout": {"remat": "none"}}),
+    "ignored_loss_chunks": Ignored(instead={"train": {"loss_chunks": 1}}),
+    "ignored_offload": Ignored(instead={"layout": {"offload": "none"}}),
+    "ignored_sequence_parallel": Ignored(
+        instead={"layout": {"sequence_parallel": False}}, need=SPLIT_SEQUENCE
+    ),
+    "ignored_zero": Ignored(instead={"layout": {"zero": 2}}, need=SHARDED_PARAMETERS),
+    "ignored_reshard": Ignored(instead={"layout": {"reshard_after_forward": False}}, need=SHARDED_PARAMETERS),
+    "ignored_dtype": Ignored(instead={"precision": {"dtype": "float32"}}),
+}
+"""By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.faults`."""
 
 
 def find_fault(faults: Sequence[Fault], name: str, *, engine: str, layout: Layout) -> Fault:

@@ -17,6 +17,7 @@ from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 from compare.contract.json_files import FolderName, read_result, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
+from compare.contract.sections import Precision
 from compare.contract.tensors import RecordError
 from compare.judge.costs import Cost, cost_of
 from compare.judge.ladder import Verdict, climb, objections_by_itself
@@ -48,7 +49,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     requests: dict[FolderName, Request]
     """What was asked of every case, by name, in the order in which they run."""
     cases: list[FolderName] = []
-    """Cases that finished, in that order; their names are folders. The first is the reference."""
+    """Cases that finished, in that order; their names are folders. The first is the reference (of faults one
+    for each precision)."""
     verdicts: list[Verdict] = []
     """Of every finished case but the first."""
     costs: list[Cost] = []
@@ -141,7 +143,8 @@ def judged(
         RecordError: a file of tensors is garbled.
     """
     cases = [name for name in comparison.requests if name in records]
-    found = {verdict.candidate: verdict for verdict in known if verdict.reference == cases[0]}
+    references = _references(comparison, cases)
+    found = {verdict.candidate: verdict for verdict in known if verdict.reference in references.values()}
     return msgspec.structs.replace(
         comparison,
         device_kind=records[cases[0]].manifest.device_kind if cases else "",
@@ -149,19 +152,29 @@ def judged(
         verdicts=[
             found.get(name)
             or climb(
-                records[cases[0]],
+                records[references[name]],
                 records[name],
-                reference_name=cases[0],
+                reference_name=references[name],
                 name=name,
                 same_training=comparison.command != FAULTS,
             )
-            for name in cases[1:]
+            for name in cases
+            if name != references[name]
         ],
         costs=[cost_of(records[name]) for name in cases],
         versions=[records[name].manifest.versions for name in cases],
         failures={name: why for name, why in comparison.failures.items() if name not in records},
         objections=objections_by_itself(records[cases[0]]) if len(cases) == 1 else [],
     )
+
+
+def _references(comparison: Comparison, cases: list[str]) -> dict[str, str]:
+    """What each case is held against: the first. Of faults, some of which show in 16 bits alone, the first in
+    the precision that the case was asked for."""
+    if comparison.command != FAULTS:
+        return dict.fromkeys(cases, cases[0]) if cases else {}
+    first: dict[Precision, str] = {}
+    return {name: first.setdefault(comparison.requests[name].experiment.precision, name) for name in cases}
 
 
 def save(comparison: Comparison, folder: Path) -> None:

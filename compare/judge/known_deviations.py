@@ -113,7 +113,8 @@ def _allowance(
     by_xla = ENGINES[engine].sends_by == "xla" and kind == "all_reduce"
     if by_xla and predicted and 0 < beyond <= MOST_NUMBERS * SCALAR:
         return ALONG
-    is_of_shards = axis == DP_SHARD or (experiment.layout.zero and purpose in OF_SHARDS)
+    is_split = experiment.layout.zero or experiment.layout.tp > 1
+    is_of_shards = axis == DP_SHARD or (is_split and purpose in OF_SHARDS)
     if predicted and 0 < beyond <= _most_padding(experiment, predicted) and is_of_shards:
         return PADDED
     return None

@@ -166,7 +166,7 @@ def _order(schedule: str, experiment: Experiment) -> list[list[str]] | None:
 
 def _gradient_sync(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     """Only where the layout's choice is carried out: not by FSDP, which reduces unit by unit."""
-    asked = experiment.layout.gradient_sync
+    asked = experiment.layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
     expected = {
         sync: gradient_messages(engine.name, experiment, gradient_sync=sync)
         for sync in dict.fromkeys((asked, *engine.gradient_sync))
@@ -177,14 +177,14 @@ def _gradient_sync(record: Record, work: Work, engine: Engine, experiment: Exper
     fitting = [
         sync
         for sync, messages in expected.items()
-        if messages and messages.by_stage == calls and messages.overlap == work.overlaps
+        if messages and messages.by_stage == calls and messages.overlap in (work.overlaps, None)
     ]
-    when = "within" if work.overlaps else "after"
     counted = "/".join(map(str, calls))
-    found = next(iter(fitting), f"{counted} all-reduces {when} backward")
-    if asked == "bucketed":
+    when = "" if not engine.offers_choice else f" {'within' if work.overlaps else 'after'} backward"
+    found = next(iter(fitting), f"{counted} all-reduces{when}")
+    if asked == "bucketed" or not engine.offers_choice:
         asked += f" of {experiment.layout.bucket_mb:g} MB"
-    found = asked if found == experiment.layout.gradient_sync else f"{found} ({counted} calls)"
+    found = asked if found == asked.split()[0] else f"{found} ({counted} calls)"
     yield Finding(setting="layout.gradient_sync", asked=asked, found=found)
 
 

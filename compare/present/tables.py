@@ -79,7 +79,7 @@ def print_faults(comparison: Comparison, *, as_json: bool) -> None:
             coloured("ok", "green") if right else coloured("WRONG", "red"),
         )
     console.print(table)
-    total = len(comparison.requests) - 1  # the first is the reference
+    total = sum("." in name for name in comparison.requests)  # the others are references
     caught = len(comparison.verdicts) - wrong
     _print_verdict(console, f"{caught} of {total} faults caught at the right rung", caught == total)
     if not comparison.is_complete:

@@ -27,7 +27,12 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Sections and fields with the wrong value; None if the side plants it in its code."""
     preset: str = ""
     """The layout in which it shows; empty for data parallelism over the devices asked for."""
+    asks: Mapping[str, Mapping[str, object]] | None = None
+    """Sections and fields that the case is asked for, beyond that layout."""
 
+
+SIXTEEN_BITS = {"precision": {"dtype": "bfloat16"}}
+SMALL_BUCKETS = 0.02  # MB: several of them, in a model of a few ten thousand parameters
 
 FAULTS = {
     fault.name: fault
@@ -143,6 +148,83 @@ FAULTS = {
             description="each rank of tp drops in its heads what the first drops in its own",
             preset="tp",
         ),
+        Fault(
+            name="reversed_update",
+            rung="first_weights",
+            description="in 16 bits every update goes the other way",
+            asks=SIXTEEN_BITS,
+        ),
+        Fault(
+            name="rounded_weights",
+            rung="first_update",
+            description="in 16 bits the optimizer's own weights are rounded, too",
+            asks=SIXTEEN_BITS,
+        ),
+        Fault(
+            name="skipped_last_update",
+            rung="final_weights",
+            description="the last step updates nothing",
+        ),
+        Fault(
+            name="ignored_gradient_sync",
+            rung="strategy",
+            description="one flat all-reduce instead of buckets",
+            asks={"layout": {"gradient_sync": "bucketed", "bucket_mb": SMALL_BUCKETS}},
+        ),
+        Fault(
+            name="ignored_bucket_mb",
+            rung="strategy",
+            description="buckets of 25 MB instead of small ones",
+            asks={"layout": {"bucket_mb": SMALL_BUCKETS}},
+        ),
+        Fault(
+            name="ignored_schedule",
+            rung="strategy",
+            description="GPipe instead of 1F1B",
+            preset="pp",
+        ),
+        Fault(
+            name="ignored_remat",
+            rung="strategy",
+            description="blocks are kept instead of recomputed",
+            asks={"layout": {"remat": "full"}},
+        ),
+        Fault(
+            name="ignored_loss_chunks",
+            rung="strategy",
+            description="all logits at once instead of a quarter",
+            asks={"train": {"loss_chunks": 4}},
+        ),
+        Fault(
+            name="ignored_offload",
+            rung="strategy",
+            description="moments stay on the device",
+            asks={"layout": {"offload": "optimizer"}},
+        ),
+        Fault(
+            name="ignored_sequence_parallel",
+            rung="strategy",
+            description="tensor parallelism with whole sequences",
+            preset="tp_sp",
+        ),
+        Fault(
+            name="ignored_zero",
+            rung="strategy",
+            description="ZeRO-2 instead of 3: parameters stay whole",
+            preset="fsdp",
+        ),
+        Fault(
+            name="ignored_reshard",
+            rung="strategy",
+            description="gathered blocks are kept for backward",
+            preset="fsdp",
+        ),
+        Fault(
+            name="ignored_dtype",
+            rung="strategy",
+            description="float32 instead of 16 bits",
+            asks=SIXTEEN_BITS,
+        ),
     )
 }
 DROPOUT = 0.2
@@ -150,29 +232,42 @@ DROPOUT = 0.2
 
 
 def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str], devices: int) -> list[Case]:
-    """The unsharded reference, then one case for each fault in each engine that can make it.
+    """The unsharded reference (and one in 16 bits for faults that show there alone), then one case for each
+    fault in each engine that can make it.
 
     Two optimizer steps are enough: every rung up to the moments is climbed in the first. Without dropout some
     faults would change nothing.
 
     Raises:
-        ExperimentError: an unknown fault, or a batch that the devices do not divide.
+        ExperimentError: an unknown fault, none that these engines can make, or a batch that the devices do
+            not divide.
     """
     check_names("--names", "fault", names, FAULTS)
     if devices < 2:
         raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
     dropout = experiment.model.dropout or DROPOUT
     short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
+    chosen = [FAULTS[name] for name in names or FAULTS]
     cases = [Case(name="reference", engine=REFERENCE, experiment=spread(short, "single"))]
-    for fault in (FAULTS[name] for name in names or FAULTS):
+    if any(fault.asks is SIXTEEN_BITS for fault in chosen):
+        rounded = spread(edited(short, SIXTEEN_BITS), "single")
+        cases.append(Case(name="reference-16-bits", engine=REFERENCE, experiment=rounded))
+    for fault in chosen:
         preset, of_preset = (
             (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
         )
-        sharded = spread(short, preset, of_preset)
+        sharded = revalidate(edited(spread(short, preset, of_preset), fault.asks or {}))
         for engine in engines:
             if fault.name not in ENGINES[engine].impossible_faults:
                 ENGINES[engine].require_experiment(sharded)
                 cases.append(_plant(fault, engine, sharded))
+    if not any(case.name.rpartition(".")[0] for case in cases):
+        whys = {
+            f"{fault.name}: {e}: {ENGINES[e].impossible_faults[fault.name]}"
+            for fault in chosen
+            for e in engines
+        }
+        raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
     return cases
 
 
@@ -193,8 +288,12 @@ def planted(case_name: str) -> tuple[Fault, str]:
 
 
 def caught_as_expected(comparison: Comparison) -> bool:
-    """True if every planted fault was run, and failed first at the rung that it belongs to."""
-    return comparison.is_complete and all(
-        verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
-        for verdict in comparison.verdicts
+    """True if every planted fault was run, at least one, and failed first at the rung that it belongs to."""
+    return (
+        comparison.is_complete
+        and bool(comparison.verdicts)
+        and all(
+            verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
+            for verdict in comparison.verdicts
+        )
     )

@@ -4,15 +4,17 @@ import msgspec
 import numpy as np
 import pytest
 from checkpoints import random_state
+from msgspec.structs import replace
 from records import make_ledger, make_record, tensors_of
 from small_checkpoint import EXPERIMENT, save
 
 from compare.contract.checkpoint.description import CHECKPOINTS
 from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import edited
+from compare.contract.experiment import Layout, edited
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
 from compare.judge.acceptance import objections
+from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.conditioning import ill_conditioned
 from compare.judge.ladder import REQUEST, climb
 from compare.judge.strategy import done_words, strategy_of
@@ -149,3 +151,20 @@ def test_a_failure_names_the_settings_that_amplify_rounding(tmp_path, tiny):
     assert "FAIL at later_weights" in sentence
     assert "this training amplifies rounding: optimizer.eps = 1e-12" in sentence
     assert "optimizer.beta2 = 0" in sentence
+
+
+@pytest.mark.parametrize(("pp", "counts"), [(1, (10, 7, 4, 3, 2, 1)), (2, (7, 5, 4, 3, 2, 1))])
+def test_buckets_of_ddp_are_as_many_as_pytorch_made(tiny, pp, counts):
+    """Counted in its ledger, on the first rank: two layers, 16 wide, float64."""
+    for bucket_mb, count in zip((0.001, 0.005, 0.01, 0.02, 0.04, 0.1), counts, strict=True):
+        layout = Layout(dp_replicate=2, pp=pp, microbatches=pp, bucket_mb=bucket_mb)
+        messages = gradient_messages("torch-library", replace(tiny, layout=layout), gradient_sync="ddp")
+        assert messages.by_stage[0] == count, bucket_mb
+
+
+def test_a_norm_that_fits_beside_a_bias_shares_its_bucket(tiny):
+    """The final norm is last in the module: it leaves first, with the bias of the last block."""
+    wide = replace(tiny.model, n_layer=8, n_embd=40, n_head=1, block_size=12, vocab_size=64)
+    layout = Layout(dp_replicate=3, bucket_mb=0.001)
+    experiment = replace(tiny, model=wide, layout=layout)
+    assert gradient_messages("torch-manual", experiment, gradient_sync="bucketed").by_stage == [67]

@@ -159,7 +159,7 @@ def make_work(engine: str, experiment: Experiment) -> Work:
         again=again[ENGINES[engine].remat_for(layout)],
         logits_positions=[experiment.model.block_size // chunks],
         tasks=[[name_of(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
-        overlaps=messages is not None and messages.overlap,
+        overlaps=bool(messages and messages.overlap),
     )
 
 

@@ -11,6 +11,7 @@ from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GR
 from compare.contract.experiment import Layout
 from compare.contract.faults import (
     ANY_LAYOUT,
+    IGNORED,
     REPEATED_PARAMETERS,
     REPLICAS,
     SHARDS,
@@ -55,6 +56,10 @@ FAULTS = (
     Fault("stale_tied_copy", BOTH, STAGES, partial(sent_zeros, **_tied_gradients)),
     Fault("unscaled_dropout", BOTH, ANY_LAYOUT, run_faults.unscaled_dropout),
     Fault("same_dropout_on_every_rank", BOTH, SPLIT_LAYERS, run_faults.same_dropout_on_every_rank),
+    Fault("reversed_update", BOTH, REPLICAS, run_faults.reversed_update),
+    Fault("rounded_weights", BOTH, REPLICAS, run_faults.rounded_weights),
+    Fault("skipped_last_update", BOTH, ANY_LAYOUT, run_faults.skipped_last_update),
+    *(Fault(name, BOTH, one.need, partial(run_faults.ignored, one)) for name, one in IGNORED.items()),
 )
 
 

@@ -1,15 +1,19 @@
 """Faults of the training loop, the optimizer and the weights, the same in both engines."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from compare.contract.axes import AXES
+from compare.contract.faults import Ignored
+from compare.contract.request import Request
 from torchpar import dropout, train
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import local
@@ -29,6 +33,64 @@ def spoiled(spoil: Callable[[Run], None]) -> AbstractContextManager:
         return run
 
     return patch.object(train, "set_up", wrong)
+
+
+@contextmanager
+def ignored(setting: Ignored) -> Generator[None]:
+    """A setting that is not done as asked; the record repeats the request."""
+    set_up, autocast = train.set_up, train.autocast
+
+    def wrong(request: Request, *args: Any, **options: Any) -> Run:
+        done = setting.edit(request.experiment)
+        run = set_up(structs.replace(request, experiment=done), *args, **options)
+        return replace(run, request=request)
+
+    def wrong_products(run: Run) -> AbstractContextManager:
+        done = setting.edit(run.experiment)
+        return autocast(replace(run, request=structs.replace(run.request, experiment=done)))
+
+    with patch.object(train, "set_up", wrong), patch.object(train, "autocast", wrong_products):
+        yield
+
+
+def skipped_last_update() -> AbstractContextManager:
+    """The last step updates nothing."""
+
+    def skip(run: Run) -> None:
+        step = run.parallel.optimizer.step
+
+        def wrong(*args: Any) -> Any:
+            return step(*args) if run.state.step < run.experiment.train.max_iters - 1 else None
+
+        object.__setattr__(run.parallel.optimizer, "step", wrong)
+
+    return spoiled(skip)
+
+
+def after_update(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> AbstractContextManager:
+    """Weights become `change(before, after)` whenever the optimizer has updated them."""
+
+    def spoil(run: Run) -> None:
+        optimizer, before = run.parallel.optimizer, dict[str, torch.Tensor]()
+
+        def keep(*optimizer_and_arguments: Any) -> None:
+            before.update({name: p.detach().clone() for name, p in run.parallel.parameters.items()})
+
+        @torch.no_grad()
+        def move(*optimizer_and_arguments: Any) -> None:
+            for name, parameter in run.parallel.parameters.items():
+                parameter.copy_(change(before[name], parameter))
+
+        optimizer.register_step_pre_hook(keep)
+        optimizer.register_step_post_hook(move)
+
+    return spoiled(spoil)
+
+
+reversed_update = partial(after_update, lambda before, after: 2 * before - after)
+"""Every update goes the other way."""
+rounded_weights = partial(after_update, lambda before, after: after.bfloat16().to(after.dtype))
+"""The optimizer's own weights have 8 bits."""
 
 
 def moved_weight() -> AbstractContextManager:

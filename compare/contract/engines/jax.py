@@ -45,6 +45,10 @@ JAX = Side(
             ends_on_every_stage=True,
             impossible_faults={
                 "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                "ignored_schedule": "it has one schedule, GPipe",
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "XLA buckets gradients as it likes"
+                ),
                 **dict.fromkeys(
                     (
                         "dropped_all_reduce",

@@ -92,7 +92,11 @@ TORCH = Side(
                 gathers_ahead=True,
             ),
             refuses=_not_in_pytorch,
-            impossible_faults={"doubled_row_bias": "PyTorch adds the bias, not we"},
+            impossible_faults={
+                "doubled_row_bias": "PyTorch adds the bias, not we",
+                "ignored_gradient_sync": "DDP has one way",
+                "ignored_offload": "it offloads no moments",
+            },
         ),
     ),
 )

@@ -6,6 +6,9 @@
     bucketed     leaves in reverse, a bucket closed before it would pass layout.bucket_mb; within backward in
                  PyTorch. In JAX a leaf of a quarter of a bucket or more goes alone, so that it is not copied
 
+torch-library's DDP closes a bucket as it passes layout.bucket_mb. From the second step on its buckets follow
+the order in which gradients arrived; in a pipeline they keep that of the parameters.
+
 A leaf is a parameter of torch-manual, or an array of jax-manual, which stacks what its layers have in common.
 
 Source: buckets as in PyTorch's DDP (Li et al., arXiv 2006.15704, section 3.2.3).
@@ -32,8 +35,8 @@ class GradientMessages(Struct, frozen=True, kw_only=True):
 
     by_stage: list[int]
     """All-reduces of a step, for each rank of the pipeline."""
-    overlap: bool
-    """Whether the first begins before backward has ended."""
+    overlap: bool | None
+    """Whether the first begins before backward has ended; None where no observer of ours sees it."""
 
 
 def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str) -> GradientMessages | None:
@@ -48,8 +51,10 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
         ValueError: the leaves of ZeRO's shards or of a pipeline's stages have no closed form.
     """
     layout = experiment.layout
-    if not ENGINES[engine].offers_choice or layout.dp_replicate == 1:
+    if layout.dp_replicate == 1:
         return None
+    if not ENGINES[engine].offers_choice:
+        return _by_ddp(engine, experiment) if ENGINES[engine].sends_by == "pytorch" else None
     is_jax = ENGINES[engine].side == JAX.name
     if layout.zero and not is_jax:
         return None  # FSDP and the sharded optimizer reduce unit by unit
@@ -60,6 +65,17 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
         by_stage=[sum(count(alike, limit) for alike in groups) for groups in of_stage],
         overlap=not is_jax and gradient_sync in ("overlapped", "bucketed"),
     )
+
+
+def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages | None:
+    """DDP's; None where FSDP2 reduces block by block instead: of shards, and of what tp splits."""
+    layout = experiment.layout
+    if layout.zero or layout.tp > 1:
+        return None
+    stages = [_leaves(engine, experiment, stage, is_jax=False)[0] for stage in range(layout.pp)]
+    in_order = stages if layout.pp > 1 else [sizes[::-1] for sizes in stages]
+    counts = [_buckets_of_ddp(sizes, layout.bucket_mb * 1e6) for sizes in in_order]
+    return GradientMessages(by_stage=counts, overlap=None)  # below the dispatcher, on autograd's thread
 
 
 def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[list[int]]:
@@ -101,6 +117,16 @@ def _buckets_of_torch(sizes: list[int], limit: float) -> int:
     buckets, held = 0, math.inf
     for size in reversed(sizes):
         if held + size > limit or not buckets:
+            buckets, held = buckets + 1, 0
+        held += size
+    return buckets
+
+
+def _buckets_of_ddp(sizes: list[int], limit: float) -> int:
+    """`compute_bucket_assignment_by_size`: a bucket is full when it has reached the limit."""
+    buckets, held = 0, math.inf
+    for size in sizes:
+        if held >= limit:
             buckets, held = buckets + 1, 0
         held += size
     return buckets

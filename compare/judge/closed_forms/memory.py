@@ -73,15 +73,15 @@ def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> flo
 
 
 def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
-    """Parameters that one rank of a pipeline holds, each block under the first one's names: all are alike."""
+    """Parameters that one rank of a pipeline holds, in canonical order; blocks by the names of the first."""
     layout, model = experiment.layout, experiment.model
     (token, position), final_norm = end_parameters(model)
     everywhere = ENGINES[engine].ends_on_every_stage
     first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
     held = [token] if first or last else []
     held += [position] if first else []
-    held += final_norm if last else []
-    return held + model.n_layer // layout.pp * list(block_parameters(model, 0))
+    held += model.n_layer // layout.pp * list(block_parameters(model, 0))
+    return held + (final_norm if last else [])
 
 
 def on_one_of_tp(parameters: Iterable[Parameter], layout: Layout) -> float:
