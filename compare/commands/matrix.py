@@ -12,6 +12,7 @@ from compare.commands.arguments import Spec, StudiedName, chosen_engines
 from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output, create_run_dir
+from compare.judge.acceptance import differing_keys
 from compare.judge.comparison import COMPARISON, Comparison, read_comparison
 from compare.present.parity_page import cell_text, markdown, resident_row
 from compare.studies.cases import Case
@@ -59,7 +60,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
             cases = {name: cases for name, (cases, _) in plans.items()}
             return self._show_plan(experiment, cases, blank.values())
         if self.results:
-            comparisons = {name: self._finished(self.results / name) for name in studies}
+            comparisons = {name: self._finished(self.results / name, plans[name][0]) for name in studies}
         else:
             folder = self._folder()
             comparisons = {
@@ -96,11 +97,17 @@ class Matrix(Spec, frozen=True, kw_only=True):
             f"matrix-{folder.name.replace(', ', '-')}", experiment, cases, run_dir=str(folder)
         )[0]
 
-    def _finished(self, folder: Path) -> Comparison:
-        """The comparison of a study that was made before."""
+    def _finished(self, folder: Path, cases: list[Case]) -> Comparison:
+        """The comparison of a study that was made before, of these very cases as far as they ran."""
         if not (folder / COMPARISON).is_file():
             raise ExperimentError(f"--results {self.results}: it has no {folder.name}/{COMPARISON}")
-        return read_comparison(folder)[0]
+        comparison = read_comparison(folder)[0]
+        for case in cases:
+            if request := comparison.requests.get(case.name):
+                asked = msgspec.structs.replace(case.experiment, data=request.experiment.data)
+                if other := next(differing_keys(request.experiment, asked), ""):
+                    raise ExperimentError(f"--results {folder} is of another study: {case.name} has {other}")
+        return comparison
 
 
 def _versions(comparisons: list[Comparison]) -> str:

@@ -4,8 +4,30 @@ import os
 import subprocess
 from pathlib import Path
 
+from compare.contract.experiment import ExperimentError
+
 _ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
 """What git sets for its hooks: there, every git command speaks of the repository of the hook."""
+
+
+def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -> None:
+    """Refuse to go on with what another version of the source began: what they leave would be mixed.
+
+    Args:
+        folder: of the run.
+        commit, dirty: as `git_state` was then.
+        begun: what was done with it, such as timed.
+
+    Raises:
+        ExperimentError: it names both.
+    """
+    if (commit, dirty) != (now := git_state()):
+        versions = f"with {_named(commit, dirty)}, and this is {_named(*now)}"
+        raise ExperimentError(f"{folder} was {begun} {versions}: two do not mix; start anew, or go back")
+
+
+def _named(commit: str, dirty: bool) -> str:
+    return (commit[:12] or "a version without a commit") + (" and changes" if dirty else "")
 
 
 def git_state() -> tuple[str, bool]:

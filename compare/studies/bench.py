@@ -18,7 +18,7 @@ from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import git_state
+from compare.execute.source import git_state, require_same_source
 from compare.judge.bench import BenchCase, BenchResult, Machine, read_bench, save
 from compare.judge.bench_rows import baseline_of
 from compare.studies.bench_cases import Choice, bench_cases, rotated
@@ -156,12 +156,7 @@ def continue_bench(folder: Path, *, anyway: bool, settings: Settings, reporter: 
     read_bench(folder)  # says what is wrong with a folder that is none
     with lock_folder(folder):
         saved = read_bench(folder)
-        commit, dirty = git_state()
-        if (saved.git_commit, saved.git_dirty) != (commit, dirty):
-            raise ExperimentError(
-                f"{folder} was timed with {saved.git_commit[:12] or 'another version'}, and this is "
-                f"{commit[:12]}: figures of two versions do not mix; start a new bench"
-            )
+        require_same_source(folder, saved.git_commit, saved.git_dirty, begun="timed")
         frozen = freeze_data(saved.experiment, folder)
         prepared = Prepared(experiment=frozen, folder=folder, corpus_sha256=open_corpus(frozen).sha256)
         if prepared.corpus_sha256 != saved.corpus_sha256:

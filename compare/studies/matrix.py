@@ -60,7 +60,7 @@ class Cell(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if every study of an expressible cell passed, and its devices hold what they should.
+        """True if every study of an expressible cell ran and passed, and its devices hold what they should.
 
         What was not measured has not passed.
         """
@@ -144,14 +144,14 @@ def _filled(cell: Cell, studies: dict[str, tuple[list[Case], Comparison]]) -> Ce
     name = f"{cell.engine}.{cell.layout}"
     verdicts, failures, resident, expected = {}, {}, {}, {}
     for study_name, (cases, comparison) in studies.items():
-        if name in comparison.failures:
-            failures[study_name] = comparison.failures[name]
-        if name not in comparison.cases:
+        found = {verdict.candidate: verdict for verdict in comparison.verdicts}
+        if name not in found:
+            if not cell.refusal:
+                failures[study_name] = comparison.failures.get(name, "it did not run")
             continue
-        place = comparison.cases.index(name)  # the reference comes first, and has no verdict
-        verdicts[study_name] = comparison.verdicts[place - 1]
+        verdicts[study_name] = found[name]
         if not resident:
-            resident = comparison.costs[place].resident_bytes
+            resident = comparison.costs[comparison.cases.index(name)].resident_bytes
             (experiment,) = (case.experiment for case in cases if case.name == name)
             expected = closed_form(cell.engine, experiment)
     return msgspec.structs.replace(

@@ -18,7 +18,7 @@ from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import git_state
+from compare.execute.source import git_state, require_same_source
 from compare.execute.tensorboard import events, in_turn
 from compare.judge.acceptance import objections
 from compare.judge.comparison import Comparison, how_to_go_on, judged, read_saved, save
@@ -127,11 +127,13 @@ def continue_cases(
 
     Raises:
         RecordError: the folder holds no comparison, or a garbled one.
+        ExperimentError: another version of the source began it: its records and ours do not prove each other.
         EngineError, Interrupted: as `compare_cases`.
     """
     read_saved(folder)  # says what is wrong with a folder that is none
     with lock_folder(folder):
         saved = read_saved(folder)
+        require_same_source(folder, saved.git_commit, saved.git_dirty, begun="begun")
         if link := next((folder / name for name in saved.requests if (folder / name).is_symlink()), None):
             raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
         found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}

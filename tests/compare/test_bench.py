@@ -10,6 +10,7 @@ from compare import api
 from compare.cli import main
 from compare.contract.experiment import ExperimentError
 from compare.contract.tensors import RecordError
+from compare.execute import source
 from compare.judge import ladder
 from compare.judge.bench import BENCH, read_bench
 from compare.judge.bench_rows import blocks
@@ -179,8 +180,8 @@ def test_what_cannot_be_is_refused_before_anything_starts(timed_engines, capsys)
 def test_figures_of_two_versions_do_not_mix(timed_engines, tmp_path, tiny, monkeypatch):
     assert bench("--rounds", "1") == 0
     settings, quiet = Settings(), study.Reporter(quiet=True)
-    monkeypatch.setattr(study, "git_state", lambda: ("f" * 40, False))
-    with pytest.raises(ExperimentError, match="figures of two versions do not mix"):
+    monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, False))
+    with pytest.raises(ExperimentError, match=r"was timed with .*two do not mix"):
         continue_bench(tmp_path / "b", anyway=False, settings=settings, reporter=quiet)
     with pytest.raises(RecordError, match=r"has no bench\.json"):
         continue_bench(tmp_path, anyway=False, settings=settings, reporter=quiet)

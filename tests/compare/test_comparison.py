@@ -9,12 +9,13 @@ import pytest
 from records import CORPUS, comparison_of, make_record, make_steps
 
 from compare.cli import main
-from compare.contract.experiment import edited
+from compare.contract.experiment import ExperimentError, edited
 from compare.contract.host.run_lock import FolderInUse, lock_folder
 from compare.contract.json_files import write_json
 from compare.contract.record import LEDGER, MANIFEST, STEPS, Step
 from compare.contract.request import REQUEST
 from compare.contract.tensors import RecordError
+from compare.execute import source
 from compare.execute.launch import EngineError, Prepared
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, judged, read_saved
@@ -106,6 +107,17 @@ def test_the_rest_is_run_later_and_only_the_rest(tmp_path, tiny, engines):
     assert comparison.sentence() == "PASS: jax-manual, torch-library agree with torch-manual on 14 rungs"
     assert (tmp_path / "run" / "jax-manual.unfinished-1").is_dir()  # what it left is kept
     assert read_saved(tmp_path / "run") == comparison
+
+
+def test_what_another_version_began_is_not_gone_on_with(tmp_path, tiny, engines, monkeypatch):
+    engines.failing = {"jax-manual": KeyboardInterrupt()}
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", tiny)
+    engines.failing, engines.started[:] = {}, []
+    monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, True))
+    with pytest.raises(ExperimentError, match=r"begun with .*, and this is f{12} and changes"):
+        go_on(tmp_path / "run")
+    assert engines.started == []
 
 
 def test_a_damaged_record_is_run_again(tmp_path, tiny, engines):

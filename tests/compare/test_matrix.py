@@ -1,14 +1,17 @@
 """Every layout of each engine in float64, with dropout, against one device; and the grid itself."""
 
 import json
+import shutil
 
 import msgspec
 import pytest
-from records import CLIMBED
+from records import CLIMBED, comparison_of, make_record, make_request
 
+from compare.cli import main
 from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import ExperimentError, Layout, load
+from compare.contract.experiment import ExperimentError, Layout, load, parse, to_toml
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
+from compare.judge.comparison import judged, save
 from compare.judge.ladder import RungResult, Verdict
 from compare.present.parity_page import cell_text, markdown
 from compare.studies.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
@@ -68,6 +71,49 @@ def test_every_cell_is_a_case_or_has_a_reason():
     for engine in STUDIED:
         for layout in LAYOUTS:
             assert (f"{engine}.{layout}" in names) != bool(cells[layout, engine].refusal)
+
+
+def test_results_that_lack_a_study_or_are_of_another_do_not_pass(tmp_path, tiny, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny))
+    shown = [
+        "matrix",
+        "tiny.toml",
+        "--layouts",
+        "ddp",
+        "--engines",
+        "torch-manual",
+        "--results",
+        "kept",
+        "--json",
+        "--studies",
+    ]
+
+    def keep(name: str, *, of: str, without: str = "") -> None:
+        experiment = study(parse(to_toml(tiny)), of)
+        cases, _ = matrix_cases(experiment, ["torch-manual"], ["ddp"])
+        records = {
+            case.name: make_record(tmp_path / "kept" / name / case.name, case.experiment, engine=case.engine)
+            for case in cases
+            if case.name != without
+        }
+        requests = {case.name: make_request(case.experiment, engine=case.engine) for case in cases}
+        requests |= {name: record.request for name, record in records.items()}
+        planned = comparison_of(experiment, command="matrix", requests=requests)
+        save(judged(planned, records), tmp_path / "kept" / name)
+
+    keep("float64", of="float64")
+    assert main([*shown, "float64"]) == 0, capsys.readouterr()
+    keep("float32", of="float32", without="torch-manual.ddp")
+    capsys.readouterr()
+    assert main([*shown, "float64", "float32"]) == 1
+    (cell,) = json.loads(capsys.readouterr().out)
+    assert cell["failures"] == {"float32": "it did not run"}
+    shutil.rmtree(tmp_path / "kept" / "float32")
+    keep("float32", of="float64")
+    assert main([*shown, "float64", "float32"]) == 2
+    why = "is of another study: reference has precision.dtype = float64 instead of float32"
+    assert why in capsys.readouterr().err
 
 
 def test_page_shows_errors_reasons_and_failures():
