@@ -5,7 +5,7 @@ import shutil
 from rich.table import Table
 
 from compare.commands.arguments import Spec, StudiedName, chosen_engines
-from compare.contract.experiment import Experiment, ExperimentError
+from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.present.tables import print_faults
 from compare.studies.cases import Case
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
@@ -66,6 +66,8 @@ class Faults(Spec, frozen=True, kw_only=True):
             raise ExperimentError(f"--names {self.names[0]} has no effect with --harness: leave it out")
         if len(engines) < len(PAIR):
             raise ExperimentError("--harness holds two engines against each other: name two, or none")
+        if not experiment.train.eval_interval:  # evaluations are damaged, too
+            experiment = edited(experiment, {"train": {"eval_interval": 2, "eval_iters": 1}})
         sharded = spread(experiment, "ddp", devices)
         cases = [Case(name=n, engine=e, experiment=sharded) for n, e in zip(PAIR, engines, strict=False)]
         cases.append(Case(name=SINGLE, engine=engines[1], experiment=spread(experiment, "single")))

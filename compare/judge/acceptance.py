@@ -7,6 +7,7 @@ the reference too, must pass it.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from msgspec import UNSET
 
 from compare.contract.checkpoint.description import CHECKPOINTS, WEIGHTS, checkpoints_in
 from compare.contract.checkpoint.reader import CheckpointError, CheckpointReader
+from compare.contract.data import open_corpus
 from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.learning_rate import learning_rate
@@ -163,12 +165,7 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             continue
         yield from _of_shapes(rung, found, _expected_shapes(rung, request.experiment))
     if Rung.BATCH in asked:
-        drawn, left = (
-            keys_of_step(request.experiment, request.first_step),
-            read_tensors(record.folder, Rung.BATCH),
-        )
-        if any(name in left and not np.array_equal(left[name], keys) for name, keys in drawn.items()):
-            yield f"its dropout keys are not those of step {request.first_step} and train.seed"
+        yield from _of_batch(read_tensors(record.folder, Rung.BATCH), request)
     if Rung.GRADIENTS in asked:
         gradients = read_tensors(record.folder, Rung.GRADIENTS)
         if gradients and not any(tensor.any() for tensor in gradients.values()):
@@ -179,6 +176,25 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             and _is_untrained(record)
         ):
             yield "the first optimizer step moved no weight"
+
+
+def _of_batch(left: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:
+    """The first batch against the corpus, where that is still there; its dropout keys against the seed."""
+    experiment, step = request.experiment, request.first_step
+    keys = keys_of_step(experiment, step)
+    if any(name in left and not np.array_equal(left[name], drawn) for name, drawn in keys.items()):
+        yield f"its dropout keys are not those of step {step} and train.seed"
+    source = experiment.data.source
+    if not request.corpus_sha256 or not (source == "synthetic" or Path(source).exists()):
+        return
+    corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
+    drawn = dict(zip(("inputs", "targets"), corpus.batch(experiment, step), strict=True))
+    if all(name in left and np.array_equal(left[name], tokens) for name, tokens in drawn.items()):
+        return
+    has_changed = open_corpus(experiment).sha256 != request.corpus_sha256
+    yield (
+        f"{source} has changed since" if has_changed else f"its batch is not that of step {step} of {source}"
+    )
 
 
 def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:

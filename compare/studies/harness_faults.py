@@ -15,14 +15,16 @@ from msgspec import Struct
 
 from compare.contract import record as files
 from compare.contract.communication import GRADIENTS
+from compare.contract.evaluation import Evaluation
 from compare.contract.json_files import read_json
 from compare.contract.record import Step, read_record, read_steps, read_tensors
 from compare.contract.request import Rung
 from compare.contract.tensors import RecordError
-from compare.judge.ladder import FINAL, REQUEST, STRATEGY, climb
+from compare.judge.ladder import EVALUATIONS, FINAL, REQUEST, STRATEGY, climb
 
 PAIR, SINGLE = ("reference", "candidate"), "single"
-READING = "reading"
+REFERENCE, CANDIDATE = (("reference",), ("candidate",))
+LATER, READING = "later_weights", "reading"
 """Where a record is caught that cannot be read at all."""
 
 Damage = Callable[[Path], None]
@@ -37,8 +39,13 @@ class HarnessFault(Struct, frozen=True, kw_only=True):
     description: str
     damage: Damage
     """What is done to an engine's folder."""
-    both: bool = True
-    """Whether both records are damaged alike, or the candidate's alone."""
+    whose: tuple[str, ...] = PAIR
+    """Records that are damaged: both alike, or one."""
+
+    @property
+    def both(self) -> bool:
+        """True if the two still agree with each other."""
+        return self.whose == PAIR
 
 
 class Caught(Struct, frozen=True, kw_only=True):
@@ -77,7 +84,7 @@ def _plant(fault: HarnessFault, trained: Path, scratch: Path) -> Caught:
     for name in (*PAIR, SINGLE):
         shutil.copytree(trained / name, scratch / name)
     for name in PAIR:
-        if fault.both or name == "candidate":
+        if name in fault.whose:
             fault.damage(scratch / name)
     try:
         verdict = climb(*(read_record(scratch / name) for name in PAIR))
@@ -198,6 +205,35 @@ def _round_first_weights(folder: Path) -> None:
     _tensors(Rung.FIRST_WEIGHTS, lambda named: {name: rounded(one) for name, one in named.items()})(folder)
 
 
+def _turn_query_bias(folder: Path) -> None:
+    """The query third of the bias, whose key third no rung after the gradients can hold."""
+
+    def turned(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        name = next(name for name in named if name.endswith("qkv.bias"))
+        query = np.concatenate([-named[name][:1], named[name][1:]])
+        return named | {name: query}
+
+    _tensors(Rung.LATER_WEIGHTS, turned)(folder)
+
+
+def _evaluations(change: Callable[[list[Evaluation]], list[Evaluation]]) -> Damage:
+    def damage(folder: Path) -> None:
+        lines = (folder / files.EVALUATIONS).read_bytes().splitlines()
+        changed = change([msgspec.json.decode(line, type=Evaluation) for line in lines])
+        content = b"".join(msgspec.json.encode(one) + b"\n" for one in changed)
+        (folder / files.EVALUATIONS).write_bytes(content)
+
+    return damage
+
+
+def _lacking_last(done: list[Evaluation]) -> list[Evaluation]:
+    return done[:-1]
+
+
+def _better_validation(done: list[Evaluation]) -> list[Evaluation]:
+    return [msgspec.structs.replace(one, validation=one.validation * 0.9) for one in done]
+
+
 def _without_work(folder: Path) -> None:
     (folder / files.WORK).unlink()
 
@@ -235,7 +271,7 @@ def _fault(name: str, rung: str, description: str, damage: Damage, **more: Any) 
 HARNESS_FAULTS = {
     fault.name: fault
     for fault in (
-        _fault("ignored_layout", REQUEST, "it trained on one device", _ignore_layout, both=False),
+        _fault("ignored_layout", REQUEST, "it trained on one device", _ignore_layout, whose=CANDIDATE),
         _fault("silent_axis", REQUEST, "nothing was ever sent", _garble(files.LEDGER, lambda text: b"{}\n")),
         _fault("another_engine", REQUEST, "another engine's record", _manifest(engine="jax-compiler")),
         _fault("another_experiment", REQUEST, "another experiment's records", _manifest(train__seed=1)),
@@ -246,7 +282,7 @@ HARNESS_FAULTS = {
             REQUEST,
             "float32 against a float64 reference",
             _manifest(precision__dtype="float32"),
-            both=False,
+            whose=CANDIDATE,
         ),
         _fault("fewer_steps", REQUEST, "both stopped after 2 steps", _steps(lambda steps: steps[:2])),
         _fault(
@@ -269,7 +305,7 @@ HARNESS_FAULTS = {
             "norm_curve",
             "a wrong norm after step 0",
             _scaled("grad_norm", first=1),
-            both=False,
+            whose=CANDIDATE,
         ),
         _fault("wrong_update", "first_update", "both round their weights to 16 bits", _round_first_weights),
         _fault(
@@ -277,8 +313,30 @@ HARNESS_FAULTS = {
             FINAL,
             "the last step moves no weight",
             _tensors(Rung.FINAL_WEIGHTS, _zero),
-            both=False,
+            whose=CANDIDATE,
         ),
+        _fault(
+            "reference_alone",
+            REQUEST,
+            "the reference's learning rate is wrong",
+            _scaled("lr", first=1),
+            whose=REFERENCE,
+        ),
+        _fault(
+            "another_batch",
+            REQUEST,
+            "both are to guess the tokens that they were given",
+            _tensors(Rung.BATCH, lambda named: named | {"targets": named["inputs"]}),
+        ),
+        _fault("turned_query_bias", LATER, "a query bias turned round", _turn_query_bias, whose=CANDIDATE),
+        _fault(
+            "better_validation",
+            EVALUATIONS,
+            "validation losses 10 % lower",
+            _evaluations(_better_validation),
+            whose=CANDIDATE,
+        ),
+        _fault("lacking_evaluation", REQUEST, "both lack the last evaluation", _evaluations(_lacking_last)),
         _fault("no_work", STRATEGY, "neither says what it computed", _without_work),
         _fault("other_products", STRATEGY, "products in bfloat16", _work(products={"bfloat16": 9})),
         _fault("other_remat", STRATEGY, "all is computed again", _work(again=["activations", "products"])),

@@ -133,9 +133,9 @@ def continue_cases(
     read_saved(folder)  # says what is wrong with a folder that is none
     with lock_folder(folder):
         saved = read_saved(folder)
-        require_same_source(folder, saved.git_commit, saved.git_dirty, begun="begun")
         if link := next((folder / name for name in saved.requests if (folder / name).is_symlink()), None):
             raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
+        require_same_source(folder, saved.git_commit, saved.git_dirty, begun="begun")
         found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
         records = {name: record for name, record in found.items() if record}
         for name in found.keys() - records.keys():

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import describe, random_state
 
 from compare.contract.checkpoint.description import checkpoints_in, folder_name
@@ -12,9 +13,12 @@ from compare.contract.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.data import SPLITS, open_corpus
 from compare.contract.evaluation import evaluate, is_due, require_validation, steps_due
 from compare.contract.experiment import Data, Experiment, ExperimentError, edited, to_toml
+from compare.contract.parameters import initial_parameters
 from compare.contract.record import read_record
 from compare.contract.shards import Shard
 from compare.contract.stream import OwnBatches
+from torchpar.model import GPT
+from torchpar.weights import load_weights
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
 LAYOUTS = {
@@ -63,6 +67,23 @@ def test_nothing_to_evaluate_on_is_refused(tiny, tmp_path):
         require_validation(alone, open_corpus(alone))
 
 
+def untrained_losses(spec) -> list[float]:
+    """Mean losses of the initial weights over windows of both splits, drawn here word by word."""
+    model = GPT(edited(spec, {"model": {"dropout": 0.0}}).model).double()
+    load_weights(model, initial_parameters(spec))
+    corpus, length, found = open_corpus(spec), spec.model.block_size, []
+    for number, tokens in enumerate((corpus.train, corpus.validation)):
+        losses = []
+        for index in range(spec.train.eval_iters):
+            words = np.random.Philox(key=spec.train.seed, counter=[0, index, 0, 3 + number]).random_raw(4)
+            starts = [int((word >> 11) / 2**53 * (len(tokens) - length)) for word in map(int, words)]
+            windows = torch.tensor(np.stack([tokens[at : at + length + 1] for at in starts]).astype(np.int64))
+            with torch.no_grad():
+                losses.append(float(model(windows[:, :-1], windows[:, 1:])[1]))
+        found.append(sum(losses) / len(losses))
+    return found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
     dropout = 0.0 if layout == "ddp_tp" else 0.2  # which an evaluation is without
@@ -76,6 +97,8 @@ def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
     losses = [[(one.train, one.validation) for one in record.evaluations] for record in records]
     assert [one.step for one in records[0].evaluations] == [0, 2, 3]
     np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-12)
+    # A second oracle of the first evaluation, in plain PyTorch: no engine's loop, and no batch of `evaluate`.
+    np.testing.assert_allclose(losses[0][0], untrained_losses(spec), rtol=1e-12)
     # Untrained weights know nothing; and an evaluation changes nothing in what comes after it.
     assert abs(losses[0][0][1] - math.log(256)) < 0.1
     if layout == "single":

@@ -12,7 +12,9 @@ from compare.studies.harness_faults import HARNESS_FAULTS, plant_all
 @pytest.fixture
 def trained(tmp_path, tiny):
     """A pair on two devices, and the candidate's engine on one."""
-    five = edited(tiny, {"train": {"max_iters": 5}, "optimizer": {"warmup_iters": 2}})
+    train = {"max_iters": 5, "eval_interval": 2, "eval_iters": 1}
+    changes = {"train": train, "optimizer": {"warmup_iters": 2}, "data": {"source": "synthetic"}}
+    five = edited(tiny, changes)
     sharded = edited(five, {"layout": {"dp_replicate": 2}})
     make_record(tmp_path / "reference", sharded, engine="torch-manual")
     make_record(tmp_path / "candidate", sharded, engine="jax-manual")

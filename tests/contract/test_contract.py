@@ -193,13 +193,14 @@ def test_bad_data_is_refused_in_one_line_that_names_the_file(tmp_path, name, con
     assert "\n" not in str(caught.value)
 
 
-def test_learning_rate_is_nanogpts():
-    optimizer = Optimizer(learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=14)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_learning_rate_is_nanogpts(name):
+    optimizer = Optimizer(name=name, learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=14)
     rates = [learning_rate(optimizer, step) for step in range(20)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[9] == pytest.approx(0.55)  # halfway down the cosine
     assert rates[14:] == [0.1] * 6
-    assert learning_rate(Optimizer(decay_lr=False, learning_rate=0.3), 0) == 0.3
+    assert learning_rate(Optimizer(name=name, decay_lr=False, learning_rate=0.3), 0) == 0.3
 
 
 def test_adamw_by_hand():

@@ -14,7 +14,9 @@ from compare.contract.dropout import (
     threefry,
     threshold,
 )
-from compare.contract.sections import Model
+from compare.contract.experiment import Experiment
+from compare.contract.sections import Model, Train
+from compare.contract.stream import keys_of_step
 from jaxpar import dropout as in_jax
 from torchpar import dropout as in_torch
 from torchpar.model import GPT
@@ -39,6 +41,21 @@ def test_threefry_is_the_published_one(key, counter, bits):
     assert tuple(int(word[0]) for word in of_jax) == bits
     of_torch = in_torch.threefry(tuple(map(signed, key)), *map(signed, counter))
     assert tuple(int(word[0]) % 2**32 for word in of_torch) == bits
+
+
+def test_every_sequence_of_every_step_has_a_key_of_its_own():
+    """Threefry of the seed's two words, and of (step, number in the step), in jaxpar's form of it."""
+    seed = 2**32 + 5
+    train = Train(seed=seed, batch_size=3, gradient_accumulation_steps=2)
+    experiment = Experiment(model=Model(dropout=0.1), train=train)
+    drawn = {step: keys_of_step(experiment, step)["keys"] for step in (0, 1, 7)}
+    seen = {tuple(key) for keys_AB2 in drawn.values() for key in keys_AB2.reshape(-1, 2).tolist()}
+    assert len(seen) == 3 * 6
+    for step, keys_AB2 in drawn.items():
+        counter = jnp.full(6, step, jnp.uint32), jnp.arange(6, dtype=jnp.uint32)
+        expected = in_jax.threefry((jnp.uint32(5), jnp.uint32(1)), *counter)
+        np.testing.assert_array_equal(keys_AB2.reshape(-1, 2), np.stack(expected, axis=-1))
+    np.testing.assert_array_equal(drawn[0].reshape(-1, 2)[0], sequence_keys(seed, 0, 1, 1)[0, 0])
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 5), (7,), (1, 1)])

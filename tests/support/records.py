@@ -7,7 +7,9 @@ import numpy as np
 
 from compare.contract.axes import DP_REPLICATE
 from compare.contract.communication import GRADIENTS, Communication, ring_wire_bytes
+from compare.contract.data import open_corpus
 from compare.contract.engines.registry import ENGINES
+from compare.contract.evaluation import Evaluation, steps_due
 from compare.contract.experiment import Experiment
 from compare.contract.json_files import write_json
 from compare.contract.learning_rate import learning_rate
@@ -25,6 +27,7 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.schedules import make_schedule
 from compare.contract.stream import keys_of_step
 from compare.contract.work import Work, name_of
+from compare.execute.source import git_state
 from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
@@ -45,14 +48,15 @@ FEW_ROWS = [
 
 def comparison_of(experiment: Experiment, **given: Any) -> Comparison:
     """A comparison of this experiment; fields that are not given say nothing."""
+    commit, dirty = git_state()
     nothing: dict[str, Any] = {
         "command": "run",
         "name": "test",
         "platform": "cpu",
         "created_utc": "",
         "machine": "",
-        "git_commit": "",
-        "git_dirty": False,
+        "git_commit": commit,
+        "git_dirty": dirty,
         "requests": {},
     }
     return Comparison(experiment=experiment, **nothing | given)
@@ -65,11 +69,14 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
     noise = {name: random.normal(size=tensor.shape).astype(tensor.dtype) for name, tensor in weights.items()}
     shape_ABT = (train.gradient_accumulation_steps, train.batch_size, experiment.model.block_size)
     inputs_ABT = np.arange(np.prod(shape_ABT), dtype=np.int32).reshape(shape_ABT)
+    targets_ABT = inputs_ABT + 1
+    if experiment.data.source == "synthetic":
+        inputs_ABT, targets_ABT = open_corpus(experiment).batch(experiment, 0)
     table = parameter_table(experiment.model)
     dtype = storage_dtype(experiment)
     updated, moments = reference_step(experiment.optimizer, table, weights, noise, {}, 0)
     tensors = {
-        Rung.BATCH: {"inputs": inputs_ABT, "targets": inputs_ABT + 1, **keys_of_step(experiment, 0)},
+        Rung.BATCH: {"inputs": inputs_ABT, "targets": targets_ABT, **keys_of_step(experiment, 0)},
         Rung.INITIAL_WEIGHTS: weights,
         Rung.GRADIENTS: noise,
         Rung.FIRST_WEIGHTS: {name: tensor.astype(dtype) for name, tensor in updated.items()},
@@ -140,6 +147,8 @@ def make_record(
         peak_memory_method="by hand",
         resident_bytes={kind: [round(size) for size in sizes] for kind, sizes in at_rest.items()},
     )
+    for step in steps_due(experiment):
+        recorder.evaluation(Evaluation(step=step, train=5.5, validation=5.5))
     if ENGINES[engine].tells_work:
         recorder.work(make_work(engine, experiment))
     recorder.finish(manifest, Ledger(rows=make_ledger(engine, experiment)))
