@@ -1,6 +1,6 @@
 """AdamW and SGD as `compare.contract.optimizer` defines them, by torch.optim; the norm over all ranks."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ def optimizer_step(
 
 
 def clip_gradients(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     sharded_over: Callable[[str], tuple[Axis, ...]],
     *,
     max_norm: float,
@@ -114,16 +114,22 @@ def clip_gradients(
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Mapping[str, nn.Parameter], norm: torch.Tensor, *, max_norm: float) -> None:
+def scale_gradients(parameters: Mapping[str, torch.Tensor], norm: torch.Tensor, *, max_norm: float) -> None:
     """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
     gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
     if max_norm and gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
 
 
+def flags_on_all(flags: torch.Tensor, axes: Iterable[Axis]) -> None:
+    """Raise each flag, a number that is 0 or not, that is raised on any rank of these axes."""
+    for axis in axes:
+        axis.all_reduce(flags, op="max", purpose=NORM)
+
+
 @torch.no_grad()
 def gradient_norm(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     sharded_over: Callable[[str], tuple[Axis, ...]],
     *,
     copies: Collection[str] = (),
@@ -167,7 +173,7 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gradients_by_axes(
-    parameters: Mapping[str, nn.Parameter], sharded_over: Callable[[str], tuple[Axis, ...]]
+    parameters: Mapping[str, torch.Tensor], sharded_over: Callable[[str], tuple[Axis, ...]]
 ) -> dict[tuple[Axis, ...], list[torch.Tensor]]:
     groups: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
     for name, parameter in parameters.items():

@@ -111,7 +111,8 @@ def test_replicas_follow_parameters_of_another_dtype_or_shape(rank: int) -> None
 def test_parameters_replaced_by_others_are_refused(rank: int, options: dict) -> None:
     x = normal(4, 16)
     sharded = FSDP(stack(2), **options)
-    sharded.load_state_dict(sharded.state_dict(), assign=True)
+    pieces = {name: piece.detach().clone() for name, piece in sharded.named_parameters()}
+    sharded.load_state_dict(pieces, assign=True)
     with pytest.raises(RuntimeError, match=r"0\.weight .*replaced.*assign"):
         sharded(x)
     sharded = FSDP(stack(2), **options)

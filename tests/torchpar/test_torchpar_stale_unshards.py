@@ -6,6 +6,7 @@ Each of these loops trained something else, or nothing, without a word. On four 
 from functools import partial
 
 import pytest
+import torch
 from loops import OPTIMIZERS, UNITS, AdamW, assert_same_weights, close, each_way, finish
 from modules import Odd, ids, normal, share, stack
 from ranks import on_ranks
@@ -34,11 +35,16 @@ def test_a_forward_before_the_step_leaves_nothing_stale(rank: int, units: str, o
         assert_same_weights(sharded, reference)
 
 
+def everything_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The names of a `state_dict()`, which an FSDP has not."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
 @each_way
 @on_ranks
 def test_weights_written_while_they_are_gathered(rank: int, options: dict) -> None:
     for write in (
-        lambda module: module.load_state_dict({name: t + 1 for name, t in module.state_dict().items()}),
+        lambda module: module.load_state_dict({name: t + 1 for name, t in everything_of(module)}),
         lambda module: [nn.init.constant_(p, 0.1) for p in module.parameters()],
     ):
         reference, module = Odd(), Odd()

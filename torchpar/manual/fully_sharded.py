@@ -24,12 +24,14 @@ from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLIC
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.any_module.buffers import Buffers
 from torchpar.manual.any_module.claims import require_unclaimed
+from torchpar.manual.any_module.parts import axes_of
 from torchpar.manual.any_module.untraced import untraced
+from torchpar.manual.megatron.split import split_layers_of
 from torchpar.manual.zero.elementwise import watch_optimizers
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.manual.zero.flat_steps import FlatSteps
-from torchpar.manual.zero.full_state import full_state, load_full_state
+from torchpar.manual.zero.full_state import full_state, load_full_state, refuse_pieces_in_state
 from torchpar.manual.zero.reduce_scheduler import ReduceScheduler
 from torchpar.manual.zero.units import Structure, Unit, Units, make_units
 from torchpar.manual.zero.unshard_scheduler import UnshardScheduler
@@ -147,7 +149,8 @@ class FSDP(nn.Module):
         units: submodules to gather one after the other, or lists of them that are gathered together; what is
             in none, or tied between two, stays gathered throughout. None: the elements of the outermost
             ModuleLists and Sequentials, through lists and dicts of lists; name layers that are attributes
-            or in a ModuleDict yourself. (): everything at once.
+            or in a ModuleDict yourself. (): everything at once; that is what None is, too, if ranks may use
+            others than each other (find_unused_parameters).
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one: hybrid sharding.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
@@ -199,6 +202,9 @@ class FSDP(nn.Module):
         shared = Buffers(module, [self.axis, self.replicas], each_pass=broadcast_buffers)
         shared.broadcast(purpose=REPLICATE)
         self._shared_buffers = shared
+        parts = {name: layer.axis for name, layer in split_layers_of(module).items()}
+        # Ranks that choose their layers for themselves would gather half of one and half of another.
+        units = () if units is None and find_unused_parameters else units
         self.units = shard_parameters(module, units, self.axis, **options)
         self._flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # as backward comes
         by_name = {name: p for flat in self._flats for name, p in zip(flat.names, flat.pieces, strict=True)}
@@ -219,7 +225,8 @@ class FSDP(nn.Module):
             on_unshard=self._reductions.watch,
             are_awaited=self._reductions.are_awaited,
         )
-        self._steps = FlatSteps(self._flats)
+        self._steps = FlatSteps(self._flats, parts)
+        refuse_pieces_in_state(module)
         watch_optimizers()
         self._structure = Structure(module)
 
@@ -272,6 +279,8 @@ class FSDP(nn.Module):
 
         A parameter that took no part in the loss keeps the gradient None, as on one device.
         """
+        for flat in self._flats:
+            flat.gradients.require_no_hooks()
         self._reductions.reduce_all()
         for flat in self._flats:
             finish_mean(flat.gradients)
@@ -290,7 +299,7 @@ class FSDP(nn.Module):
         """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
         for flat in self._flats:
             flat.gradients.require_finished("clip_grad_norm_()")
-        return clip_gradients(self.pieces, lambda name: (self.axis,), max_norm=max_norm)
+        return clip_gradients(self.pieces, lambda name: axes_of(self.pieces[name]), max_norm=max_norm)
 
     def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Full tensors from every rank's pieces: weights, gradients or moments by the original names."""

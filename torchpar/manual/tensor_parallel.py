@@ -32,7 +32,7 @@ from torchpar.manual.megatron.mappings import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from torchpar.manual.megatron.split import Split, take_parameter
+from torchpar.manual.megatron.split import Split, SplitLayer, split_layers_of, take_parameter
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
@@ -77,7 +77,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     return TensorParallel(axis, splits, whole if sequence_parallel else frozenset())
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(SplitLayer):
     """A linear layer whose output features are split: y_r = x W_r^T + b_r.
 
     Make it with `from_linear`. The input is the same on all ranks, or with `sequence_dim` split along it;
@@ -95,6 +95,8 @@ class ColumnParallelLinear(nn.Module):
         weight, bias: this rank's rows.
         split: of both, along dim 0.
     """
+
+    parts = ("weight", "bias")
 
     def __init__(
         self, linear: nn.Linear, axis: Axis, *, split: Split, sequence_dim: int | None, gather_output: bool
@@ -128,7 +130,7 @@ class ColumnParallelLinear(nn.Module):
             padded: let output features be padded with zeros where the ranks do not divide them.
 
         Raises:
-            TypeError: this is no nn.Linear.
+            TypeError: this is no nn.Linear, or of a class of its own.
             ValueError: the ranks do not divide the output features, or those of a group.
         """
         _require_linear(cls, linear)
@@ -148,7 +150,7 @@ class ColumnParallelLinear(nn.Module):
         return grouped[..., :group].flatten(-2)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLayer):
     """A linear layer whose input features are split: y = sum_r x_r W_r^T + b.
 
     Make it with `from_linear`. The input is this rank's features; the output is the same on all ranks, or
@@ -190,7 +192,7 @@ class RowParallelLinear(nn.Module):
                 rank's share of it, to be summed over the axis: see `synchronize_replicated_gradients`.
 
         Raises:
-            TypeError: this is no nn.Linear.
+            TypeError: this is no nn.Linear, or of a class of its own.
             ValueError: the ranks do not divide the input features.
         """
         _require_linear(cls, linear)
@@ -268,17 +270,11 @@ class TensorParallel:
 
 
 def _splits(model: nn.Module) -> dict[str, Split]:
-    splits = {}
-    for path, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
-            splits[f"{path}.weight"] = module.split
-            if isinstance(module, ColumnParallelLinear) and module.bias is not None:
-                splits[f"{path}.bias"] = module.split
-    return splits
+    return {name: layer.split for name, layer in split_layers_of(model).items()}
 
 
 def _require_linear(cls: type[nn.Module], linear: nn.Module) -> None:
-    if not isinstance(linear, nn.Linear):
+    if type(linear) is not nn.Linear:  # a subclass may compute something else: weight_norm, LoRA
         raise TypeError(f"{cls.__name__} is made from nn.Linear, not from {type(linear).__name__}")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from compare.contract.communication import REPLICATE
 from torchpar.comm.collectives import Axis
 from torchpar.manual.any_module.claims import claim, require_unclaimed
+from torchpar.manual.any_module.parts import watch
 
 
 @torch.no_grad()
@@ -45,6 +46,7 @@ class ReplicatedParameters:
 
     def __init__(self, module: nn.Module, axis: Axis):
         require_unclaimed(dict(module.named_parameters()))
+        watch()
         self._module, self._axis = module, axis
         self._known: set[nn.Parameter] = set()
         self._trainable: list[tuple] = []

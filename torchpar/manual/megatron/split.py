@@ -1,12 +1,14 @@
 """Split of a parameter over the ranks of an axis: its parts, and the whole again."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis
+from torchpar.manual.any_module.parts import mark_part
 from torchpar.manual.megatron.mappings import gather_parts
 
 
@@ -47,6 +49,40 @@ class Split:
         return joined.narrow(self.dim + 1, 0, self.size // self.groups).flatten(self.dim, self.dim + 1)
 
 
+class SplitLayer(nn.Module):
+    """A layer some of whose parameters are parts.
+
+    Attributes:
+        axis: the ranks.
+        split: of each part.
+        parts: names of the parameters that are parts; the others are whole.
+    """
+
+    axis: Axis
+    split: Split
+    parts: tuple[str, ...] = ("weight",)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, whose parts are such, too."""
+        super().__setstate__(state)
+        for name in self.parts:
+            if (parameter := getattr(self, name)) is not None:
+                mark_part(parameter, self.axis)
+
+
+def split_layers_of(module: nn.Module) -> dict[str, SplitLayer]:
+    """The layer of each part among a module's parameters, by the parameter's name."""
+    return {
+        f"{path}.{name}" if path else name: layer
+        for path, layer in module.named_modules()
+        if isinstance(layer, SplitLayer)
+        for name in layer.parts
+        if getattr(layer, name) is not None
+    }
+
+
 def take_parameter(whole: torch.Tensor, split: Split, axis: Axis) -> nn.Parameter:
     """This rank's part of a parameter, as a parameter of its own; frozen if that is."""
-    return nn.Parameter(split.take(whole, axis), requires_grad=whole.requires_grad)
+    part = nn.Parameter(split.take(whole, axis), requires_grad=whole.requires_grad)
+    mark_part(part, axis)
+    return part

@@ -14,15 +14,15 @@ from compare.contract.communication import LOSS
 from torchpar.comm.collectives import Axis
 from torchpar.manual.any_module.untraced import untraced
 from torchpar.manual.megatron.mappings import gather_parts, reduce_from_region, reduce_scatter_from_region
-from torchpar.manual.megatron.split import Split, take_parameter
+from torchpar.manual.megatron.split import Split, SplitLayer, take_parameter
 
 ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # options that a split embedding lacks
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(SplitLayer):
     """An embedding whose rows are split, padded with zeros: every rank looks up the ids that it has.
 
-    Make it with `from_embedding`. An id outside the vocabulary is not noticed: it gives zeros.
+    Make it with `from_embedding`. An id outside of the vocabulary is an IndexError, as of nn.Embedding.
 
         >>> axis = Axis.of(None)
         >>> split = VocabParallelEmbedding.from_embedding(nn.Embedding(10, 8), axis)
@@ -63,6 +63,7 @@ class VocabParallelEmbedding(nn.Module):
         return cls(embedding, axis, sequence_dim=sequence_dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        require_inside(ids, self.split.size, what="id")
         local = ids - self.axis.rank * len(self.weight)
         elsewhere = (local < 0) | (local >= len(self.weight))
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
@@ -124,20 +125,25 @@ def vocab_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction = {reduction!r}: use mean, sum or none")
     size = logits_NV.shape[1] * axis.size if vocab_size is None else vocab_size
-    require_inside(targets_N, size, ignore_index)
+    require_inside(targets_N, size, ignore_index=ignore_index)
     loss_N = _CrossEntropy.apply(logits_NV, targets_N, axis, size, ignore_index)
     if reduction == "none":
         return loss_N
     return loss_N.sum() if reduction == "sum" else loss_N.sum() / (targets_N != ignore_index).sum()
 
 
-def require_inside(targets_N: torch.Tensor, size: int, ignore_index: int) -> None:
-    """IndexError if a target is outside of the vocabulary; on a GPU, which is not waited for, later."""
-    outside_N = ((targets_N < 0) | (targets_N >= size)) & (targets_N != ignore_index)
-    if targets_N.device.type == "cuda":
-        torch._assert_async(~outside_N.any(), f"a target is outside of the vocabulary of {size}")
-    elif outside_N.any():
-        raise IndexError(f"target {targets_N[outside_N][0]} is outside of the vocabulary of {size}")
+@untraced
+def require_inside(
+    tokens: torch.Tensor, size: int, *, ignore_index: int | None = None, what: str = "target"
+) -> None:
+    """IndexError if a token is outside of the vocabulary; on a GPU, which is not waited for, later."""
+    outside = (tokens < 0) | (tokens >= size)
+    if ignore_index is not None:
+        outside &= tokens != ignore_index
+    if tokens.device.type == "cuda":
+        torch._assert_async(~outside.any(), f"{what} outside of the vocabulary of {size}")
+    elif outside.any():
+        raise IndexError(f"{what} {tokens[outside][0]} is outside of the vocabulary of {size}")
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -80,9 +80,9 @@ def add_up(factors: Factors) -> None:
         _add(bias, gradient_NO.sum(0))
     is_plain = weight.grad is not None and weight.grad.dtype == x_NI.dtype and not has_hooks(weight)
     if is_plain:
-        weight.grad.addmm_(gradient_NO.t(), x_NI)
+        weight.grad.addmm_(gradient_NO.t(), x_NI.conj())
     else:
-        _add(weight, gradient_NO.t() @ x_NI)
+        _add(weight, gradient_NO.t() @ x_NI.conj())
 
 
 def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -116,7 +116,8 @@ class _Mode(TorchFunctionMode):
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
         # A computed weight is no leaf: backward has to go on through it.
         are_leaves = all(p is None or p.is_leaf for p in (weight, bias))
-        if not (torch.is_grad_enabled() and weight.requires_grad and are_leaves):
+        is_matrix = weight.dim() == 2  # F.linear takes a vector, too
+        if not (torch.is_grad_enabled() and weight.requires_grad and are_leaves and is_matrix):
             return F.linear(input, weight, bias)
         if self._spares_hooks and any(has_hooks(p) for p in (weight, bias) if p is not None):
             return F.linear(input, weight, bias)
@@ -145,6 +146,6 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError("a layer whose weight gradients are put off can be differentiated only once")
         x, weight = ctx.saved_tensors
         x_NI, gradient_NO = (t.reshape(-1, t.shape[-1]) for t in (x, gradients[0]))
-        of_input = gradients[0] @ weight if ctx.needs_input_grad[0] else None
+        of_input = gradients[0] @ weight.conj() if ctx.needs_input_grad[0] else None
         ctx.sink(Factors(*ctx.parameters, x_NI, gradient_NO))
         return of_input, None, None, None

@@ -109,6 +109,15 @@ class FlatGradients:
                 f"its gradient of the last backward yet"
             )
 
+    def require_no_hooks(self) -> None:
+        """RuntimeError if somebody waits for a piece's gradient with a hook: autograd makes none for it."""
+        for name, piece in zip(self._names, self._pieces, strict=True):
+            if piece._post_accumulate_grad_hooks or self._awaited.has_other_hooks(piece):
+                raise RuntimeError(
+                    f"a hook on {name} would never run: its gradient is reduced, and not made by autograd, "
+                    f"when finish_gradient_synchronization() is called; do there what the hook does"
+                )
+
     @property
     def is_awaited(self) -> bool:
         """True if there are gradients that are still on their way to the pieces."""

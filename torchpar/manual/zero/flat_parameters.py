@@ -73,7 +73,8 @@ class FlatParameters:
             compute_dtype=compute_dtype,
         )
         values = self._first_rank_values() if values is None else values
-        is_cast = compute_dtype not in (None, values.dtype)
+        # Integers are ids, masks, or quantised: they stay what they are.
+        is_cast = values.is_floating_point() and compute_dtype not in (None, values.dtype)
         self.keeps_full = keeps_full and not is_cast
         self.full = values.to(compute_dtype) if is_cast else values
         # `data`: a version of its own, which tells of writes to the shard and not of gathers.

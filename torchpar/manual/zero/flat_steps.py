@@ -1,11 +1,13 @@
 """Guards of the optimizer's steps over sharded parameters: the `claims.Claimant` of FSDP."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchpar.comm.collectives import Axis
 from torchpar.manual.any_module.claims import claim
+from torchpar.manual.any_module.parts import mark_part
 from torchpar.manual.zero.flat_parameters import FlatParameters
 
 
@@ -14,12 +16,13 @@ class FlatSteps:
 
     Args:
         flats: whose pieces and parameters are claimed.
+        parts: axes over which parameters were cut before, by name.
     """
 
     kind = "FSDP"
 
-    def __init__(self, flats: Sequence[FlatParameters]):
-        self._all = flats
+    def __init__(self, flats: Sequence[FlatParameters], parts: Mapping[str, Axis] | None = None):
+        self._all, self._parts = flats, parts or {}
         self._flat_of: dict[torch.Tensor, FlatParameters] = {
             piece: flat for flat in flats for piece in flat.pieces
         }
@@ -29,12 +32,18 @@ class FlatSteps:
             self._names.update(zip(flat.parameters, flat.names, strict=True))
             pieces.update(zip(flat.names, flat.pieces, strict=True))
         self._claimed = {**pieces, **{f"{name} (unsharded)": p for p, name in self._names.items()}}
-        claim(self, self._claimed)
+        self._claim()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A deep copy, whose pieces are its own."""
         self.__dict__.update(state)
+        self._claim()
+
+    def _claim(self) -> None:
         claim(self, self._claimed)
+        for flat in self._all:
+            for name, piece in zip(flat.names, flat.pieces, strict=True):
+                mark_part(piece, flat.axis, *([self._parts[name]] if name in self._parts else []))
 
     def before_forward(self) -> None:
         """RuntimeError if pieces were converted, or updated without their gradients."""

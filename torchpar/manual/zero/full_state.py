@@ -1,6 +1,7 @@
 """The state of a sharded module, by the names and in the order of the plain module's `state_dict()`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +20,38 @@ def plain_state(module: nn.Module, flats: Sequence[FlatParameters]) -> dict[str,
     parameter_of = {
         id(piece): p for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)
     }
-    state = module.state_dict(keep_vars=True)
+    with _showing_pieces():
+        state = module.state_dict(keep_vars=True)
     return {name: parameter_of.get(id(value), value) for name, value in state.items()}
+
+
+_shows_pieces = False
+
+
+@contextmanager
+def _showing_pieces() -> Generator[None]:
+    global _shows_pieces
+    _shows_pieces = True
+    try:
+        yield
+    finally:
+        _shows_pieces = False
+
+
+def refuse_pieces_in_state(module: nn.Module) -> None:
+    """Let `state_dict()` of a sharded module, or of one around it, raise a RuntimeError.
+
+    It would have this rank's pieces under the parameters' names: what saves it keeps one rank's pieces.
+    """
+    module.register_state_dict_pre_hook(_refuse)
+
+
+def _refuse(module: nn.Module, *arguments: Any) -> None:
+    if not _shows_pieces:
+        raise RuntimeError(
+            "state_dict() of a module under FSDP has this rank's pieces alone: save full_state_dict() of the "
+            "FSDP, and load it with load_full_state_dict()"
+        )
 
 
 def full_state(
