@@ -1,6 +1,8 @@
 """What PyTorch's own tools and habits make of parameters of which a rank has a part: right, or refused."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import modules
@@ -9,6 +11,7 @@ import torch
 from modules import double, normal, share
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from compare.contract.schedules import make_schedule
 from torchpar.comm.collectives import Axis
@@ -233,3 +236,38 @@ def test_a_complex_pipeline_of_one_rank_per_copy(rank: int) -> None:
     pipeline.run([x], [torch.zeros(1)])
     loss(alone(x), None).backward()
     assert_same(modules.gradients(stage), modules.gradients(alone))
+
+
+@on_ranks
+def test_units_groups_and_tensors_of_others_are_refused_by_name(rank: int) -> None:
+    with pytest.raises(ValueError, match="this Linear is no part of the module"):
+        FSDP(net(), units=[nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match="'0' is no module: give submodules"):
+        FSDP(net(), units=["0"])
+    group = torch.distributed.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match=f"rank {rank} is not in this process group"):
+            FSDP(net(), group=group)
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    with pytest.raises(ValueError, match="is a DTensor, which PyTorch's own parallelism has made"):
+        DataParallel(fully_shard(net(), mesh=mesh))
+
+
+@on_ranks
+def test_what_nobody_has_any_more_is_freed(rank: int) -> None:
+    """Hooks are held out of the garbage collector's sight: one that held its owner would keep all of it."""
+    gone = []
+    for wrap in (DataParallel, FSDP, partial(FSDP, zero=2), lambda module: module):
+        module = net()
+        wrapper = wrap(module)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        if wrapper is module:
+            optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
+        wrapper(normal(2, 8)).square().mean().backward()
+        (optimizer if wrapper is module else wrapper).finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        gone += [weakref.ref(one) for one in (wrapper, module, optimizer)]
+    del wrapper, module, optimizer
+    gc.collect()
+    assert [one() for one in gone] == [None] * 12

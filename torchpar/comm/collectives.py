@@ -59,6 +59,8 @@ class Axis:
         if not dist.is_initialized():
             raise ValueError("no process group: call torch.distributed.init_process_group first")
         group = dist.group.WORLD if group is None else group
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {dist.get_rank()} is not in this process group: leave it out there")
         assert group is not None
         name = "world" if group == dist.group.WORLD else "subgroup"
         if group.group_desc.startswith(MESH):

@@ -24,6 +24,7 @@ from torchpar.manual.any_module.agreement import agree_on_use
 from torchpar.manual.any_module.buffers import Buffers
 from torchpar.manual.any_module.replicated import ReplicatedParameters
 from torchpar.manual.any_module.untraced import untraced
+from torchpar.manual.any_module.weak_hooks import weakly
 from torchpar.manual.buckets import Bucket, Buckets, make_buckets
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -167,17 +168,10 @@ class DataParallel(nn.Module):
             hook.remove()
         self._buckets = make_buckets(self.module, self._limit_bytes)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+            parameter.register_post_accumulate_grad_hook(weakly(self._take_gradient, bucket, index))
             for bucket in self._buckets
             for index, parameter in enumerate(bucket.parameters)
         ]
-
-    def _make_hook(self, bucket: Bucket, index: int):
-        @untraced
-        def hook(parameter: torch.Tensor) -> None:
-            self._take_gradient(bucket, index)
-
-        return hook
 
     @torch.no_grad()
     def _take_gradient(self, bucket: Bucket, index: int) -> None:

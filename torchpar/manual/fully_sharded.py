@@ -6,7 +6,8 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
 
     zero=3                             gathered for forward, freed, gathered again for backward (FULL_SHARD)
     zero=3, reshard_after_forward=False    gathered once a step, freed at its end (SHARD_GRAD_OP)
-    zero=2                             always in memory, gathered once a step, after the optimizer
+    zero=2                             always in memory, gathered once a step, after the optimizer, and for
+                                       each forward without gradients: pieces may have been written to
     replicate_group                    the shards are summed over replicas too (HSDP)
 
 ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.manual.any_module.weak_hooks import weakly
 from torchpar.manual.fully_sharded import finish_mean, gather_full, reduce_scatter_gradients, unshard
 from torchpar.manual.zero.elementwise import require_elementwise
 from torchpar.manual.zero.flat_gradients import used_on_any_rank
@@ -314,10 +314,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._queue.append(flat.gradients)
         for index, parameter in enumerate(flat.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, flat, index))
+                parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready, flat, index))
 
-    @untraced
-    def _gradient_ready(self, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
+    def _gradient_ready(self, flat: FlatParameters, index: int) -> None:
         """The hook during backward: a gradient goes into its bucket, and complete buckets leave."""
         self._require_dropped()
         flat.gradients.add(index)

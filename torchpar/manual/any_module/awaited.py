@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from torchpar.manual.any_module.weak_hooks import weakly
+
 
 class Awaited:
     """The pieces among some that await a gradient, and what was done to `grad` since.
@@ -81,7 +83,7 @@ class Awaited:
         if id(self._pieces[index]) not in self._hooked and self._pieces[index].requires_grad:
             # A loss may also use the piece itself, to which autograd then adds.
             self._hooked.add(id(self._pieces[index]))
-            self._pieces[index].register_hook(lambda gradient: self._make_room(index))
+            self._pieces[index].register_hook(weakly(self._make_room, index))
         return stand_in
 
     def _make_room(self, index: int) -> None:

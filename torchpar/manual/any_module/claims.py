@@ -53,6 +53,9 @@ def claim(claimant: Claimant, named: Mapping[str, torch.Tensor]) -> None:
 def require_unclaimed(named: Mapping[str, torch.Tensor], *, by: object = None) -> None:
     """ValueError if somebody else than `by` has claimed one of these parameters."""
     for name, parameter in named.items():
+        if hasattr(parameter, "device_mesh"):
+            made = "which PyTorch's own parallelism has made"
+            raise ValueError(f"{name} is a DTensor, {made}: use one of the two")
         other = claimant_of(parameter)
         if other is not None and other is not by:
             raise ValueError(

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.manual.any_module.weak_hooks import weakly
 from torchpar.manual.zero.flat_gradients import FlatGradients, used_on_any_rank
 from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.manual.zero.units import Unit
@@ -54,7 +53,8 @@ class ReduceScheduler:
             for index, parameter in enumerate(flat.parameters):
                 if parameter.requires_grad and parameter not in self._hooked:
                     self._hooked.add(parameter)
-                    parameter.register_post_accumulate_grad_hook(self._make_hook(unit, flat, index))
+                    hook = weakly(self._gradient_ready, unit, flat, index)
+                    parameter.register_post_accumulate_grad_hook(hook)
 
     def reduce_all(self) -> None:
         """Begin to reduce what is not under way yet, in the order of backward."""
@@ -70,14 +70,10 @@ class ReduceScheduler:
         """No reduction is under way."""
         self._last = None
 
-    def _make_hook(self, unit: Unit, flat: FlatParameters, index: int):
-        @untraced
-        def gradient_ready(parameter: torch.Tensor) -> None:
-            is_complete = unit.add_gradient(flat, index)
-            if is_complete and self.is_synchronizing and not self._must_agree:
-                self._reduce(unit)
-
-        return gradient_ready
+    def _gradient_ready(self, unit: Unit, flat: FlatParameters, index: int) -> None:
+        is_complete = unit.add_gradient(flat, index)
+        if is_complete and self.is_synchronizing and not self._must_agree:
+            self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         if self._last:

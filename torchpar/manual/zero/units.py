@@ -149,9 +149,19 @@ def make_units(module: nn.Module, units: Units | None, axis: Axis, **options) ->
         module: all of it.
         units: submodules, or lists of them that are one unit together; None for `default_units`.
         axis, options: as for `flatten_parameters`.
+
+    Raises:
+        TypeError: a unit is neither a module nor a list of modules.
+        ValueError: a unit is no part of the module.
     """
     chosen = default_units(module) if units is None else units
     groups = [[one] if isinstance(one, nn.Module) else list(one) for one in chosen]
+    inside = set(module.modules())
+    for one in (one for group in groups for one in group):
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"units: {one!r} is no module: give submodules, or lists of them")
+        if one not in inside:
+            raise ValueError(f"units: this {type(one).__name__} is no part of the module that is sharded")
     groups.append([module])
     roots = [(sum(1 for _ in root.modules()), index, root) for index, g in enumerate(groups) for root in g]
     innermost: dict[nn.Module, int] = {}
@@ -172,8 +182,8 @@ def make_units(module: nn.Module, units: Units | None, axis: Axis, **options) ->
         if named
     ]
     for unit in made:
-        inside = {sub for root in unit.modules for sub in root.modules()}
-        unit.spans = any(root in inside for other in made if other is not unit for root in other.modules)
+        within = {sub for root in unit.modules for sub in root.modules()}
+        unit.spans = any(root in within for other in made if other is not unit for root in other.modules)
     return made
 
 
