@@ -1,8 +1,9 @@
 """Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
 
-Static and exact: each with its calls in one run, the trip counts of the loops around it multiplied. What a
-loop runs only at some turns, in a branch, says so by a named scope `runs_N_of_M`, or `runs_N_0_N_of_M` where
-the ranks of a pipeline differ (the innermost counts).
+Static and exact: each with its calls in one run, the trip counts of the loops around it multiplied; a loop's
+condition runs once more than its body. What a loop of M turns runs only at some of them, in a branch, says so
+by a named scope `runs_N_of_M`, or `runs_N_0_N_of_M` where the ranks of a pipeline differ (the innermost
+counts). Of other branches it is known what they send only if all send the same.
 """
 
 import math
@@ -29,13 +30,18 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+ = .*)$")
 _OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
+_CONDITION = re.compile(r"\bcondition=(%?[\w.\-]+)")
+_ON_HOST = "is_host_transfer=true"
+_HIDDEN = re.compile(
+    r'custom_call_target="[^"]*(?:nvshmem|nccl|all_?reduce|all_?gather|all_?to_?all)', re.IGNORECASE
+)
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
 _REMATTED = "rematted_computation"
-_COMMUNICATES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
+_COMMUNICATES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +110,7 @@ def collectives(
             unknown spelling.
     """
     module = _Module(hlo, axis_sizes, problems)
-    return [
-        replace(found, calls=found.calls * max(found.turns) // found.of_turns)
-        for found in module.walk(module.entry, times=1)
-    ]
+    return [module.at_its_turns(found) for found in module.walk(module.entry, times=1)]
 
 
 class _Module:
@@ -125,18 +128,53 @@ class _Module:
                 yield from self._read(text, opcode, times)
             elif opcode.endswith("-done"):
                 continue  # its start was counted
-            elif opcode.startswith(_COMMUNICATES):
-                self._object(f"{opcode} is an operation that the ledger does not know", text)
+            elif opcode.startswith(_COMMUNICATES) or _HIDDEN.search(text):
+                if _ON_HOST not in text:
+                    self._object(f"{opcode} is an operation that the ledger does not know", text)
+            elif opcode == "while":
+                yield from self._loop(text, times)
+            elif opcode == "conditional":
+                yield from self._branches(text, times)
             else:
-                called = called_by(text)
-                inner = [found for other in called for found in self.walk(other, times=times)]
-                if opcode == "while" and inner:
-                    trips = self._trip_count(text, inner)
-                    inner = [
-                        replace(found, calls=found.calls * trips, loops=(trips, *found.loops))
-                        for found in inner
-                    ]
-                yield from inner
+                for other in called_by(text):
+                    yield from self.walk(other, times=times)
+
+    def at_its_turns(self, found: Collective) -> Collective:
+        """With the calls of the turns that its scope names, of a loop around it."""
+        if found.of_turns > 1 and found.of_turns not in found.loops:
+            self._object(
+                f"it is in a scope runs_N_of_{found.of_turns}, and in no loop of so many turns", found.text
+            )
+            return replace(found, turns=(1,), of_turns=1)
+        return replace(found, calls=found.calls * max(found.turns) // found.of_turns)
+
+    def _loop(self, text: str, times: int) -> Iterator[Collective]:
+        condition = _CONDITION.search(text)
+        tested = [condition[1].lstrip("%")] if condition else []
+        body, test = (
+            [found for name in names for found in self.walk(name, times=times)]
+            for names in (called_by(text), tested)
+        )
+        if not body and not test:
+            return
+        trips = self._trip_count(text, [*body, *test])
+        for inner, turns in ((body, trips), (test, trips + 1)):
+            for found in inner:
+                yield replace(found, calls=found.calls * turns, loops=(turns, *found.loops))
+
+    def _branches(self, text: str, times: int) -> Iterator[Collective]:
+        """What the branches send: each its own by its scope; else what all send alike, or at most."""
+        branches = [list(self.walk(name, times=times)) for name in called_by(text)]
+        yield from (found for branch in branches for found in branch if found.of_turns > 1)
+        unsaid = [[found for found in branch if found.of_turns == 1] for branch in branches]
+        if len({_sends(branch) for branch in unsaid}) > 1:
+            kinds = ", ".join(sorted({found.kind for branch in unsaid for found in branch}))
+            self._object(
+                f"a branch with a collective in it ({kinds}), which counts as if it were always taken", text
+            )
+        yield from max(
+            unsaid, key=lambda branch: sum(sum(found.arrays) * found.calls for found in branch), default=[]
+        )
 
     def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
         try:
@@ -159,6 +197,15 @@ class _Module:
         if self._problems is None:
             raise UnreadableError(line)
         self._problems.append(line)
+
+
+def _bytes_sent(branch: list[Collective]) -> int:
+    return sum(sum(found.arrays) * found.calls for found in branch)
+
+
+def _sends(branch: list[Collective]) -> tuple:
+    """What a branch sends, in whatever order."""
+    return tuple(sorted((found.kind, found.groups, found.arrays, found.calls) for found in branch))
 
 
 def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -196,11 +243,11 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
     groups = replica_groups(text, axis_sizes)
     shapes = text[: text.index(f" {opcode}(")]
     found = _ARRAY.findall(shapes)
+    if opcode == "collective-permute-start" and found[-2:] == [("u32", "")] * 2:
+        found = found[:-2]  # context words, behind operands and results
+    if opcode.endswith("-start") and opcode != "all-reduce-start":
+        found = found[len(found) // 2 :]  # (operands, results)
     arrays = [_bytes(dtype, dims) for dtype, dims in found]
-    if opcode == "collective-permute-start":
-        arrays = arrays[1:2]  # (operand, result, two context words)
-    elif opcode in ("all-gather-start", "reduce-scatter-start", "all-to-all-start"):
-        arrays = arrays[len(arrays) // 2 :]  # (operands, results)
     if kind == "reduce_scatter":
         arrays = [array * len(groups[0]) for array in arrays]
     op_name = OP_NAME.search(text)
@@ -214,7 +261,7 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         of_turns=int(of_turns),
         purpose=_purpose(op_name[1] if op_name else "", backward=backward),
         backward=backward,
-        dtypes=tuple(dict.fromkeys(dtype for dtype, dims in found if dtype != "u32" or len(found) == 1)),
+        dtypes=tuple(dict.fromkeys(dtype for dtype, dims in found)),
         op_name=op_name[1] if op_name else "",
         name=text.partition(" ")[0],
     )

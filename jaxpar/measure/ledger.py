@@ -51,8 +51,10 @@ def communications(
     Raises:
         UnreadableError: without `problems`, as `hlo.collectives`.
     """
-    found = collectives(hlo, axis_sizes, problems=problems)
-    return _rows(found, axis_sizes, inferred_purpose, stages=axis_sizes.get(PP, 1))
+    found, differentiates = collectives(hlo, axis_sizes, problems=problems), "jvp(" in hlo
+    return _rows(
+        found, axis_sizes, inferred_purpose, stages=axis_sizes.get(PP, 1), differentiates=differentiates
+    )
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
@@ -75,7 +77,7 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
         raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
     problems: list[str] = []
     found = collectives(hlo, mesh.shape, problems=problems)
-    rows = _rows(found, mesh.shape, lambda collective, axis: "", stages=1)
+    rows = _rows(found, mesh.shape, lambda collective, axis: "", stages=1, differentiates="jvp(" in hlo)
     return Ledger(rows=rows, problems=problems)
 
 
@@ -85,9 +87,9 @@ def _rows(
     infer: Callable[[Collective, str], str],
     *,
     stages: int,
+    differentiates: bool,
 ) -> list[Communication]:
     """Rows of collectives, of each stage of a pipeline. Those of one place that are alike are one row."""
-    differentiates = any("jvp(" in collective.op_name for collective in found)
     merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     for collective in found:
         axis, group_size = axis_of(collective, axis_sizes)
@@ -132,14 +134,15 @@ def _calls_at(collective: Collective, stage: int, axis_sizes: Mapping[str, int])
 def _phase(collective: Collective, purpose: str) -> str:
     """When it is sent, in a program that differentiates: see `PHASES`.
 
-    Else by what autodiff made it of. A forward that is computed anew for backward is in backward.
+    Else by what autodiff made it of. A forward that is computed anew for backward is in backward. Of what no
+    autodiff made, and nobody says what it is for, it is not known: gradients may be summed by hand.
     """
     if "transpose(" in collective.op_name:
         return "backward"
     runs_by_schedule = collective.of_turns > 1
-    return PHASES.get(purpose) or (
-        "forward" if "jvp(" in collective.op_name or runs_by_schedule else "update"
-    )
+    if "jvp(" in collective.op_name or runs_by_schedule:
+        return PHASES.get(purpose) or "forward"
+    return PHASES.get(purpose) or ("update" if purpose else "")
 
 
 def inferred_purpose(collective: Collective, axis: str) -> str:

@@ -139,7 +139,11 @@ def test_scalars_are_metrics():
     assert [entry.purpose for entry in entries(module(text), GRID)] == ["metrics"]
 
 
-LOOP = """%body (q: f32[8]) -> f32[8] {
+LOOP = """%cond (q: f32[8]) -> pred[] {
+  %t = pred[] constant(true)
+}
+
+%body (q: f32[8]) -> f32[8] {
   %y = f32[8]{0} all-reduce(%q), replica_groups=[2,2]<=[4], to_apply=%add
 }
 
@@ -163,6 +167,35 @@ def test_a_loop_of_unknown_length_is_an_error():
     text = "%w = f32[8]{0} while(%p), condition=%cond, body=%body"
     with pytest.raises(ValueError, match="trip count"):
         entries(module(text, LOOP), GRID)
+
+
+def test_a_merged_permute_counts_all_that_it_sends():
+    """As on a GPU: two operands, two results, and context words, which are no data."""
+    shapes = "((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}), u32[], u32[])"
+    text = f"%s = {shapes} collective-permute-start(%p, %q), source_target_pairs={{{{0,1}},{{1,0}}}}"
+    (entry,) = communications(module(text), GRID)
+    assert (entry.bytes, entry.dtype) == (48, "f32")
+    merged = "%x = (u32[2]{0}, u32[3]{0}) all-reduce(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add"
+    (entry,) = communications(module(merged), GRID)
+    assert (entry.bytes, entry.dtype) == (20, "u32")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1",
+        '%c = f32[8]{0} custom-call(%p), custom_call_target="nvshmem_all_reduce"',
+    ],
+)
+def test_what_may_communicate_in_other_ways_is_named(text):
+    problems: list[str] = []
+    assert communications(module(text), GRID, problems=problems) == []
+    assert len(problems) == 1
+    assert "is an operation that the ledger does not know" in problems[0]
+    on_host = f"{text}, is_host_transfer=true"
+    problems.clear()
+    assert communications(module(on_host), GRID, problems=problems) == []
+    assert problems == []
 
 
 def test_unreadable_groups_are_an_error():

@@ -118,6 +118,75 @@ def test_loops_are_counted_and_one_of_unknown_length_is_named(mesh):
         assert_communication(ledger, {("all_reduce", "data"): None}, scalars=True)
 
 
+def over_data(function, *specs, out):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    return mesh, jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
+
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def test_the_condition_of_a_loop_is_seen():
+    """Conjugate gradients: how often it runs is not known, and said."""
+
+    def until_converged(x):
+        return lax.while_loop(lambda c: lax.psum((c * c).sum(), "data") > 1e-3, lambda c: c * 0.5, x)
+
+    mesh, function = over_data(until_converged, P("data"), out=P("data"))
+    ledger = jaxpar.ledger(function, X, mesh=mesh)
+    assert not ledger.is_complete
+    assert [row.kind for row in ledger.rows] == ["all_reduce"]
+    with pytest.raises(UnexpectedCommunicationError, match="no known trip count"):
+        assert_communication(ledger, {}, scalars=True)
+
+
+def test_branches_are_counted_where_all_send_the_same_and_named_elsewhere():
+    def every_fourth(x):
+        send = lambda c: lax.pcast(lax.psum(c, "data"), "data", to="varying")  # noqa: E731
+        turn = lambda c, i: (lax.cond(i % 4 == 3, send, lambda c: c, c), None)  # noqa: E731
+        return lax.scan(turn, x, jnp.arange(8))[0]
+
+    mesh, function = over_data(every_fourth, P("data"), out=P("data"))
+    ledger = jaxpar.ledger(function, X, mesh=mesh)
+    assert [row.calls for row in ledger.rows] == [8]  # at most
+    assert len(ledger.problems) == 1
+    assert (
+        "a branch with a collective in it (all_reduce) counts as if it were always taken"
+        in ledger.problems[0]
+    )
+
+    def in_both(x, choice):
+        first, second = (lambda x, f=f: lax.psum(f(x), "data") for f in (jnp.sin, jnp.cos))
+        return lax.cond(choice, first, second, x)
+
+    mesh, function = over_data(in_both, P("data"), P(), out=P())
+    ledger = jaxpar.ledger(function, X, True, mesh=mesh)
+    assert ledger.is_complete
+    assert [row.calls for row in ledger.rows] == [1]
+
+
+def test_a_scope_that_looks_like_one_of_ours_deletes_nothing():
+    def summed(x):
+        with jax.named_scope("runs_1_of_4"):
+            return lax.psum(x, "data")
+
+    mesh, function = over_data(summed, P("data"), out=P())
+    ledger = jaxpar.ledger(function, X, mesh=mesh)
+    assert [row.calls for row in ledger.rows] == [1]
+    assert not ledger.is_complete
+
+
+def test_gradients_that_are_summed_by_hand_have_no_phase():
+    """Neither autodiff nor a purpose says when: the step of data parallelism, and that of an optimizer."""
+
+    def step(w, x):
+        return lax.psum(jax.grad(lambda w: jnp.tanh(x @ w).sum())(lax.pcast(w, "data", to="varying")), "data")
+
+    mesh, function = over_data(step, P(), P("data"), out=P())
+    ledger = jaxpar.ledger(function, jax.ShapeDtypeStruct((16, 4), jnp.float32), X, mesh=mesh)
+    assert {row.phase for row in ledger.rows} == {""}
+
+
 def test_a_mesh_of_other_devices_is_refused(mesh):
     pair = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="runs on 4 devices, and the mesh has 2"):
