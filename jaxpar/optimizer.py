@@ -32,8 +32,20 @@ def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformati
 
 
 def moments(state: Any) -> dict[str, Any]:
-    """The moments in the state of `make_optimizer`: trees like the parameters, by name m and v."""
-    return state[-1]
+    """The moments in the state of `make_optimizer`: trees like the parameters, by name m and v.
+
+    Raises:
+        TypeError: the state is of another optimizer. Of optax's own it is not known which look beyond an
+            element (norms, rows, means), of which a shard has a part.
+    """
+    named = state[-1] if isinstance(state, tuple) and state else None
+    if not isinstance(named, dict):
+        kind = type(state[-1] if named is None and isinstance(state, tuple) and state else state).__name__
+        raise TypeError(
+            f"the optimizer's state ends in {kind}: give one that keeps a dict of trees like the parameters "
+            f"last, and treats elements one by one, as jaxpar.optimizer.make_optimizer's"
+        )
+    return named
 
 
 def with_moments(state: Any, trees: dict[str, Any]) -> Any:

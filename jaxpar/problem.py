@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
+from jax.tree_util import DictKey, keystr
 
 from compare.contract.axes import LAYER
 from compare.contract.experiment import Layout
@@ -164,10 +165,13 @@ class Problem:
         """The placements of all leaves: a tree of `Placement`s. See `placement.place`.
 
         Raises:
+            TypeError: the parameters are no nested dicts.
             ValueError: axes that do not fit the shapes, or a dim that cannot be split so.
         """
 
         def place(path: tuple[Any, ...], leaf: Any, axes: tuple[str, ...]) -> Placement:
+            if other := next((key for key in path if not isinstance(key, DictKey)), None):
+                raise TypeError(f"Problem.shapes: {other} in {keystr(path)} is no key of a dict: nest dicts")
             self._check(".".join(str(key.key) for key in path), leaf.shape, axes, layout, split)
             return placement.place(
                 leaf.shape,

@@ -25,6 +25,15 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def require_axes(mesh: Mesh, layout: Layout) -> None:
+    """Refuse a mesh of another shape. Raises ValueError, which says how to make the right one."""
+    if dict(mesh.shape) != layout.axes:
+        raise ValueError(
+            f"the mesh has axes {dict(mesh.shape)}, and the layout {layout.axes}: make it with "
+            f"jaxpar.comm.mesh.make_mesh(layout, platform=...)"
+        )
+
+
 def find_devices(count: int, *, platform: str) -> list[jax.Device]:
     """The first `count` local devices of a platform.
 

@@ -7,16 +7,19 @@ about where its arguments live.
 from functools import partial
 from typing import Any
 
+import jax
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.axes import BATCH
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout
+from jaxpar.comm.mesh import require_axes
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
-from jaxpar.optimizer import global_norm
+from jaxpar.optimizer import global_norm, moments
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.tracing.edits import require_edits
 from jaxpar.training_step import ShardedStep, accumulated_gradients, passes_of, shardings
@@ -29,14 +32,19 @@ def parallelize(
 
     Args:
         problem: what is trained.
-        optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
+        optimizer: of the form of `jaxpar.optimizer.make_optimizer`'s: it takes `grad_norm` and `scalars`.
         mesh: has the axes of `layout.axes`.
         layout: all of it but gradient_sync, which is the compiler's own choice.
 
     Raises:
-        ValueError: a pipeline, and a problem without pieces. And from the step, when it is traced: the loss
-            uses parameters past the edits (`jaxpar.tracing.edits`).
+        ExperimentError: the engine has no such schedule, or another part of the layout.
+        TypeError: the optimizer's state is of another form than `make_optimizer`'s.
+        ValueError: a mesh of another shape; a pipeline, and a problem without pieces. And from the step,
+            when it is traced: the loss uses parameters past the edits (`jaxpar.tracing.edits`).
     """
+    ENGINES["jax-compiler"].require(layout)
+    require_axes(mesh, layout)
+    moments(jax.eval_shape(optimizer.init, problem.shapes))
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
     shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)

@@ -197,6 +197,8 @@ def one_pass(batch: Tree, *, microbatches: int) -> Tree:
 
     def cut(x_AB: jax.Array) -> jax.Array:
         passes, size, *rest = x_AB.shape
+        if size % microbatches:
+            raise ValueError(f"layout.microbatches = {microbatches} does not divide {size} rows of a pass")
         x_AbM = x_AB.reshape(passes, size // microbatches, microbatches, *rest)
         return x_AbM.swapaxes(1, 2).reshape(1, passes * microbatches, size // microbatches, *rest)
 

@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.axes import BATCH
 from compare.contract.communication import LOSS
+from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from compare.contract.ticks import Ticks, lock_step
 from jaxpar.comm import collectives
+from jaxpar.comm.mesh import require_axes
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
@@ -43,14 +45,18 @@ def parallelize(
 
     Args:
         problem: its loss, or its pieces, run on each device, on its share of the batch.
-        optimizer: takes `grad_norm` and `scalars` (`jaxpar.optimizer`).
+        optimizer: of the form of `jaxpar.optimizer.make_optimizer`'s: it takes `grad_norm` and `scalars`.
         mesh: has the axes of `layout.axes`.
         layout: all of it.
 
     Raises:
-        ValueError: a pipeline, and a problem without pieces. And from the step, when it is traced: the loss
-            uses parameters past the edits (`jaxpar.tracing.edits`).
+        ExperimentError: the engine has no such schedule, or another part of the layout.
+        TypeError: the optimizer's state is of another form than `make_optimizer`'s.
+        ValueError: a mesh of another shape; a pipeline, and a problem without pieces. And from the step,
+            when it is traced: the loss uses parameters past the edits (`jaxpar.tracing.edits`).
     """
+    ENGINES["jax-manual"].require(layout)
+    require_axes(mesh, layout)
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     batch_spec = P(None, tuple(axis for axis in BATCH if mesh.shape[axis] > 1))
     at_rest = specs(placements, sharded=layout.zero == 3)

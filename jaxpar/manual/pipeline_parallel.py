@@ -251,7 +251,14 @@ class _Device(NamedTuple):
 
 
 def microbatches(batch: Any, *, each: int) -> Any:
-    """Cut every accumulated pass into `each` microbatches: arrays (A, b, ...) -> (A each, b / each, ...)."""
+    """Cut every accumulated pass into `each` microbatches: arrays (A, b, ...) -> (A each, b / each, ...).
+
+    Raises:
+        ValueError: they do not divide a device's rows.
+    """
+    for x in jax.tree.leaves(batch):
+        if x.shape[1] % each:
+            raise ValueError(f"layout.microbatches = {each} does not divide {x.shape[1]} rows of a device")
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * each, -1, *x.shape[2:]), batch)
 
 

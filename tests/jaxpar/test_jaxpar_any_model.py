@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -267,3 +268,57 @@ def test_without_stacked_layers_everything_is_gathered_up_front(engine):
     found, expected = (step(ENGINES[engine], layout, build, axes, shapes) for layout in (ZERO3, Layout()))
     errors = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)
     assert max(jax.tree.leaves(errors)) <= 1e-10
+
+
+def two_arrays(*, shapes=None) -> Problem:
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    shapes = shapes or {"first": shape, "last": shape}
+    return Problem(
+        build=lambda edit: lambda params, batch: jnp.float32(0),
+        shapes=shapes,
+        axes=jax.tree.map(lambda _: ("in", "out"), shapes),
+        remat="none",
+    )
+
+
+OWN = make_optimizer(Optimizer(), decay={"first": True, "last": True})
+OPTAX = {
+    "adamw": optax.adamw(1e-3),
+    "sgd": optax.sgd(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "steps": optax.MultiSteps(optax.adam(1e-3), 2),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", OPTAX)
+def test_an_optimizer_that_may_look_beyond_an_element_is_refused(engine, name):
+    layout = Layout(dp_shard=2, zero=3)
+    optimizer, mesh = optax.with_extra_args_support(OPTAX[name]), make_mesh(layout, platform="cpu")
+    with pytest.raises(TypeError, match=r"optimizer's state ends in .*: give one that keeps a dict"):
+        ENGINES[engine](two_arrays(), optimizer, mesh=mesh, layout=layout)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_refuses_its_library_refuses_too(engine):
+    layout = Layout(dp_replicate=2)
+    mesh = make_mesh(layout, platform="cpu")
+    other = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    parallelize = partial(ENGINES[engine], layout=layout)
+    with pytest.raises(ValueError, match=r"the mesh has axes \{'data': 2\}, and the layout .*make_mesh"):
+        parallelize(two_arrays(), OWN, mesh=other)
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    with pytest.raises(TypeError, match=r"Problem\.shapes: .* is no key of a dict: nest dicts"):
+        parallelize(two_arrays(shapes=[shape, shape]), OWN, mesh=mesh)
+    schedule = "1f1b" if engine == "jax-compiler" else "zero_bubble"
+    pipeline = Layout(pp=2, microbatches=2, schedule=schedule)
+    with pytest.raises(ValueError, match=re.escape(f"layout.schedule = {schedule}")):
+        ENGINES[engine](two_arrays(), OWN, mesh=make_mesh(pipeline, platform="cpu"), layout=pipeline)
+
+
+@pytest.mark.parametrize("cut", [compiler.pipeline_parallel.one_pass, manual.pipeline_parallel.microbatches])
+def test_microbatches_that_do_not_divide_are_named(cut):
+    argument = {"each" if cut is manual.pipeline_parallel.microbatches else "microbatches": 3}
+    with pytest.raises(ValueError, match=r"layout\.microbatches = 3 does not divide 4 rows"):
+        cut({"x": jnp.zeros((1, 4, 2))}, **argument)
