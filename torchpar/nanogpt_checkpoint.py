@@ -27,6 +27,10 @@ from torchpar.weights import moment_keys, nanogpt_name, to_arrays, to_nanogpt
 ENGINE = "nanoGPT"
 
 
+_NANOGPTS = {"model.activation": "gelu", "model.norm_eps": 1e-5, "optimizer.decay": "matrices"}
+"""What a ckpt.pt has no field for."""
+
+
 def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
     """Write nanoGPT's full state as a checkpoint of ours.
 
@@ -45,16 +49,21 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
                 f"{source} has no {key}: it is no checkpoint of nanoGPT's train.py; weights alone are for "
                 f"--init_from"
             )
-    settings = {**(loaded.get("config") or {}), **loaded["model_args"]}
+    config, model_args, step = loaded.get("config") or {}, loaded["model_args"], loaded["iter_num"]
+    if not isinstance(config, dict) or not isinstance(model_args, dict) or not isinstance(step, int):
+        raise ExperimentError(f"{source}: its config, model_args or iter_num are not nanoGPT's")
+    settings = {**config, **model_args}
+    if settings.get("device") == "cpu" and "dtype" in settings:
+        settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU, whatever it notes
     experiment, _ = experiment_of(settings, base=base)
-    updates = int(loaded["iter_num"])
     experiment = revalidate(
-        edited(experiment, {"train": {"max_iters": max(experiment.train.max_iters, updates + 1)}})
+        edited(experiment, {"train": {"max_iters": max(experiment.train.max_iters, step + 1)}})
     )
     state = plain_state(loaded["model"], experiment.model, origin=str(source))
-    groups = {WEIGHTS: state, **_moments(source, loaded["optimizer"], experiment, updates)}
+    moments, updates = _moments(source, loaded["optimizer"], state, experiment, step)
+    groups = {WEIGHTS: state, **moments}
     checkpoint = Checkpoint(
-        engine=ENGINE, experiment=experiment, step=updates, updates=updates, corpus_sha256=""
+        engine=ENGINE, experiment=experiment, step=step, updates=updates, corpus_sha256=""
     )
     write_checkpoint(target, checkpoint, _parts(groups, experiment))
 
@@ -74,6 +83,14 @@ def export_checkpoint(source: Path, target: Path) -> None:
     experiment = description.experiment
     if experiment.optimizer.name != "adamw":
         raise ExperimentError(f"{source}: nanoGPT has AdamW only, and this is of {experiment.optimizer.name}")
+    other = {"model.activation": experiment.model.activation, "model.norm_eps": experiment.model.norm_eps}
+    other["optimizer.decay"] = experiment.optimizer.decay
+    for key, value in _NANOGPTS.items():
+        if other[key] != value:
+            raise ExperimentError(
+                f"{source}: {key} = {other[key]}, and nanoGPT has {value} alone: its ckpt.pt would be of "
+                f"another model; --to huggingface or weights keeps it"
+            )
     rows = {nanogpt_name(row.name): row for row in parameter_table(experiment.model)}
 
     def tensor(group: str, name: str) -> torch.Tensor:
@@ -110,9 +127,18 @@ def _by_group(experiment: Experiment) -> list[list[str]]:
 
 
 def _moments(
-    source: Path, optimizer: Mapping[str, Any], experiment: Experiment, updates: int
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Both moments by nanoGPT's names; zeros before the first update."""
+    source: Path,
+    optimizer: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    experiment: Experiment,
+    step: int,
+) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
+    """Both moments by nanoGPT's names, zeros before the first update; and the number of updates.
+
+    In float16 nanoGPT's GradScaler skips the steps that overflow: then there are fewer updates than steps.
+    """
+    if not isinstance(optimizer, dict) or not {"param_groups", "state"} <= optimizer.keys():
+        raise ExperimentError(f"{source}: its optimizer is not the state_dict of an AdamW")
     names = [name for group in _by_group(experiment) for name in group]
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     if len(numbers) != len(names):
@@ -120,19 +146,27 @@ def _moments(
             f"{source}: its optimizer has {len(numbers)} parameters, and the model {len(names)}"
         )
     number_of, kept = dict(zip(names, numbers, strict=True)), optimizer["state"]
-    if not kept and not updates:
-        return {}
+    if not kept and not step:
+        return {}, 0
     found: dict[str, dict[str, torch.Tensor]] = {}
     for group, key in moment_keys(experiment.optimizer).items():
         found[group] = {}
         for name, number in number_of.items():
             if number not in kept or key not in kept[number]:
                 raise ExperimentError(f"{source}: its optimizer has no {key} of {name}")
-            found[group][name] = kept[number][key]
+            moment, weight = kept[number][key], weights[name]
+            if not torch.is_tensor(moment) or moment.layout != torch.strided or moment.shape != weight.shape:
+                shape = tuple(moment.shape) if torch.is_tensor(moment) else type(moment).__name__
+                raise ExperimentError(
+                    f"{source}: its optimizer's {key} of {name} is {shape}, and the weight "
+                    f"{tuple(weight.shape)}: its parameters are in another order, or of another model"
+                )
+            found[group][name] = moment.float()
     steps = {int(entry["step"]) for entry in kept.values()}
-    if steps != {updates}:
-        raise ExperimentError(f"{source}: iter_num = {updates}, and its optimizer is at step {sorted(steps)}")
-    return found
+    skips = experiment.precision.dtype == "float16"
+    if len(steps) != 1 or not (steps == {step} or (skips and max(steps) < step)):
+        raise ExperimentError(f"{source}: iter_num = {step}, and its optimizer is at step {sorted(steps)}")
+    return found, steps.pop()
 
 
 def _optimizer_state(experiment: Experiment, updates: int, tensor: Any) -> dict[str, Any]:

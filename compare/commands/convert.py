@@ -36,15 +36,15 @@ class Convert(SidePythons, frozen=True, kw_only=True):
     """With everything: checkpoint (ours), nanogpt (a ckpt.pt), orbax. Weights alone: huggingface (a folder),
     weights (safetensors with canonical names). Default: by TARGET's suffix, .pt nanogpt, .safetensors
     weights, any other checkpoint."""
-    experiment: str = "demo"
+    experiment: str = ""
     """An experiment that says what nanoGPT and Hugging Face do not: where the data is, the dtype of the
-    numbers."""
+    numbers. Default: the defaults of every field, on one device."""
     json: bool = False
     """Print what was converted as one JSON object on stdout."""
 
     def __call__(self, default: Experiment) -> int:
         """Convert. Returns 0."""
-        to, base = self.to or format_of(self.target), load_experiment(self.experiment)
+        to, base = self.to or format_of(self.target), self._base()
         found = convert(self.source, self.target, to, base, pythons=checked_pythons(self))
         if self.json:
             print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(found)})
@@ -52,7 +52,10 @@ class Convert(SidePythons, frozen=True, kw_only=True):
         model = found.experiment.model
         results_console().print(
             f"{self.target}: {to}, of {found.engine}, after {found.updates} updates: {model.n_layer} layers "
-            f"of width {model.n_embd}",
+            f"of width {model.n_embd}, {found.experiment.precision.dtype}",
             soft_wrap=True,
         )
         return 0
+
+    def _base(self) -> Experiment:
+        return load_experiment(self.experiment) if self.experiment else Experiment()

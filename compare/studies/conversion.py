@@ -22,7 +22,7 @@ from compare.contract.optimizer import moment_names
 from compare.contract.parameters import storage_dtype
 from compare.contract.shards import Shard
 from compare.execute.convert import convert_by_side
-from compare.studies.huggingface import is_huggingface, read_gpt2, write_gpt2
+from compare.studies.huggingface import WEIGHTS_FILE, is_huggingface, read_gpt2, write_gpt2
 from compare.studies.own_weights import PICKLES
 from compare.studies.resuming import any_checkpoint
 
@@ -86,12 +86,26 @@ def as_checkpoint(source: Path, folder: Path, base: Experiment, *, pythons: Mapp
         convert_by_side(source, folder, "orbax", pythons=pythons)
         return folder
     if not is_huggingface(source):
+        if why := _known_but_not_read(source):
+            raise ExperimentError(f"{source}: {why}")
         return any_checkpoint(source)
     model, weights = read_gpt2(source)
     experiment = edited(base, {"model": msgspec.structs.asdict(model)})
     made = Checkpoint(engine=HUGGING_FACE, experiment=experiment, step=0, updates=0, corpus_sha256="")
     write_checkpoint(folder, made, _fresh(weights, experiment))
     return folder
+
+
+def _known_but_not_read(source: Path) -> str:
+    """What a folder of another tool lacks, and how to make it; '' for none that is known."""
+    if (source / f"{WEIGHTS_FILE}.index.json").is_file():
+        return 'its weights are in several files: give save_pretrained(..., max_shard_size="100GB")'
+    if (source / "pytorch_model.bin").is_file():
+        return "its weights are a pickle: write them as model.safetensors, with save_pretrained(...)"
+    of_step = (ORBAX_METADATA, f"*/{ORBAX_METADATA}")
+    if step := next((path for path in source.glob("*") for name in of_step if any(path.glob(name))), None):
+        return f"it is the root of an orbax CheckpointManager: give one of its steps, such as {step}"
+    return ""
 
 
 def _fresh(weights: Mapping[str, np.ndarray], experiment: Experiment) -> Iterator[Part]:

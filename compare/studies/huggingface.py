@@ -24,6 +24,8 @@ from compare.contract.tensors import Tensors
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
 HEAD = "lm_head.weight"
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+"""Flags that change what the model computes, as they are here."""
 _SPELLED = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 
 
@@ -39,6 +41,10 @@ class Config(Struct, frozen=True, kw_only=True):
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    add_cross_attention: bool = False
+    model_type: str = "gpt2"
 
 
 def is_huggingface(source: Path) -> bool:
@@ -117,6 +123,12 @@ def _model(path: Path) -> Model:
         config = msgspec.json.decode(path.read_bytes(), type=Config)
     except (OSError, msgspec.DecodeError) as error:
         raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if config.model_type != "gpt2":
+        raise ExperimentError(f"{path}: model_type = {config.model_type}: only gpt2 can be read")
+    for flag, value in _FIXED.items():
+        if (found := getattr(config, flag)) != value:
+            wanted, said = json.dumps(value), json.dumps(found)
+            raise ExperimentError(f"{path}: {flag} = {said}: it is another model, and {wanted} here")
     if config.activation_function not in _ACTIVATIONS:
         have = ", ".join(_ACTIVATIONS)
         raise ExperimentError(f"{path}: activation_function = {config.activation_function}: there is {have}")

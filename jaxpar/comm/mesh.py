@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from compare.contract.engines.jax import JAX
 from compare.contract.experiment import Layout
 from compare.contract.host.facts import MissingDevicesError, cpu_model
 
@@ -25,8 +26,14 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def require_axes(mesh: Mesh, layout: Layout) -> None:
-    """Refuse a mesh of another shape. Raises ValueError, which says how to make the right one."""
+def require_layout(layout: Layout, mesh: Mesh, *, folder: str) -> None:
+    """Refuse a layout that the engine of this folder has not, and a mesh of another shape.
+
+    Raises:
+        ExperimentError: a schedule, or another part of the layout, as the engine's declaration says.
+        ValueError: the mesh, and how to make the right one.
+    """
+    next(engine for engine in JAX.engines if engine.folder == folder).require(layout)
     if dict(mesh.shape) != layout.axes:
         raise ValueError(
             f"the mesh has axes {dict(mesh.shape)}, and the layout {layout.axes}: make it with "

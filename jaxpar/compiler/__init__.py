@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.axes import BATCH
-from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout
-from jaxpar.comm.mesh import require_axes
+from jaxpar.comm.mesh import require_layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.optimizer import global_norm, moments
@@ -42,8 +41,7 @@ def parallelize(
         ValueError: a mesh of another shape; a pipeline, and a problem without pieces. And from the step,
             when it is traced: the loss uses parameters past the edits (`jaxpar.tracing.edits`).
     """
-    ENGINES["jax-compiler"].require(layout)
-    require_axes(mesh, layout)
+    require_layout(layout, mesh, folder="compiler")
     moments(jax.eval_shape(optimizer.init, problem.shapes))
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     loss = _loss(problem, placements, mesh=mesh, layout=layout)

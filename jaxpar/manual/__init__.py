@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.axes import BATCH
 from compare.contract.communication import LOSS
-from compare.contract.engines.registry import ENGINES
 from compare.contract.experiment import Layout
 from compare.contract.schedules import make_schedule
 from compare.contract.ticks import Ticks, lock_step
 from jaxpar.comm import collectives
-from jaxpar.comm.mesh import require_axes
+from jaxpar.comm.mesh import require_layout
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.manual.norm import global_norm
@@ -55,8 +54,7 @@ def parallelize(
         ValueError: a mesh of another shape; a pipeline, and a problem without pieces. And from the step,
             when it is traced: the loss uses parameters past the edits (`jaxpar.tracing.edits`).
     """
-    ENGINES["jax-manual"].require(layout)
-    require_axes(mesh, layout)
+    require_layout(layout, mesh, folder="manual")
     placements = problem.place(layout, split=tensor_parallel.SPLIT)
     batch_spec = P(None, tuple(axis for axis in BATCH if mesh.shape[axis] > 1))
     at_rest = specs(placements, sharded=layout.zero == 3)

@@ -69,6 +69,9 @@ def test_a_model_without_biases_has_zeros_there(tmp_path):
     ("spoil", "says"),
     [
         ({"activation_function": "relu"}, "activation_function = relu"),
+        ({"model_type": "llama"}, "model_type = llama: only gpt2 can be read"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true: it is another"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = false: it is another model, and true here"),
         ({"n_inner": 7}, "n_inner = 7: the MLP here is 4 n_embd wide"),
         ({"tie_word_embeddings": False}, "the head here is tied to the embedding"),
         ({"n_layer": 3}, "tensors and the model"),
@@ -107,6 +110,19 @@ def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
         assert main(["convert", *arguments]) == 2
         assert says in capsys.readouterr().err
         assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_other_tools_leave_is_refused_with_what_to_do(tmp_path, capsys):
+    for file, says in (
+        ("model.safetensors.index.json", "in several files: give save_pretrained"),
+        ("pytorch_model.bin", "its weights are a pickle: write them as model.safetensors"),
+        ("7/_CHECKPOINT_METADATA", "the root of an orbax CheckpointManager: give one of its steps"),
+    ):
+        source = tmp_path / file.replace("/", "-")
+        (source / file).parent.mkdir(parents=True)
+        (source / file).write_text("{}")
+        assert main(["convert", str(source), str(tmp_path / "x")]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_the_format_by_the_name():

@@ -1,5 +1,6 @@
 """nanoGPT's ckpt.pt, as its train.py writes it: read with its optimizer's state, and written back."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,16 @@ import torch
 from checkpoints import write_random
 
 from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.experiment import Data, Experiment, ExperimentError, Model, Optimizer, Train, load
+from compare.contract.experiment import (
+    Data,
+    Experiment,
+    ExperimentError,
+    Model,
+    Optimizer,
+    Train,
+    edited,
+    load,
+)
 from compare.contract.nanogpt_settings import experiment_of, settings_of
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
@@ -97,6 +107,45 @@ def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
     assert train(model, optimizer, steps) == train(own_model, own_optimizer, steps)
 
 
+def exchange(state: dict, one: int, other: int) -> None:
+    """Two moments of as many elements, as where parameters were in another order."""
+    state[one], state[other] = state[other], state[one]
+
+
+def test_on_a_cpu_nanogpt_computed_in_float32_whatever_it_notes(saved, tmp_path):
+    for device, dtype in (("cpu", "float32"), ("cuda", "float16")):
+        content = torch.load(saved, weights_only=True)
+        content["config"].update(device=device, dtype="float16")
+        torch.save(content, saved)
+        import_checkpoint(saved, tmp_path / device, BASE)
+        assert CheckpointReader(tmp_path / device).description.experiment.precision.dtype == dtype
+
+
+def test_steps_that_float16_skipped_are_no_updates(saved, tmp_path):
+    content = torch.load(saved, weights_only=True)
+    content["config"].update(device="cuda", dtype="float16")
+    content["iter_num"] = UPDATES + 2
+    torch.save(content, saved)
+    import_checkpoint(saved, tmp_path / "ours", BASE)
+    found = CheckpointReader(tmp_path / "ours").description
+    assert (found.step, found.updates) == (UPDATES + 2, UPDATES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu alone"),
+        ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
+        ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
+    ],
+)
+def test_what_a_ckpt_cannot_say_is_not_exported(saved, tmp_path, changes, says):
+    import_checkpoint(saved, tmp_path / "ours", edited(BASE, changes))
+    with pytest.raises(ExperimentError, match=re.escape(says)):
+        export_checkpoint(tmp_path / "ours", tmp_path / "back.pt")
+    assert not (tmp_path / "back.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -111,6 +160,17 @@ def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
         (
             lambda saved: saved["optimizer"]["param_groups"][0]["params"].pop(),
             "has 27 parameters, and the model 28",
+        ),
+        (
+            lambda saved: exchange(saved["optimizer"]["state"], 4, 5),
+            r"exp_avg of .* is \(8, 32\), and the weight \(32, 8\): its parameters are in another order",
+        ),
+        (lambda saved: saved.update(optimizer=[1, 2]), "its optimizer is not the state_dict of an AdamW"),
+        (lambda saved: saved.update(model_args=["n_layer"]), "model_args or iter_num are not nanoGPT's"),
+        (lambda saved: saved.update(iter_num="three"), "model_args or iter_num are not nanoGPT's"),
+        (
+            lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.eye(3).to_sparse()),
+            "its optimizer's exp_avg of transformer.wte.weight is",
         ),
     ],
 )
