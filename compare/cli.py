@@ -46,7 +46,7 @@ from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.studies.golden import EXPERIMENT as GOLDEN
-from compare.studies.nanogpt_config import notes_on
+from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
@@ -170,6 +170,10 @@ def _dispatch(arguments: list[str]) -> int:
         arguments = arguments[1:]
     command, name = parse(arguments)
     if isinstance(command, Spec):
+        if (begin := begins_with(name)) and not (command.init_from or command.source or command.continue_):
+            raise ExperimentError(
+                f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
+            )
         for note in notes_on(name):
             errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
     default = command.default_experiment(name) if isinstance(command, Spec) else load(name)

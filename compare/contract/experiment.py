@@ -100,7 +100,7 @@ def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
     if len(text) > MAX_FILE_BYTES:
         raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes, which no experiment is")
     try:
-        return _checked(msgspec.toml.decode(text))
+        return checked(msgspec.toml.decode(text))
     except ExperimentError as error:
         raise ExperimentError(f"{origin}: {error}") from None
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, a number of 5000 digits
@@ -111,10 +111,10 @@ def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
 
 def revalidate(experiment: Experiment) -> Experiment:
     """Apply the bounds on types again and `check`: for a spec that was built or edited in Python."""
-    return _checked(msgspec.to_builtins(experiment))
+    return checked(msgspec.to_builtins(experiment))
 
 
-def _checked(fields: Any) -> Experiment:
+def checked(fields: Any) -> Experiment:
     """An experiment from its tables of fields. Raises ExperimentError, which names the key and its value."""
     for section, table in fields.items():
         for key, value in table.items() if isinstance(table, dict) else ():

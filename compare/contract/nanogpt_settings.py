@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.experiment import Experiment, ExperimentError, checked
 
 FIELDS = {
     **dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout"), "model"),
@@ -56,9 +56,9 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Exp
         if name in settings:
             sections[section][name] = settings[name]
     try:
-        experiment = revalidate(msgspec.convert(sections, Experiment))
-    except msgspec.ValidationError as error:
-        raise ExperimentError(f"nanoGPT's settings: {' '.join(str(error).split())}") from None
+        experiment = checked(sections)
+    except ExperimentError as error:
+        raise ExperimentError(f"nanoGPT's settings: {error}") from None
     return experiment, sorted(settings.keys() - FIELDS.keys())
 
 

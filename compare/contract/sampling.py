@@ -30,7 +30,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
     tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 200
     """Of each sample, without the prompt."""
-    temperature: Annotated[float, Meta(ge=0)] = 0.8
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.8
     """Divides the logits; 0 takes the likeliest token every time."""
     top_k: Annotated[int, Meta(ge=0)] = 200
     """Only so many of the likeliest tokens are drawn from; 0 for all."""
@@ -56,6 +56,8 @@ def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> l
     drawn = np.tile(np.array(request.prompt, np.int32), (request.samples, 1))
     for place in range(request.tokens):
         logits_NV = np.asarray(logits_of(drawn[:, -block_size:]), np.float64)
+        if np.isnan(logits_NV).any():
+            raise ExperimentError(f"{request.checkpoint}: its weights give logits that are not numbers")
         uniform_N = uniform(request.seed, place, request.samples)
         drawn = np.concatenate([drawn, next_tokens(logits_NV, uniform_N, request)[:, None]], axis=1)
     return drawn.tolist()

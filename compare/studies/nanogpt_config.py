@@ -15,6 +15,7 @@ from compare.contract.experiment import Experiment, ExperimentError, edited, loa
 from compare.contract.experiment import layout_fields as toml_layout_fields
 from compare.contract.host.files import why_not_readable
 from compare.contract.nanogpt_settings import FIELDS, experiment_of
+from compare.execute.paths import is_utf8
 from compare.studies.tokens import META, alphabet_size
 
 SUFFIX = ".py"
@@ -76,6 +77,14 @@ def layout_fields(name: str) -> frozenset[str]:
     return frozenset() if Path(name).suffix == SUFFIX else toml_layout_fields(name)
 
 
+def begins_with(name: str) -> str:
+    """Weights that a config file of nanoGPT begins with, which are not in it; '' for none."""
+    begin = (
+        read_assignments(Path(name)).get("init_from", "scratch") if Path(name).suffix == SUFFIX else "scratch"
+    )
+    return "" if begin == "scratch" else str(begin)
+
+
 def notes_on(name: str) -> list[str]:
     """What of nanoGPT's settings has no meaning here, and why; [] for other experiments."""
     return load_config(Path(name))[1] if Path(name).suffix == SUFFIX else []
@@ -92,17 +101,16 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
     known = DEFAULTS.keys() | WITHOUT_MEANING.keys() | {"init_from", "eval_only"}
     if unknown := sorted(given.keys() - known):
         raise ExperimentError(f"{path}: {unknown[0]}: nanoGPT has no such setting")
-    if (begin := given.get("init_from", "scratch")) != "scratch":
-        raise ExperimentError(
-            f"{path}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
-        )
     if given.get("eval_only"):
         raise ExperimentError(f"{path}: eval_only = True: a run here trains; leave it out")
     settings = {**DEFAULTS, **given}
     source = _data_folder(path, str(settings["dataset"]))
     settings["vocab_size"] = _vocabulary(source)
     plain = {name: settings[name] for name in (*FIELDS, "vocab_size") if name in settings}
-    experiment, _ = experiment_of(plain, base=Experiment())
+    try:
+        experiment, _ = experiment_of(plain, base=Experiment())
+    except ExperimentError as error:
+        raise ExperimentError(f"{path}: {error}") from None
     evaluates = {"eval_interval": settings["eval_interval"], "eval_iters": settings["eval_iters"]}
     try:
         experiment = revalidate(
@@ -117,7 +125,12 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
         )
     except ExperimentError as error:
         raise ExperimentError(f"{path}: {error}") from None
-    return experiment, [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]
+    notes = [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]
+    if "dtype" not in given:
+        notes.append(
+            "dtype: float32; nanoGPT takes bfloat16 on a GPU that has it: --precision.dtype bfloat16"
+        )
+    return experiment, notes
 
 
 def read_assignments(path: Path) -> dict[str, Any]:
@@ -131,14 +144,25 @@ def read_assignments(path: Path) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         raise ExperimentError(f"{path}{f', line {line}' if line else ''}: it is no Python: {error}") from None
+    try:
+        return _assignments(tree, path)
+    except RecursionError:
+        raise ExperimentError(f"{path}: a value is nested too deeply") from None
+
+
+def _assignments(tree: ast.Module, path: Path) -> dict[str, Any]:
     found = {}
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue  # a docstring
         where = f"{path}, line {statement.lineno}"
         match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in WITHOUT_MEANING:
+                found[name] = None  # nobody asks: it may be computed
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 found[name] = _literal(value, where)
+            case ast.Import():
+                continue  # for what is computed, in names without meaning
             case _:
                 raise ExperimentError(
                     f"{where}: only assignments such as n_layer = 6 are read, and nothing is executed"
@@ -148,6 +172,8 @@ def read_assignments(path: Path) -> dict[str, Any]:
 
 def _literal(value: ast.expr, where: str) -> Any:
     match value:
+        case ast.Constant(value=str() as text) if not is_utf8(text):
+            raise ExperimentError(f"{where}: {text!r} is no text that a file can hold")
         case ast.Constant(value=int() | float() | str() | bool() as constant):
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=operand):

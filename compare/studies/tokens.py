@@ -1,6 +1,8 @@
 """Text to token ids and back: bytes, nanoGPT's characters, or GPT-2's pieces of words."""
 
+import io
 import pickle
+import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,16 @@ def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet
 
 
 def alphabet_size(meta: Path) -> int:
-    """How many characters a meta.pkl of nanoGPT has. Raises ExperimentError: it cannot be read."""
-    return len(_numbers(meta))
+    """The `vocab_size` of a meta.pkl, which nanoGPT's train.py reads; without one, its number of characters.
+
+    Raises:
+        ExperimentError: it cannot be read, or has neither.
+    """
+    found = _plain(meta)
+    size = found.get("vocab_size", len(found.get("stoi", ())))
+    if not isinstance(size, int) or size < 1:
+        raise ExperimentError(f"{meta} is no meta.pkl of nanoGPT: it has no vocab_size")
+    return size
 
 
 def _characters(path: Path) -> Alphabet:
@@ -75,17 +85,36 @@ def _characters(path: Path) -> Alphabet:
 
 def _numbers(path: Path) -> dict[str, int]:
     """The number of every character: `stoi` of a meta.pkl."""
+    found = _plain(path)
+    try:
+        return {str(character): int(number) for character, number in found["stoi"].items()}
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        why = f"it has no stoi, the number of each character ({error})"
+        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+
+
+def _plain(path: Path) -> dict[Any, Any]:
+    """A meta.pkl: dicts of text and numbers."""
     if why := why_not_readable(path):
         raise ExperimentError(f"{path} {why}")
     if path.stat().st_size > MAX_META_BYTES:
         raise ExperimentError(f"{path} has more than {MAX_META_BYTES} bytes, which no meta.pkl has")
     try:
-        with path.open("rb") as file:
-            found = _PlainUnpickler(file).load()
-        return {str(character): int(number) for character, number in found["stoi"].items()}
+        content = path.read_bytes()
+        for opcode, _, _ in pickletools.genops(content):
+            if any(word in opcode.name for word in _NOT_PLAIN):
+                raise pickle.UnpicklingError("it has more than dicts, lists, text and numbers")
+        found = _PlainUnpickler(io.BytesIO(content)).load()
+        if not isinstance(found, dict):
+            raise pickle.UnpicklingError("it is no dict")
+        return found
     except Exception as error:  # a pickle can go wrong in any way
         why = " ".join(str(error).split()) or type(error).__name__
         raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+
+
+_NOT_PLAIN = ("TUPLE", "EMPTY_SET", "FROZENSET", "GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "PERSID", "EXT")
+"""Parts of opcodes' names. A key of nested tuples would be hashed level by level, to the end of the stack."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compare.contract.experiment import Data, Experiment, ExperimentError, Model
-from compare.studies.tokens import META, alphabet_of
+from compare.studies.tokens import META, alphabet_of, alphabet_size
 
 
 def spec(source: str, vocab: int) -> Experiment:
@@ -36,9 +36,11 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (pickle.dumps({"stoi": Code()}), r"it asks for builtins.print, and only plain values are read"),
+        (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
         (b"", "is no meta.pkl of nanoGPT"),
         (pickle.dumps([1]), "is no meta.pkl of nanoGPT"),
+        (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
+        (b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", "it has more than dicts, lists, text and"),
         (pickle.dumps({"stoi": {"a": "x"}}), "is no meta.pkl of nanoGPT"),
     ],
 )
@@ -47,6 +49,20 @@ def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys, content, says):
     with pytest.raises(ExperimentError, match=says):
         alphabet_of(spec("stdlib", 2), meta=tmp_path / META)
     assert "executed" not in capsys.readouterr().out
+
+
+def test_the_size_of_a_vocabulary_is_what_nanogpt_reads(tmp_path):
+    for content, size in (
+        ({"vocab_size": 5, "stoi": {"a": 0, "b": 1}}, 5),
+        ({"vocab_size": 7}, 7),
+        ({"stoi": {"a": 0}}, 1),
+    ):
+        (tmp_path / META).write_bytes(pickle.dumps(content))
+        assert alphabet_size(tmp_path / META) == size
+    for content in ({}, {"vocab_size": "five"}, {"vocab_size": 0}):
+        (tmp_path / META).write_bytes(pickle.dumps(content))
+        with pytest.raises(ExperimentError, match="it has no vocab_size"):
+            alphabet_size(tmp_path / META)
 
 
 def test_what_nobody_can_read_is_said():
