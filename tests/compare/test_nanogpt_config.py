@@ -105,11 +105,7 @@ def test_anything_else_is_refused_and_nothing_is_executed(tmp_path, capsys, line
 def test_finetune_shakespeare_begins_with_weights_that_are_given(config, capsys):
     """nanoGPT's own file: it imports time for a name without meaning here."""
     computed = "wandb_run_name = 'ft-' + str(time.time())"
-    config.write_text(f"import time
-{SHAKESPEARE}
-{computed}
-init_from = 'gpt2-xl'
-")
+    config.write_text("\n".join(["import time", SHAKESPEARE, computed, "init_from = 'gpt2-xl'"]))
     assert main(["run", str(config), "--dry_run"]) == 2
     assert "init_from = gpt2-xl: give weights with --init_from, or a checkpoint" in capsys.readouterr().err
     main(["run", str(config), "--init_from", "w.safetensors", "--dry_run"])
