@@ -175,8 +175,11 @@ def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
         return None
     for expected, found in zip(reference.steps, candidate.steps, strict=False):
         if (expected.skipped, expected.loss_scale) != (found.skipped, found.loss_scale):
-            said = [f"{'skipped, ' * one.skipped}scale {one.loss_scale}" for one in (found, expected)]
-            return math.inf, f"step {found.step} is {said[0]} instead of {said[1]}"
+            done = [
+                f"{'skipped' if one.skipped else 'made'} at scale {one.loss_scale}"
+                for one in (found, expected)
+            ]
+            return math.inf, f"step {found.step} is {done[0]} instead of {done[1]}"
     return 0.0, f"{sum(step.skipped for step in candidate.steps)} steps skipped"
 
 

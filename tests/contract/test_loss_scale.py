@@ -117,7 +117,7 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
     other = climb(right, record("other", scaled_steps(spec, "..x.")))
     assert other.error(LOSS_SCALE) == math.inf
     (found,) = (rung for rung in other.rungs if rung.rung == LOSS_SCALE)
-    assert found.worst == "step 1 is scale 64.0 instead of skipped, scale 64.0"
+    assert found.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
 
     broken = scaled_steps(spec, "....")  # nothing follows from the overflow
     broken[1] = scaled_steps(spec, ".x..")[1]
