@@ -25,8 +25,8 @@ _ASKED = Tolerance(0.0, "what ran is what was asked for, to the last field, step
 _DONE = Tolerance(0.0, "what was done, as it was observed, is what was asked for: settings are equal or not")
 _SAME_OVERFLOWS = Tolerance(
     0.0,
-    "the same steps are skipped; which sums over rows are 16-bit, and over how many rows, differs between engines "
-    "and layouts, so that the edge of an overflow may too: lower precision.loss_scale to compare away from it",
+    "the same steps are skipped; engines and layouts sum over different numbers of rows in 16 bits, and may "
+    "part at the edge of an overflow: lower precision.loss_scale to compare away from it",
 )
 
 TOLERANCES: dict[str, dict[str, Tolerance]] = {

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import describe, random_state
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from compare.contract.checkpoint.description import checkpoints_in, folder_name
 from compare.contract.checkpoint.reader import read_description
@@ -115,11 +117,9 @@ def test_the_best_checkpoint_stays(tmp_path):
     spec = Experiment(data=Data(source="synthetic"))
     spec = edited(spec, {"model": {"n_layer": 1, "n_head": 1, "n_embd": 2, "block_size": 2, "vocab_size": 3}})
     saver = Saver(tmp_path, [0], of=1, keep=2)
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
-        from msgspec import UNSET
-        from msgspec.structs import replace
-
-        described = replace(describe(spec), step=step, validation_loss=UNSET if loss is None else loss)
+    for step, loss in ((0, math.nan), (1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
+        loss = UNSET if loss is None else loss
+        described = replace(describe(spec), step=step, updates=step, validation_loss=loss)
         parts = [
             (group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array)
             for (group, name), array in random_state(spec).items()

@@ -114,6 +114,7 @@ def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
     with pytest.raises(DiskFull, match="no space left on the device"):
         saver.finish()
     assert list(checkpoints_in(tmp_path)) == [5]
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]  # room was made
     saver.finish()  # it is said once
 
 

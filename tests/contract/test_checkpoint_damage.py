@@ -80,6 +80,14 @@ def unknown_tensor(found: dict) -> None:
     found["weights/lm_head"] = np.zeros(3)
 
 
+def not_a_number(found: dict) -> None:
+    found["weights/norm.scale"][0] = np.nan
+
+
+def negative(found: dict) -> None:
+    found["v/norm.scale"][0] = -1e-9
+
+
 def larger_tensor(found: dict) -> None:
     found["m/norm.scale"] = np.zeros(9)
 
@@ -92,6 +100,11 @@ def larger_tensor(found: dict) -> None:
         (lambda folder: (folder / DESCRIPTION).write_text("[" * 100_000), f"{DESCRIPTION} cannot be read: "),
         (partial(edit, change=lambda f: f.update(format=2)), "format = 2, and this version reads 1"),
         (partial(edit, change=lambda f: f.update(step=-1)), "Expected `int` >= 0"),
+        (partial(edit, change=lambda f: f.update(step=2**80)), "Expected `int` <= "),
+        (
+            partial(edit, change=lambda f: f.update(updates=21)),
+            "updates = 21 after step = 20: each step",
+        ),
         (partial(edit, change=lambda f: f.update(step="x")), "Expected `int`, got `str`"),
         (partial(edit, change=lambda f: f.pop("engine")), "missing required field `engine`"),
         (partial(edit, change=lambda f: f.update(code="import os")), "unknown field `code`"),
@@ -114,6 +127,14 @@ def larger_tensor(found: dict) -> None:
         (partial(rewrite, change=lambda found: found.pop("m/norm.scale")), "elements of m/norm.scale"),
         (partial(rewrite, change=other_dtype), "m/norm.scale is F32 instead of float64"),
         (partial(rewrite, change=unknown_tensor), "weights/lm_head is no tensor of this model and optimizer"),
+        (
+            partial(rewrite, change=not_a_number),
+            "weights/norm.scale has values that are NaN or infinite",
+        ),
+        (
+            partial(rewrite, change=negative),
+            "v/norm.scale has values that are negative",
+        ),
         (partial(rewrite, change=larger_tensor), "m/norm.scale has shape (9,) at (0,), and the tensor (4,)"),
     ],
 )

@@ -15,13 +15,14 @@ STEP, UPDATES = 7, 5
 
 
 def random_state(experiment: Experiment) -> dict[tuple[str, str], np.ndarray]:
-    """Weights and moments by group and canonical name."""
+    """Weights and moments by group and canonical name; squares are not negative."""
     generator, dtype = np.random.default_rng(2), storage_dtype(experiment)
-    return {
+    state = {
         (group, row.name): generator.standard_normal(row.shape).astype(dtype)
         for group in groups(experiment)
         for row in parameter_table(experiment.model)
     }
+    return {key: np.abs(values) if key[0] == "v" else values for key, values in state.items()}
 
 
 def describe(experiment: Experiment) -> Checkpoint:

@@ -23,6 +23,7 @@ from compare.contract.experiment import Experiment
 from compare.contract.loss_scale import LossScale
 from compare.contract.optimizer import moment_names
 from compare.contract.parameters import parameter_table
+from compare.contract.sections import Count
 
 CHECKPOINTS = "checkpoints"
 DESCRIPTION = "checkpoint.json"
@@ -50,9 +51,9 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which wrote it: any other may read it."""
     experiment: Experiment
     """With the layout that it ran on."""
-    step: Annotated[int, Meta(ge=0)]
+    step: Count
     """Batches drawn so far: the next one is `batch(step)`."""
-    updates: Annotated[int, Meta(ge=0)]
+    updates: Count
     """Of the weights so far: what the schedule and Adam's bias correction follow."""
     loss_scale: LossScale | UnsetType = UNSET
     """What the next step's loss is multiplied by, in float16."""

@@ -61,7 +61,7 @@ class CheckpointReader:
         self._require_whole()
 
     def verify(self) -> None:
-        """Read every file, and hold it against its checksum. Raises CheckpointError."""
+        """Read every file: its checksum, and values from which one can train. Raises CheckpointError."""
         for name, expected in self.description.files.items():
             found = sum_of(self.folder / name)
             if found != expected:
@@ -70,6 +70,14 @@ class CheckpointReader:
                     f"{self.folder / name}: {what or 'its contents have changed'} (sha256): the checkpoint "
                     f"is damaged; use an older one"
                 )
+        for name, parts in self._parts.items():
+            for part, file_name in parts:
+                values = self._slice(file_name, name, whole(part.shape).slices)
+                if wrong := _impossible(values, squares=name.startswith("v/")):
+                    raise CheckpointError(
+                        f"{self.folder / file_name}: {name} has values that are {wrong}: nothing can go on "
+                        f"from them; use an older checkpoint"
+                    )
 
     def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:
         """A box of a tensor, put together from the parts that overlap it; the whole tensor by default.
@@ -131,6 +139,13 @@ class CheckpointReader:
                 raise CheckpointError(f"{self.folder}: its files hold {held} of {size} elements of {name}")
 
 
+def _impossible(values: np.ndarray, *, squares: bool) -> str:
+    """What is wrong with values of a state, in words; '' for nothing."""
+    if not np.isfinite(values).all():
+        return "NaN or infinite"
+    return "negative, and a mean of squares" if squares and (values < 0).any() else ""
+
+
 class Group(Mapping[str, np.ndarray]):
     """Weights or a moment of a checkpoint by canonical name, each read when it is asked for."""
 
@@ -156,9 +171,9 @@ def read_description(folder: Path) -> Checkpoint:
     path = folder / DESCRIPTION
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {DESCRIPTION}: it is no checkpoint")
-    if path.stat().st_size > MAX_DESCRIPTION_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_DESCRIPTION_BYTES} bytes, which no checkpoint has")
     try:
+        if path.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise CheckpointError(f"{path}: more than {MAX_DESCRIPTION_BYTES} bytes, which no checkpoint has")
         found = read_json(path, _Format)
         if found.format != FORMAT:
             raise CheckpointError(
@@ -167,6 +182,11 @@ def read_description(folder: Path) -> Checkpoint:
             )
         description = read_json(path, Checkpoint)
         revalidate(description.experiment)
+        if description.updates > description.step:
+            raise CheckpointError(
+                f"{path}: updates = {description.updates} after step = {description.step}: each step makes "
+                f"one at most"
+            )
     except CheckpointError:
         raise
     except (OSError, msgspec.DecodeError, ExperimentError) as error:

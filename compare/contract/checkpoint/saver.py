@@ -1,6 +1,8 @@
 """Writing checkpoints while training goes on: what a process holds is copied, then written by a thread."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -88,15 +90,15 @@ class Saver:
             raise error
 
     def _write(self, checkpoint: Checkpoint, files: Files) -> None:
+        final = self._folder / folder_name(checkpoint.step)
         try:
             with full_disk_named(self._folder):
-                _write(
-                    self._folder / folder_name(checkpoint.step), checkpoint, files, self._devices, of=self._of
-                )
+                _write(final, checkpoint, files, self._devices, of=self._of)
                 if 0 in self._devices:
                     self._remove_old()
         except BaseException as error:
             self._error = error
+            _remove_files(_unfinished(final), self._devices)
 
     def _remove_old(self) -> None:
         found = checkpoints_in(self._folder)
@@ -107,9 +109,9 @@ class Saver:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the one with the least validation loss; None if none was evaluated."""
+    """Of a folder of checkpoints the one with the least validation loss; None if no loss is finite."""
     losses = {path: read_description(path).validation_loss for path in checkpoints_in(folder).values()}
-    evaluated = {path: loss for path, loss in losses.items() if loss is not UNSET}
+    evaluated = {path: loss for path, loss in losses.items() if loss is not UNSET and math.isfinite(loss)}
     return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
 
@@ -159,6 +161,14 @@ def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collectio
 
 def _unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
+
+
+def _remove_files(unfinished: Path, devices: Collection[int]) -> None:
+    """Make room on a full disk: remove what some devices wrote, and nothing of those that still write."""
+    for path in [path for device in devices for path in unfinished.glob(f"device-{device:05d}*")]:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others' files are there
+        unfinished.rmdir()
 
 
 def remove_unfinished(folder: Path) -> None:
