@@ -96,8 +96,8 @@ def main(names: list[str]) -> int:
                 return done.returncode
             outcomes[name] = done.stdout
     found = kept(outcomes)
-    earlier = read_measured().studies if names else {}
-    write(Measured(versions=found.versions, studies=earlier | found.studies))
+    earlier = read_measured() if names else Measured(versions={}, studies={})
+    write(Measured(versions=earlier.versions | found.versions, studies=earlier.studies | found.studies))
     return 0
 
 

@@ -45,6 +45,8 @@ from compare.terminal.units import error_text
 
 PARITY = Path(__file__).parent / "parity.md"
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2  # of the schedules that are drawn in schedules.png
+SGD = ".sgd"
+"""Ends the names of golden cases by SGD."""
 QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 """Rungs whose errors the docs quote."""
 
@@ -149,8 +151,13 @@ def check() -> str:
 def golden() -> str:
     """Every engine's errors against nanoGPT."""
     cases = _measured().studies["golden"]
-    rows = ([rung, *(worst([errors], rung) for errors in cases.values())] for rung in QUOTED)
-    return markdown(["worst error against nanoGPT", *(f"`{name}`" for name in cases)], rows)
+    engines = [name for name in cases if not name.endswith(SGD)]
+    rows = (
+        [words.format(rung), *(worst([cases[name + suffix]], rung) for name in engines)]
+        for suffix, words in (("", "{}"), (SGD, "{}, by SGD"))
+        for rung in (*QUOTED, "evaluations")
+    )
+    return markdown(["worst error against nanoGPT", *(f"`{name}`" for name in engines)], rows)
 
 
 def caught() -> dict[str, list[float]]:

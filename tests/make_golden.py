@@ -1,16 +1,19 @@
 """The golden: nanoGPT's own train.py and model.py, run unchanged, and the numbers that they leave.
 
-    python tests/make_golden.py CHECKOUT [OUTPUT]
+    python tests/make_golden.py CHECKOUT {adamw,sgd} [OUTPUT]
 
-CHECKOUT is a clone of https://github.com/karpathy/nanoGPT; OUTPUT is compare/goldens/nanogpt unless given.
+CHECKOUT is a clone of https://github.com/karpathy/nanoGPT; OUTPUT is in compare/goldens unless given.
 Nothing of nanoGPT is kept but numbers, and nothing of it is edited: its train.py is executed as from its
 command line, with what golden.toml names as flags, in float64. What reaches in from outside:
 
 - its data folder holds the contract's batches, one window after the other, and `torch.randint`, with which
-  it draws its windows, deals them in that order;
+  it draws its windows, deals them in that order: those to train on, and each split's to evaluate on;
 - the contract's initial weights are loaded when it has made its model, by names and shapes written out here
   and not in torchpar, so that a wrong mapping there would show;
-- hooks read the loss, the gradients before clipping, their norm, the weights and the moments.
+- hooks read the loss, the gradients before clipping, their norm, the weights and the moments; the means of
+  its evaluations are what it tells wandb, in whose place a module of ours listens;
+- for sgd, its `configure_optimizers` finds torch.optim.SGD where AdamW was, with its own groups and decay.
+  nanoGPT has no SGD: schedule, clipping, groups and loop are its own, the formula is PyTorch's.
 
 Times are not kept: made again on the same machine, the files are the same.
 """
@@ -25,18 +28,20 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from compare.contract.data import Corpus, open_corpus
-from compare.contract.experiment import Experiment, load, named_experiments
+from compare.contract.data import SPLITS, Corpus, open_corpus
+from compare.contract.evaluation import Evaluation, steps_due
+from compare.contract.experiment import Experiment, edited, load, named_experiments, revalidate
 from compare.contract.json_files import write_json
 from compare.contract.ledger import Ledger
 from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Manifest, Recorder, Step
 from compare.contract.request import Rung
-from compare.studies.golden import EXPERIMENT, FOLDER, PROVENANCE, Provenance, sha256
+from compare.studies.golden import EXPERIMENT, PROVENANCE, SGD, Provenance, folder_of, sha256
 
 SOURCE = "https://github.com/karpathy/nanoGPT"
 OUTSIDE_BLOCKS = {
@@ -53,6 +58,13 @@ IN_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+
+
+MOMENTS = {
+    "adamw": {Rung.FIRST_M: "exp_avg", Rung.FIRST_V: "exp_avg_sq"},
+    "sgd": {Rung.FIRST_M: "momentum_buffer"},
+}
+"""How PyTorch's optimizers call them."""
 
 
 def nanogpt_name(name: str) -> str:
@@ -88,26 +100,38 @@ def flags() -> Iterator[str]:
     spelled = tomllib.loads(named_experiments()[EXPERIMENT].read_text())
     for section in ("model", "optimizer", "train"):
         for key, value in spelled[section].items():
-            if key == "max_iters":
-                yield f"--max_iters={value - 1}"  # nanoGPT stops after the step of this number
-            elif key != "vocab_size":  # train.py reads it from meta.pkl, beside the data
+            if key != "vocab_size":  # train.py reads it from meta.pkl, beside the data
                 yield f"--{key}={value}"
-    # eval_iters=0: its first evaluation draws no window. dtype: what autocast and GradScaler would take.
-    yield from ("--device=cpu", "--dtype=float32", "--compile=False", "--eval_iters=0")
+    # nanoGPT does one step more than max_iters, and evaluates before it. dtype: what autocast would take.
+    yield from ("--device=cpu", "--dtype=float32", "--compile=False", "--wandb_log=True")
 
 
-def write_data(folder: Path, experiment: Experiment, corpus: Corpus) -> int:
-    """train.bin with all windows of T + 1 tokens in the order of their use, meta.pkl. Returns how many."""
-    length = experiment.model.block_size
-    windows = []
-    for step in range(experiment.train.max_iters):
-        inputs_ABT, targets_ABT = corpus.batch(experiment, step)
-        both = np.concatenate([inputs_ABT, targets_ABT[:, :, -1:]], axis=2)
-        windows.append(both.reshape(-1, length + 1))
-    tokens = np.concatenate(windows).astype("<u2")
-    (folder / "train.bin").write_bytes(tokens.tobytes())
+def write_data(folder: Path, experiment: Experiment, corpus: Corpus) -> dict[str, int]:
+    """train.bin and val.bin with all windows of T + 1 tokens in the order of their use, meta.pkl.
+
+    Returns:
+        How many windows there are, by use: training, then evaluation of each split.
+    """
+    train = experiment.train
+    passes = train.eval_iters // train.gradient_accumulation_steps
+    batches = {"training": [corpus.batch(experiment, step) for step in range(train.max_iters)]} | {
+        split: [
+            corpus.evaluation_batch(experiment, split, step, index)
+            for step in steps_due(experiment)
+            for index in range(passes)
+        ]
+        for split in SPLITS
+    }
+    windows = {
+        use: np.concatenate([np.concatenate([x, y[:, :, -1:]], axis=2) for x, y in of_use])
+        for use, of_use in batches.items()
+    }
+    in_files = {"train.bin": ("training", SPLITS[0]), "val.bin": SPLITS[1:]}
+    for name, uses in in_files.items():
+        tokens = np.concatenate([windows[use] for use in uses]).astype("<u2")
+        (folder / name).write_bytes(tokens.tobytes())
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": experiment.model.vocab_size}))
-    return len(tokens)
+    return {use: found.shape[0] * found.shape[1] for use, found in windows.items()}
 
 
 class Watcher:
@@ -117,25 +141,35 @@ class Watcher:
         weights: the canonical initial weights; their names and shapes are the record's.
     """
 
-    def __init__(self, experiment: Experiment, recorder: Recorder, windows: int):
+    def __init__(self, experiment: Experiment, recorder: Recorder, windows: dict[str, int]):
         self.experiment = experiment
         self.recorder = recorder
         self.weights = initial_parameters(experiment)
         self.model: torch.nn.Module = torch.nn.Module()
         self.initial_weights: dict[str, np.ndarray] = {}
         self._windows = windows
-        self._dealt = 0
+        self._dealt = dict.fromkeys(windows, 0)
         self._passes: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         self._norm = 0.0
         self._step = 0
         self._clip = torch.nn.utils.clip_grad_norm_
 
     def randint(self, high: int, shape: tuple[int]) -> torch.Tensor:
-        """In place of `torch.randint`: the starts of the next windows."""
+        """In place of `torch.randint`: the starts of the next windows of what nanoGPT is about to do."""
         (count,) = shape
-        numbers = (torch.arange(count) + self._dealt) % self._windows  # train.py draws one batch too many
-        self._dealt += count
-        return numbers * (self.experiment.model.block_size + 1)
+        length = self.experiment.model.block_size
+        is_validation = high + length == self._windows[SPLITS[1]] * (length + 1)
+        use = SPLITS[1] if is_validation else "training" if self.model.training else SPLITS[0]
+        first = self._windows["training"] if use == SPLITS[0] else 0
+        # train.py draws batches of one step more than there are.
+        numbers = (torch.arange(count) + self._dealt[use]) % self._windows[use]
+        self._dealt[use] += count
+        return (first + numbers) * (length + 1)
+
+    def log(self, said: dict[str, float]) -> None:
+        """In place of `wandb.log`: nanoGPT's own means of an evaluation."""
+        losses = {"train": float(said["train/loss"]), "validation": float(said["val/loss"])}
+        self.recorder.evaluation(Evaluation(step=said["iter"], **losses))
 
     def adopt(self, model: torch.nn.Module) -> None:
         """Load the initial weights, and watch every forward pass."""
@@ -146,9 +180,7 @@ class Watcher:
             parameters[nanogpt_name(name)].data.copy_(to_nanogpt(name, array))
         self.initial_weights = self._canonical(parameters)
         self.recorder.tensors(Rung.INITIAL_WEIGHTS, self.initial_weights)
-        model.register_forward_hook(
-            lambda module, inputs, outputs: self._passes.append((*inputs, outputs[1].item()))
-        )
+        model.register_forward_hook(self._after_forward)
 
     def clip_grad_norm(self, parameters: Iterator[torch.Tensor], max_norm: float) -> torch.Tensor:
         """In place of `clip_grad_norm_`: see the gradients before it, and its norm after it."""
@@ -161,6 +193,8 @@ class Watcher:
 
     def after_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         """Record the step that the optimizer has just done."""
+        if self._step == self.experiment.train.max_iters:
+            return  # the one step more
         assert len(self._passes) == self.experiment.train.gradient_accumulation_steps
         loss = sum(loss for _, _, loss in self._passes) / len(self._passes)
         (lr,) = {group["lr"] for group in optimizer.param_groups}
@@ -171,13 +205,17 @@ class Watcher:
             batch = {"inputs": inputs.int().numpy(), "targets": targets.int().numpy()}
             self.recorder.tensors(Rung.BATCH, batch)
             self.recorder.tensors(Rung.FIRST_WEIGHTS, self._canonical(parameters))
-            for rung, key in ((Rung.FIRST_M, "exp_avg"), (Rung.FIRST_V, "exp_avg_sq")):
+            for rung, key in MOMENTS[self.experiment.optimizer.name].items():
                 moments = {name: optimizer.state[p][key] for name, p in parameters.items()}
                 self.recorder.tensors(rung, self._canonical(moments))
         self._passes.clear()
         self._step += 1
         if self._step == self.experiment.train.max_iters:
             self.recorder.tensors(Rung.LATER_WEIGHTS, self._canonical(parameters))
+
+    def _after_forward(self, module: torch.nn.Module, inputs: tuple, outputs: tuple) -> None:
+        if module.training:
+            self._passes.append((*inputs, outputs[1].item()))
 
     def _canonical(self, tensors: dict) -> dict[str, np.ndarray]:
         return {
@@ -197,13 +235,19 @@ def train(checkout: Path, experiment: Experiment, corpus: Corpus, recorder: Reco
         folder = Path(name)
         watcher = Watcher(experiment, recorder, write_data(folder, experiment, corpus))
 
+        def sgd(groups: list, *, lr: float, betas: tuple) -> torch.optim.SGD:
+            return torch.optim.SGD(groups, lr=lr, momentum=experiment.optimizer.momentum)
+
         def configure_optimizers(gpt: torch.nn.Module, *arguments: object) -> torch.optim.Optimizer:
             watcher.adopt(gpt)
+            if experiment.optimizer.name == "sgd":
+                torch.optim.AdamW = sgd
             optimizer = configure(gpt, *arguments)
             optimizer.register_step_post_hook(watcher.after_step)
             return optimizer
 
         model.GPT.configure_optimizers = configure_optimizers
+        sys.modules["wandb"] = SimpleNamespace(init=lambda **_: None, log=watcher.log)
         torch.randint = watcher.randint
         torch.nn.utils.clip_grad_norm_ = watcher.clip_grad_norm
         torch.set_default_dtype(torch.float64)
@@ -214,9 +258,11 @@ def train(checkout: Path, experiment: Experiment, corpus: Corpus, recorder: Reco
     return watcher
 
 
-def main(checkout: Path, output: Path) -> None:
-    """Make the golden."""
+def main(checkout: Path, optimizer: str, output: Path) -> None:
+    """Make the golden of adamw or sgd."""
     experiment = load(EXPERIMENT)
+    if optimizer == "sgd":
+        experiment = revalidate(edited(experiment, {"optimizer": SGD}))
     corpus = open_corpus(experiment)
     output.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(output)
@@ -258,4 +304,5 @@ def main(checkout: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), Path(*sys.argv[2:3] or [FOLDER]).resolve())
+    name = sys.argv[2]
+    main(Path(sys.argv[1]).resolve(), name, Path(*sys.argv[3:4] or [folder_of(name)]).resolve())

@@ -18,8 +18,7 @@ from compare.contract.experiment import (
 from compare.execute.progress import Reporter
 from compare.judge.ladder import rungs_of
 from compare.present.tables import rung_cell
-from compare.studies.cases import engine_cases
-from compare.studies.golden import EXPERIMENT, REFERENCE, Held, hold
+from compare.studies.golden import EXPERIMENT, REFERENCE, Held, golden_cases, hold
 from compare.terminal.console import print_json, results_console
 
 
@@ -27,7 +26,8 @@ class Golden(Spread, frozen=True, kw_only=True):
     """Hold every engine to what nanoGPT's own train.py computed: 30 steps in float64, to 1e-10.
 
     Engines that agree may all be wrong in the same way; this shows it. The experiment is the one that nanoGPT
-    was run on (compare/experiments/golden.toml); only its layout is yours to choose.
+    was run on (compare/experiments/golden.toml), with AdamW and again with SGD; only its layout is yours to
+    choose.
 
     Try:
       shardpair golden
@@ -50,7 +50,7 @@ class Golden(Spread, frozen=True, kw_only=True):
         experiment = revalidate(experiment)
         engines, left_out = self.fitting(experiment)
         if self.dry_run:
-            return self.show_plan(experiment, engine_cases(experiment, engines), left_out)
+            return self.show_plan(experiment, golden_cases(experiment, engines), left_out)
         held, _ = hold(
             experiment,
             engines,

@@ -1,8 +1,10 @@
 """nanoGPT's own numbers, and every engine held to them.
 
 The four engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
-nanoGPT itself was run once (`tests/make_golden.py`), and what it computed is kept here as a record like any
-other. Whatever golden.toml does not name was nanoGPT's own default there, and is ours here.
+nanoGPT itself was run (`tests/make_golden.py`), and what it computed is kept as records like any other.
+Whatever golden.toml does not name was nanoGPT's own default there, and is ours here. It was run twice: the
+second time its `configure_optimizers` found `torch.optim.SGD` in AdamW's place, so that SGD's schedule,
+clipping and decay are held, too.
 """
 
 import hashlib
@@ -12,22 +14,24 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
+from compare.contract.experiment import Experiment, edited, revalidate
 from compare.contract.host.run_lock import lock_folder
 from compare.contract.json_files import read_own_json, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
 from compare.contract.tensors import RecordError
-from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch, prepare, require_devices
+from compare.execute.launch import EngineError, EnvironmentMissing, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.judge.ladder import Verdict, climb
-from compare.studies.cases import Settings
+from compare.studies.cases import Case, Settings
 from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 
 EXPERIMENT = "golden"
 FOLDER = Path(__file__).parent.parent / "goldens" / "nanogpt"
+SGD = {"name": "sgd", "momentum": 0.9}
+"""What the second golden's optimizer has other than golden.toml's."""
 REFERENCE = "nanoGPT"
 PROVENANCE, OUTCOME = "provenance.json", "golden.json"
 
@@ -77,6 +81,21 @@ class Held(Struct, frozen=True, kw_only=True):
         return f"PASS: {names}: equal to {REFERENCE} on {rungs} rungs; worst error {worst:.1e}{left_out}"
 
 
+def folder_of(optimizer: str) -> Path:
+    """Where the record of a training by adamw or sgd is."""
+    return FOLDER if optimizer == "adamw" else FOLDER.with_name(f"{FOLDER.name}-{optimizer}")
+
+
+def golden_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
+    """Each engine with the experiment as it is, and with SGD."""
+    by_sgd = revalidate(edited(experiment, {"optimizer": SGD}))
+    return [
+        Case(name=f"{engine}{suffix}", engine=engine, experiment=one)
+        for engine in engines
+        for suffix, one in (("", experiment), (".sgd", by_sgd))
+    ]
+
+
 def sha256(path: Path) -> str:
     """Hex digest of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -109,7 +128,7 @@ def hold(
     reporter: Reporter,
     left_out: dict[str, str] | None = None,
 ) -> tuple[Held, Path]:
-    """Train the golden experiment with each engine, and hold each record against nanoGPT's.
+    """Train the golden experiment with each engine, by AdamW and by SGD, and hold each record to nanoGPT's.
 
     Args:
         experiment: golden.toml's, under any layout.
@@ -125,7 +144,7 @@ def hold(
     Raises:
         ExperimentError, EnvironmentMissing: before the first process starts.
     """
-    golden, provenance = read_golden()
+    goldens = {name: read_golden(folder_of(name)) for name in ("adamw", SGD["name"])}
     require_devices(experiment, settings.platform)
     for engine in engines:
         ENGINES[engine].require_experiment(experiment, platform=settings.platform)
@@ -134,16 +153,18 @@ def hold(
     folder = create_run_dir(EXPERIMENT, run_dir)
     with lock_folder(folder):
         prepared = prepare(experiment, folder)
-        requests = {engine: _request(engine, prepared, settings) for engine in engines}
+        cases = golden_cases(prepared.experiment, engines)
+        requests = {case.name: _request(case, prepared.corpus_sha256, settings) for case in cases}
         reporter.start(requests, folder)
         verdicts, failures = [], {}
-        for engine, request in requests.items():
+        for name, request in requests.items():
+            golden, provenance = goldens[request.experiment.optimizer.name]
             try:
-                with reporter.engine(engine) as on_step:
-                    record = launch(request, folder / engine, pythons=settings.pythons, on_step=on_step)
-                verdicts.append(climb(golden, record, reference_name=REFERENCE, name=engine))
+                with reporter.engine(name) as on_step:
+                    record = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+                verdicts.append(climb(golden, record, reference_name=REFERENCE, name=name))
             except (EngineError, RecordError) as error:
-                failures[engine] = str(error)
+                failures[name] = str(error)
                 if isinstance(error, EngineError):
                     reporter.failed(error)
         held = Held(
@@ -157,14 +178,14 @@ def hold(
     return held, folder
 
 
-def _request(engine: str, prepared: Prepared, settings: Settings) -> Request:
+def _request(case: Case, corpus_sha256: str, settings: Settings) -> Request:
     return Request(
-        engine=engine,
-        experiment=prepared.experiment,
+        engine=case.engine,
+        experiment=case.experiment,
         platform=settings.platform,
         ladder=True,
-        later_step=prepared.experiment.train.max_iters,  # nanoGPT's weights are kept after its last step
-        corpus_sha256=prepared.corpus_sha256,
+        later_step=case.experiment.train.max_iters,  # nanoGPT's weights are kept after its last step
+        corpus_sha256=corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,
     )

@@ -7,9 +7,9 @@ import tomllib
 
 import numpy as np
 import pytest
-from records import CLIMBED
 
 from compare.cli import main
+from compare.contract.data import open_corpus
 from compare.contract.engines.registry import STUDIED
 from compare.contract.experiment import edited, load, named_experiments, revalidate
 from compare.contract.optimizer import reference_step
@@ -18,11 +18,14 @@ from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.progress import Reporter
-from compare.judge.ladder import FINAL
+from compare.judge.ladder import FINAL, LADDER, LOSS_SCALE
 from compare.judge.tensor_errors import worst_tensor
 from compare.studies import golden
 from compare.studies.cases import Settings
-from compare.studies.golden import EXPERIMENT, FOLDER, hold, read_golden
+from compare.studies.golden import EXPERIMENT, FOLDER, SGD, folder_of, hold, read_golden
+
+RUNGS = [rung for rung in LADDER if rung not in (LOSS_SCALE, FINAL)]
+"""Of a golden: its last weights are those of the last step, and stand at later_weights."""
 
 
 def layer_norm(x, scale, bias):
@@ -63,10 +66,12 @@ def loss_of(w, inputs_BT, targets_BT, layers):
     return np.mean(log_z - np.take_along_axis(logits, targets_BT[..., None], -1)[..., 0])
 
 
-def test_the_committed_numbers_are_nanogpts():
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_committed_numbers_are_nanogpts(optimizer):
     """Recomputed here, in NumPy, without the contract: the first loss, the whole schedule, the norm."""
-    record, _ = read_golden()
-    batch, weights = read_tensors(FOLDER, Rung.BATCH), read_tensors(FOLDER, Rung.INITIAL_WEIGHTS)
+    folder = folder_of(optimizer)
+    record, _ = read_golden(folder)
+    batch, weights = read_tensors(folder, Rung.BATCH), read_tensors(folder, Rung.INITIAL_WEIGHTS)
     rows = batch["inputs"].reshape(-1, 16), batch["targets"].reshape(-1, 16)
     assert len(rows[0]) == 8
     assert record.steps[0].loss == pytest.approx(loss_of(weights, *rows, layers=2), rel=1e-13)
@@ -75,25 +80,36 @@ def test_the_committed_numbers_are_nanogpts():
         expected = 1e-2 * (step.step + 1) / 5 if step.step < 4 else cosine
         assert step.lr == pytest.approx(expected, rel=1e-14)
     assert [step.step for step in record.steps] == list(range(30))
-    squares = sum((g**2).sum() for g in read_tensors(FOLDER, Rung.GRADIENTS).values())
+    squares = sum((g**2).sum() for g in read_tensors(folder, Rung.GRADIENTS).values())
     assert record.steps[0].grad_norm == pytest.approx(math.sqrt(squares), rel=1e-13)
     norms = [step.grad_norm for step in record.steps]
-    assert min(norms) < 0.8 < max(norms[:1] + norms[10:]), "clipping must bite in some steps, not in others"
+    if optimizer == "adamw":
+        assert min(norms) < 0.8 < max(norms[:1] + norms[10:]), "clipping must bite, and not in all steps"
+    else:
+        assert min(norms) > 0.8, "clipping must bite"
+    assert [one.step for one in record.evaluations] == [0, 10, 20, 30]
+    corpus, experiment = open_corpus(record.manifest.experiment), record.manifest.experiment
+    windows = [corpus.evaluation_batch(experiment, "validation", 30, index) for index in range(2)]
+    losses = [
+        loss_of(read_tensors(folder, Rung.LATER_WEIGHTS), x.reshape(-1, 16), y.reshape(-1, 16), layers=2)
+        for x, y in windows
+    ]
+    assert record.evaluations[-1].validation == pytest.approx(np.mean(losses), rel=1e-12)
 
 
-def test_the_first_step_follows_from_the_gradients():
-    """nanoGPT's clipping, AdamW and choice of what decays, as the contract's oracle has them."""
-    experiment = load(EXPERIMENT)
-    weights, gradients = (read_tensors(FOLDER, rung) for rung in (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS))
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_first_step_follows_from_the_gradients(optimizer):
+    """nanoGPT's clipping, AdamW and choice of what decays, as the contract's oracle has them; SGD alike."""
+    folder = folder_of(optimizer)
+    experiment = read_golden(folder)[0].manifest.experiment
+    weights, gradients = (read_tensors(folder, rung) for rung in (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS))
     after, moments = reference_step(
         experiment.optimizer, parameter_table(experiment.model), weights, gradients, {}, 0
     )
-    for rung, found in (
-        (Rung.FIRST_WEIGHTS, after),
-        (Rung.FIRST_M, moments["m"]),
-        (Rung.FIRST_V, moments["v"]),
-    ):
-        error, worst = worst_tensor(found, read_tensors(FOLDER, rung))
+    assert len(moments) == {"adamw": 2, "sgd": 1}[optimizer]
+    kept = {Rung.FIRST_WEIGHTS: after} | {Rung(f"first_{name}"): moment for name, moment in moments.items()}
+    for rung, found in kept.items():
+        error, worst = worst_tensor(found, read_tensors(folder, rung))
         assert error < 1e-14, (rung, worst)
 
 
@@ -104,6 +120,7 @@ def test_what_nanogpt_decides_is_not_spelled_out():
     ours_too = {"name", "beta1", "beta2", "eps", "decay", "weight_decay", "decay_lr"}
     assert not spelled["optimizer"].keys() & ours_too
     assert not spelled["train"].keys() & {"seed"}
+    assert SGD == {"name": "sgd", "momentum": 0.9}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "garbled"])
@@ -129,10 +146,11 @@ def test_a_damaged_golden_is_refused(tmp_path, damage):
 def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
     done = shardpair("golden", "--engines", engine, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    (verdict,) = json.loads(done.stdout)["verdicts"]
-    assert verdict["candidate"] == engine
-    assert [rung["rung"] for rung in verdict["rungs"]] == [rung for rung in CLIMBED if rung != FINAL]
-    assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
+    verdicts = json.loads(done.stdout)["verdicts"]
+    assert [verdict["candidate"] for verdict in verdicts] == [engine, f"{engine}.sgd"]
+    for verdict in verdicts:
+        assert [rung["rung"] for rung in verdict["rungs"]] == RUNGS
+        assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
 
 
 @pytest.mark.usefixtures("default_xla")
@@ -140,25 +158,32 @@ def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
 def test_sharded_engines_compute_what_nanogpt_does(shardpair, engine):
     done = shardpair("golden", "--preset", "fsdp", "--devices", "2", "--engines", engine)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"PASS: {engine}: equal to nanoGPT on {len(CLIMBED) - 1} rungs" in done.stdout
+    assert f"PASS: {engine}, {engine}.sgd: equal to nanoGPT on {len(RUNGS)} rungs" in done.stdout
 
 
-@pytest.mark.parametrize("field", [{"norm_eps": 1e-6}, {"activation": "gelu_tanh"}], ids=str)
-def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir, field):
+@pytest.mark.parametrize(
+    ("wrong", "rung"),
+    [
+        ({"model": {"norm_eps": 1e-6}}, "loss"),
+        ({"model": {"activation": "gelu_tanh"}}, "loss"),
+        ({"optimizer": {"decay_lr": False}}, "first_weights"),
+        ({"optimizer": {"weight_decay": 0.2}}, "first_weights"),
+        ({"train": {"eval_iters": 2}}, "evaluations"),
+    ],
+    ids=str,
+)
+def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir, wrong, rung):
     """All engines would have it, and agree: only nanoGPT's numbers can tell."""
-    wrong = revalidate(edited(load(EXPERIMENT), {"model": field}))
     held, _ = hold(
-        wrong,
+        revalidate(edited(load(EXPERIMENT), wrong)),
         ["torch-manual"],
         run_dir=str(tmp_path / "run"),
         settings=Settings(cache_dir=cache_dir),
         reporter=Reporter(quiet=True),
     )
-    (verdict,) = held.verdicts
     assert not held.passed
-    assert verdict.failure is not None
-    assert verdict.failure.rung == "loss"
-    assert "FAIL at loss" in held.sentence()
+    assert [v.failure.rung for v in held.verdicts if v.failure] == [rung, rung]
+    assert f"FAIL at {rung}" in held.sentence()
 
 
 @pytest.mark.parametrize("flag", ["--init_from", "--continue", "--model.norm_eps", "--train.max_iters"])
@@ -172,9 +197,10 @@ def test_an_engine_that_fails_is_named_and_fails_it(tmp_path, monkeypatch, capsy
         raise EngineError(f"{request.engine}: died", exit_code=1)
 
     monkeypatch.setattr(golden, "launch", fail)
+    both = {"torch-manual", "torch-manual.sgd"}
     assert main(["golden", "--engines", "torch-manual", "--quiet", "--run_dir", str(tmp_path / "run")]) == 1
     assert "torch-manual did not finish" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "golden.json").read_text())["failures"].keys() == {"torch-manual"}
+    assert json.loads((tmp_path / "run" / "golden.json").read_text())["failures"].keys() == both
 
 
 @pytest.mark.parametrize(
