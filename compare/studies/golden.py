@@ -144,7 +144,7 @@ def hold(
     Raises:
         ExperimentError, EnvironmentMissing: before the first process starts.
     """
-    goldens = {name: read_golden(folder_of(name)) for name in ("adamw", SGD["name"])}
+    goldens = {name: read_golden(folder_of(name)) for name in ("adamw", "sgd")}
     require_devices(experiment, settings.platform)
     for engine in engines:
         ENGINES[engine].require_experiment(experiment, platform=settings.platform)

@@ -3,19 +3,22 @@
 The oracle is the same module on one rank, over the whole batch.
 """
 
+import re
 from functools import partial
+from unittest.mock import patch
 
 import modules
 import pytest
 import torch
-from modules import Odd, gradients, ids, share
+import torch.distributed as dist
+from modules import Odd, gradients, ids, normal, share, stack
 from ranks import RANKS, on_ranks
 from torch import nn
 
 from compare.contract.communication import summed
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
-from torchpar.manual.buckets import make_buckets
+from torchpar.manual.buckets import Bucket, make_buckets
 from torchpar.manual.data_parallel import DataParallel, GradientSync
 from torchpar.measure.ledger import LedgerMode, of_all_ranks
 from torchpar.measure.places import group_names
@@ -194,3 +197,20 @@ def test_bad_options_are_named(options, message):
 def test_without_a_process_group_it_says_so():
     with pytest.raises(ValueError, match="init_process_group"):
         DataParallel(nn.Linear(1, 1))
+
+
+@on_ranks
+def test_a_bucket_that_nobody_waits_for_is_said(rank: int) -> None:
+    """Its sum mostly arrives all the same before it is read: no number tells."""
+    module = DataParallel(stack(2))
+    with LedgerMode(group_names(None)) as whole:
+        module(normal(4, 16)).sum().backward()
+        module.finish_gradient_synchronization()
+    assert whole.noted().rows
+    assert not whole.noted().problems
+    with patch.object(Bucket, "wait", lambda bucket: None), LedgerMode(group_names(None)) as without:
+        module(normal(4, 16)).sum().backward()
+        module.finish_gradient_synchronization()
+    (problem,) = without.noted().problems
+    assert re.fullmatch(r"\d+ all_reduce of gradients over world: never waited for.*", problem)
+    dist.barrier()

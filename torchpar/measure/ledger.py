@@ -36,6 +36,7 @@ from torchpar.measure.calls import call_of
 from torchpar.measure.dispatcher import numbers, watched
 from torchpar.measure.frames import is_of_fsdp, is_of_optimizer, line_of
 from torchpar.measure.modules import RunningModules
+from torchpar.measure.waits import waits_held
 
 WIDEST = 8
 """Bytes of a float64."""
@@ -84,6 +85,7 @@ class LedgerMode:
         self._past = numbers.past()
         self._watch.enter_context(self._modules)
         self._watch.enter_context(watched(self))
+        self._watch.enter_context(waits_held(self._objects))
         observers.append(self)
         return self
 
