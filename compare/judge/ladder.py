@@ -171,7 +171,9 @@ def climb(
     reference_name = reference_name or reference.manifest.engine
     name = name or candidate.manifest.engine
     apart = begin_apart(reference, candidate)
-    tolerances = tolerances_for(candidate.manifest.experiment.precision.dtype, apart=apart)
+    tolerances = tolerances_for(
+        candidate.manifest.experiment.precision.dtype, steps=len(candidate.steps), apart=apart
+    )
     runs = [(reference_name, reference), (name, candidate)]
     results = [_compare_requests(runs, tolerances[REQUEST], same_training=same_training)]
     skipped = {}

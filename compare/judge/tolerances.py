@@ -7,6 +7,8 @@ is in the reason) with a decade or so to spare, so that they pass on other machi
 small to show above them shows in `shardpair check`, which is in float64.
 """
 
+import math
+
 from msgspec import Struct
 
 
@@ -121,6 +123,21 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
 }
 
 
+LATER_STEPS = 20
+"""After which `later_weights` are measured."""
+_HOW_FAR = ("later_weights", "final_weights")
+
+
+def _after(steps: int, later: Tolerance) -> Tolerance:
+    """A limit of how far weights moved in fewer steps: wrong signs add up as sqrt(n), the way as n.
+
+    Of a weight whose gradient is rounding, Adam's step has a random sign. Measured for 32 elements:
+    0.19, 0.115, 0.074, 0.049, 0.034 after 1, 2, 4, 8, 20 steps.
+    """
+    limit = later.limit * math.sqrt(LATER_STEPS / steps)
+    return Tolerance(limit, f"of how far it moved in {steps} steps; {later.limit:g} after {LATER_STEPS}")
+
+
 _APART = {
     "initial_weights": "later_weights",
     "loss": "loss_curve",
@@ -132,14 +149,17 @@ _APART = {
 """Rungs of runs that begin with states of their own, and the rung in which rounding had as long to grow."""
 
 
-def tolerances_for(dtype: str, *, apart: bool = False) -> dict[str, Tolerance]:
+def tolerances_for(dtype: str, *, steps: int = LATER_STEPS, apart: bool = False) -> dict[str, Tolerance]:
     """The tolerances of one compute dtype, by rung.
 
     Args:
         dtype: `precision.dtype`.
+        steps: how many the weights were trained.
         apart: each run goes on from a checkpoint of its own, in which its rounding so far is kept.
     """
     tolerances = TOLERANCES[dtype]
+    if dtype == "float16" and steps < LATER_STEPS:
+        tolerances = tolerances | {rung: _after(steps, tolerances[rung]) for rung in _HOW_FAR}
     tolerances = tolerances | {
         "loss_scale": _SAME_OVERFLOWS,
         "evaluations": tolerances["loss_curve"],

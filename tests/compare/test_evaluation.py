@@ -27,7 +27,10 @@ LAYOUTS = {
     "single": (),
     "fsdp": ("--layout.dp_shard", "2", "--layout.zero", "3"),
     "ddp_tp": ("--layout.dp_replicate", "2", "--layout.tp", "2"),
-    "pp": ("--layout.pp", "2", "--layout.microbatches", "2", "--layout.schedule", "gpipe"),
+    "ddp_pp": (
+        *("--layout.pp", "2", "--layout.microbatches", "2", "--layout.schedule", "gpipe"),
+        *("--layout.dp_replicate", "2"),
+    ),
 }
 
 
@@ -99,6 +102,7 @@ def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
     losses = [[(one.train, one.validation) for one in record.evaluations] for record in records]
     assert [one.step for one in records[0].evaluations] == [0, 2, 3]
     np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-12)
+    # The watched step comes after an evaluation, and sends what any other does: `strategy` is a rung.
     # A second oracle of the first evaluation, in plain PyTorch: no engine's loop, and no batch of `evaluate`.
     np.testing.assert_allclose(losses[0][0], untrained_losses(spec), rtol=1e-12)
     # Untrained weights know nothing; and an evaluation changes nothing in what comes after it.

@@ -80,10 +80,8 @@ class PipelineParallel:
     ):
         self._axis, self._device, self._schedule, self._loss = axis, device, schedule, loss
         self._has_first, self._has_last = 0 in stages, count - 1 in stages
-        self._stages = [
-            PipelineStage(module, stage, count, device, group=axis.group) for stage, module in stages.items()
-        ]
-        self._made = None
+        self._modules, self._count = stages, count
+        self._made: dict[bool, Any] = {}
 
     def run(
         self,
@@ -104,15 +102,17 @@ class PipelineParallel:
             context: made anew around every forward, such as autocast.
             forward_only: no backward, and no gradients.
 
-        `microbatches` and `context` are those of the first step ever after.
+        `microbatches` and `context` are those of the first call ever after.
 
         Returns:
             The mean loss, a scalar, the same on all ranks.
         """
-        self._made = self._made or self._make(microbatches, context)
+        if forward_only not in self._made:
+            self._made[forward_only] = self._make(microbatches, context)
+        schedule = self._made[forward_only]
         first, last = inputs if self._has_first else None, targets if self._has_last else None
         with torch.no_grad() if forward_only else nullcontext():
-            losses = run_pipeline(self._made, first, last, also=also, forward_only=forward_only)
+            losses = run_pipeline(schedule, first, last, also=also, forward_only=forward_only)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for share in losses:
             total += share.detach() / microbatches
@@ -120,13 +120,23 @@ class PipelineParallel:
         return total
 
     def _make(self, microbatches: int, context: Context):
-        for stage in self._stages:
-            stage.submod.forward = within(context, stage.submod.forward)
+        """A schedule of training or of evaluation.
+
+        One for both would learn the messages' shapes anew whenever they change places, which is a forward and
+        backward more, and one more reduction of all gradients by DDP.
+        """
+        if not self._made:
+            for module in self._modules.values():
+                module.forward = within(context, module.forward)
         loss = within(context, self._loss)
+        stages = [
+            PipelineStage(module, stage, self._count, self._device, group=self._axis.group)
+            for stage, module in self._modules.items()
+        ]
         if self._schedule in SINGLE:
-            (stage,) = self._stages
+            (stage,) = stages
             return SINGLE[self._schedule](stage, microbatches, loss)
-        return MULTI[self._schedule](list(self._stages), microbatches, loss)
+        return MULTI[self._schedule](list(stages), microbatches, loss)
 
 
 def within(context: Context, function: Callable) -> Callable:
