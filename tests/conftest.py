@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import processes
 import pytest
 import quick_xla
+import warm
 from hypothesis import HealthCheck, settings
 
 from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
@@ -75,6 +76,16 @@ SLOW = {
     "test_watching",
 }
 """Files whose tests start processes, compile steps or draw long, beside those that use SLOW_FIXTURES."""
+REAL_PYTHONS = {
+    "test_bench_run",
+    "test_checkpoint_kills",
+    "test_collectives",
+    "test_golden",
+    "test_peers",
+    "test_registry",
+    "test_robustness",
+}
+"""Files whose `shardpair` starts interpreters as a user does: they are about signals or environments."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -101,6 +112,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
 def no_process_left_at_the_end() -> Generator[None]:
     """Nothing of ours lives on after the last test, wherever it has gone. Set up first, so it comes last."""
     yield
+    warm.end()
     if left := processes.end_all(at_the_end=True):
         pytest.fail(f"left behind by the whole session, and now ended: {left}")
 
@@ -138,9 +150,10 @@ def tiny() -> Experiment:
 class Shardpair:
     """Runs the command as a person would, in a folder of its own."""
 
-    def __init__(self, folder: Path, cache_dir: str):
+    def __init__(self, folder: Path, cache_dir: str, python: str):
         self.folder = folder
         self.cache_dir = cache_dir
+        self.python = python
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess:
         """Run `shardpair ARGUMENTS`; never raises for an exit code."""
@@ -149,13 +162,14 @@ class Shardpair:
     def command(self, *arguments: str) -> list[str]:
         """The command line, with the tests' own cache where the command takes one."""
         caching = ["--cache_dir", self.cache_dir] if arguments[0] in CACHING else []
-        return [sys.executable, "-m", "compare", *arguments, *caching]
+        return [self.python, "-m", "compare", *arguments, *caching]
 
 
 @pytest.fixture
-def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
+def shardpair(request: pytest.FixtureRequest, tmp_path: Path, cache_dir: str) -> Shardpair:
     """The command line, run in a temporary folder."""
-    return Shardpair(tmp_path, cache_dir)
+    python = sys.executable if request.node.path.stem in REAL_PYTHONS else warm.python()
+    return Shardpair(tmp_path, cache_dir, python)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ import pytest
 PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
 MARK = "SHARDPAIR_TESTS"
+TRACKER, WARM = "multiprocessing.resource_tracker", "warm.serve"
+"""What tracks the resources of `forks.SERVER`, and the servers of `warm`: they live as long as we do."""
 # What a process does first: it hears Ctrl-C, which a script's background job and its children do not, and it
 # ends if pytest itself is killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
 PRELUDE = """
@@ -88,8 +90,9 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
         at_the_end: of the session: count also what lives from one test to the next, the forks of the server
             that `forks.SERVER` starts.
     """
-    servers = [child for child in psutil.Process().children() if _is_multiprocessings_own(child)]
-    expected = {server.pid for server in servers}
+    children = psutil.Process().children()
+    servers = [child for child in children if _runs(child, "multiprocessing.forkserver", TRACKER)]
+    expected = {server.pid for server in (*servers, *(child for child in children if _runs(child, WARM)))}
     if not at_the_end:
         for server in servers:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -130,10 +133,10 @@ def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
         pytest.fail(f"left behind, and now ended: {left}")
 
 
-def _is_multiprocessings_own(process: psutil.Process) -> bool:
-    """The server that forks are made from, and the one that tracks their resources: they end with us."""
+def _runs(process: psutil.Process, *programs: str) -> bool:
+    """Whether one of these is in its command line."""
     try:
         command = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
-    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+    return any(program in command for program in programs)

@@ -1,0 +1,209 @@
+"""Pythons that are warm: `python -m torchpar ...` as the fork of a process that has imported it.
+
+An interpreter takes 2 to 4 seconds of CPU time to import a framework, and the tests start some four hundred.
+`python()` is a program that takes the same command line. Of `-m compare`, `-m jaxpar` and `-m torchpar` it
+asks a server for a fork, which gets its arguments, environment, folder, files and signals, and whose end is
+its own. All else, and whatever sets what is read at an import, is done by the real interpreter.
+
+    server ── fork ── monitor ── fork ── the program, in a session of its own
+                         │
+    program that was started: sends signals on, ends as the other ends; if it is killed, so is the other
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+import processes
+
+PRELOADED = {
+    "compare": ("compare.cli", "compare.present.report.pictures"),
+    "jaxpar": ("jax", "jax.numpy", "optax", "flax.nnx", "jaxpar.__main__"),
+    "torchpar": (
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torchpar.__main__",
+        "torchpar.launcher.entry",
+    ),
+}
+READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MALLOC", "GLIBC", "PYTHON")
+"""Beginnings of environment variables that a fork would come too late for."""
+MAX_MESSAGE = 100_000
+
+# Begins 100 times as fast as what it stands for: nothing is imported that it does not use.
+CLIENT = """#!{real} -ISE
+import json, os, signal, sys
+def really():
+    os.execv({real!r}, [{real!r}, *sys.argv[1:]])
+module = sys.argv[2] if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2 else ""
+try:
+    with open(os.path.join({folder!r}, module + ".json")) as file:
+        at_import = json.load(file)
+except (OSError, ValueError):
+    really()
+if {{key: value for key, value in os.environ.items() if key.startswith({prefixes!r})}} != at_import:
+    really()
+import socket
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ignored = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) == signal.SIG_IGN]
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if number not in ignored:
+        signal.signal(number, lambda number, frame: connection.send(bytes([number])))
+try:
+    connection.connect(os.path.join({folder!r}, module))
+    asked = json.dumps(dict(arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ),
+                            ignored=[int(n) for n in ignored])).encode()
+    socket.send_fds(connection, [asked], [0, 1, 2])
+except OSError:
+    really()
+status = int(connection.recv(16) or b"9")
+if os.WIFSIGNALED(status):
+    signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != 9 else None
+    os.kill(os.getpid(), os.WTERMSIG(status))
+os._exit(os.WEXITSTATUS(status))
+"""
+REAL = sys.executable
+_folders: list[Path] = []
+_servers: list[subprocess.Popen] = []
+
+
+def python() -> str:
+    """The program's path. Servers are started with the first call, and end with this process.
+
+    On other systems than Linux it is the real interpreter's.
+    """
+    if sys.platform != "linux":
+        return REAL
+    if not _folders:
+        folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        _folders.append(folder)
+        client = CLIENT.format(real=REAL, folder=str(folder), prefixes=READ_AT_IMPORT)
+        (folder / "python").write_text(client)
+        (folder / "python").chmod(stat.S_IRWXU)
+        for module, (first, *_) in PRELOADED.items():
+            if importlib.util.find_spec(first):  # one side may be tested alone
+                start_server(module, folder)
+    return str(_folders[0] / "python")
+
+
+def start_server(module: str, folder: Path) -> None:
+    """Start the server of a package's programs, in the environment that the harness starts them in."""
+    from compare.contract.engines.registry import SIDES
+    from compare.execute.launch import child_environment
+
+    side = SIDES.get(module)
+    environment = child_environment(side, "cpu") if side else dict(os.environ)
+    begin = f"import sys; sys.path[:0] = {sys.path!r}; import warm; warm.serve({module!r}, {str(folder)!r})"
+    _servers.append(processes.start([REAL, "-c", begin], env=environment, stdout=None, stderr=None))
+
+
+def end() -> None:
+    """End the servers."""
+    for server in _servers:
+        server.kill()
+        server.wait()
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    _servers.clear()
+    _folders.clear()
+
+
+def serve(module: str, folder: str) -> NoReturn:
+    """Import what `module` needs, and fork for whoever asks."""
+    at_import = {key: value for key, value in os.environ.items() if key.startswith(READ_AT_IMPORT)}
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
+    if module == "compare":
+        sys.executable = os.path.join(folder, "python")  # with which it starts its sides
+    for name in PRELOADED.get(module, ()):
+        importlib.import_module(name)
+    warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(os.path.join(folder, module))
+    listener.listen(64)
+    unfinished = Path(folder, f"{module}.part")
+    unfinished.write_text(json.dumps(at_import))
+    unfinished.rename(Path(folder, f"{module}.json"))  # now clients come
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for monitors
+    while True:
+        connection, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            monitor(connection, module)
+        connection.close()
+
+
+def monitor(connection: socket.socket, module: str) -> NoReturn:
+    """Fork the program that a client asks for, pass its signals on, tell it the end."""
+    message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 3)
+    child = os.fork()
+    if not child:
+        connection.close()
+        become(module, json.loads(message), files)
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(child)
+    while True:
+        ready, _, _ = select.select([connection, ended], [], [])
+        if ended in ready:
+            break
+        number = connection.recv(1) or bytes([signal.SIGKILL])  # a client that is gone was killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, number[0])
+        if number[0] == signal.SIGKILL:
+            break
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        connection.send(str(status).encode())
+    os._exit(0)
+
+
+def become(module: str, asked: dict, files: list[int]) -> NoReturn:
+    """From now on be what `python -m MODULE` would have been."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else default)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    sys.stderr.reconfigure(errors="backslashreplace", line_buffering=True)
+    program = importlib.import_module(f"{module}.__main__")
+    sys.argv = [str(program.__file__), *asked["arguments"]]
+    code: object = 1
+    try:
+        code = program.main()
+    except SystemExit as ended:
+        code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+    if module == "compare":
+        atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 0)
