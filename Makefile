@@ -99,6 +99,7 @@ sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel
 
 lessons: $(READY)  ## the four lessons, from the tree and from real runs: docs/lessons/*.html
+	mkdir -p docs/lessons
 	for strategy in $(LESSONS); do \
 		$(BIN)/shardpair lesson $$strategy --output docs/lessons/$$strategy.html --no_open || exit; \
 	done

@@ -26,7 +26,6 @@ from compare.commands.bench import Bench
 from compare.commands.check import Check
 from compare.commands.pages import leave_page
 from compare.commands.run import Run
-from compare.contract.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.bench import BenchResult
@@ -34,6 +33,7 @@ from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE, write_report
+from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
 

@@ -40,11 +40,11 @@ from compare.commands.run import Run
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
 from compare.commands.sweep import Sweep
-from compare.contract.engines.registry import OBJECTIONS
-from compare.contract.experiment import ExperimentError, load, named_experiments
-from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
+from compare.host.tensors import RecordError
+from compare.spec.engines.registry import OBJECTIONS
+from compare.spec.experiment import ExperimentError, load, named_experiments
 from compare.studies.golden import EXPERIMENT as GOLDEN
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.terminal import standard_output

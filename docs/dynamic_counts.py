@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.experiment import Data, Experiment, Model, Train
 from compare.contract.request import Request
+from compare.spec.experiment import Data, Experiment, Model, Train
 from compare.studies.matrix import matrix_cases
 from compare.studies.presets import PRESETS
 from jaxpar.measure.dynamic_counts import Counted, dynamic_counts
@@ -51,9 +51,9 @@ def watch(engine: str, experiment: Experiment) -> tuple[Executions, str]:
     """Two steps in this process, the second of them watched; and the HLO that ran. JAX has its devices."""
     import jax
 
-    from compare.contract.data import open_corpus
     from compare.contract.progress import Progress
-    from compare.contract.stream import arrays_of_step
+    from compare.numerics.data import open_corpus
+    from compare.numerics.stream import arrays_of_step
     from jaxpar.comm.mesh import make_mesh
     from jaxpar.compilation import compile_step, device_scalars
     from jaxpar.measure.profile import recorded

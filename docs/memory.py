@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Struct
 
 from compare.api import experiment, run
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.json_files import write_json
 from compare.contract.memory_profile import Peak
+from compare.host.json_files import write_json
 from compare.present.memory_tables import AtPeak, at_peak
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.presets import preset_layout
 
 MEMORY = Path(__file__).parent / "memory.json"

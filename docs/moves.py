@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from compare import api
-from compare.contract.checkpoint.description import CHECKPOINTS, folder_name
+from compare.checkpoint.description import CHECKPOINTS, folder_name
 from compare.judge.checkpoint_difference import difference
 
 MOVES = Path(__file__).parent / "moves.json"

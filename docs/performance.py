@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.json_files import write_json
+from compare.host.json_files import write_json
 from compare.judge.bench import BENCH, BenchResult, read_bench
 from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate

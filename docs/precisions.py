@@ -18,11 +18,11 @@ from msgspec import Struct
 from safetensors.numpy import save_file
 
 from compare.api import experiment, run
-from compare.contract.experiment import Experiment
-from compare.contract.json_files import write_json
-from compare.contract.parameters import initial_parameters
+from compare.host.json_files import write_json
+from compare.numerics.parameters import initial_parameters
 from compare.present.report.canvas import colour
 from compare.present.report.saved import save_figure
+from compare.spec.experiment import Experiment
 
 PRECISIONS = Path(__file__).parent / "precisions.json"
 PICTURE = PRECISIONS.with_suffix(".png")

@@ -19,8 +19,8 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import SIDES
 from compare.execute.launch import child_environment
+from compare.spec.engines.registry import SIDES
 
 PROFILES = Path(__file__).parent / "profiles.json"
 SIZES = {6: {"block_size": 128}, 8: {"block_size": 128, "n_layer": 8, "n_head": 8}}
@@ -122,8 +122,8 @@ _MOVES |= {"dynamic-slice", "dynamic-update-slice", "get-tuple-element"}
 
 def measure(engine: str, preset: str, devices: int, layers: int = 6, microbatches: int = 1) -> Profile:
     """Train some steps in this process, which has not used JAX yet."""
-    from compare.contract.experiment import edited, load
     from compare.contract.request import Request
+    from compare.spec.experiment import edited, load
     from compare.studies.presets import spread
     from jaxpar.__main__ import configure_jax
 
@@ -136,10 +136,10 @@ def measure(engine: str, preset: str, devices: int, layers: int = 6, microbatche
 
     import jax
 
-    from compare.contract.data import open_corpus
-    from compare.contract.host.facts import cpu_seconds
     from compare.contract.progress import Progress
-    from compare.contract.stream import arrays_of_step
+    from compare.host.facts import cpu_seconds
+    from compare.numerics.data import open_corpus
+    from compare.numerics.stream import arrays_of_step
     from jaxpar.comm.mesh import make_mesh
     from jaxpar.compilation import compile_step, device_scalars
     from jaxpar.remat import resolve_remat

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from compare.contract.data import standard_library_text
 from compare.contract.record import read_record
+from compare.numerics.data import standard_library_text
 
 RECIPES = Path(__file__).parent / "recipes.json"
 PICTURE = Path(__file__).parent / "recipe.png"

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from compare.api import experiment, run
-from compare.contract.json_files import write_json
 from compare.contract.record import ON_HOST
+from compare.host.json_files import write_json
 
 SAVINGS = Path(__file__).parent / "savings.json"
 ENGINES = ("torch-manual", "jax-compiler", "jax-manual")

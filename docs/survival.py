@@ -22,8 +22,8 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from compare.contract.checkpoint.description import CHECKPOINTS, DESCRIPTION, UNFINISHED, checkpoints_in
-from compare.contract.checkpoint.reader import CheckpointReader
+from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, UNFINISHED, checkpoints_in
+from compare.checkpoint.reader import CheckpointReader
 
 SURVIVAL = Path(__file__).parent / "survival.json"
 SHARDPAIR = [sys.executable, "-m", "compare"]

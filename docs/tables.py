@@ -33,11 +33,11 @@ from compare.cli import COMMANDS
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS, lengths, lessons
 from compare.commands.schedule import cost_of
-from compare.contract.engines.registry import PEERS, STUDIED
-from compare.contract.experiment import Layout
-from compare.contract.schedules import SCHEDULES, make_schedule
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
+from compare.pipeline.schedules import SCHEDULES, make_schedule
+from compare.spec.engines.registry import PEERS, STUDIED
+from compare.spec.experiment import Layout
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.presets import PRESETS, preset_layout

@@ -106,10 +106,10 @@ def measure(engine: str, preset: str, microbatches: int = 1) -> TorchProfile:
 def _rank(rank: int, engine: str, preset: str, microbatches: int, folder: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    from compare.contract.experiment import edited, load
-    from compare.contract.host.facts import cpu_seconds
     from compare.contract.request import Request
-    from compare.contract.stream import arrays_of_step
+    from compare.host.facts import cpu_seconds
+    from compare.numerics.stream import arrays_of_step
+    from compare.spec.experiment import edited, load
     from compare.studies.presets import spread
     from torchpar import train
     from torchpar.comm.rank import Heartbeat, Rank

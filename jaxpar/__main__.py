@@ -19,22 +19,22 @@ from pathlib import Path
 
 import msgspec
 
+from compare.checkpoint.description import DESCRIPTION
+from compare.checkpoint.reader import read_description
 from compare.contract.ceiling import read_ceiling_request
-from compare.contract.checkpoint.description import DESCRIPTION
-from compare.contract.checkpoint.reader import read_description
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
-from compare.contract.engines.jax import JAX
-from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
-from compare.contract.host.disk import no_room
-from compare.contract.host.exits import describe_exit
-from compare.contract.host.facts import MissingDevicesError, cores, versions
-from compare.contract.host.run_lock import lock_folder
-from compare.contract.host.signals import is_ignored, on_signals
-from compare.contract.parameters import storage_dtype
 from compare.contract.record import Failure, Recorder, clear_record, write_failure
 from compare.contract.request import Request, read_request
-from compare.contract.sampling import read_sample_request
+from compare.contract.run_lock import lock_folder
+from compare.host.disk import no_room
+from compare.host.exits import describe_exit
+from compare.host.facts import MissingDevicesError, cores, versions
+from compare.host.signals import is_ignored, on_signals
+from compare.numerics.parameters import storage_dtype
+from compare.numerics.sampling import read_sample_request
+from compare.spec.engines.jax import JAX
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3

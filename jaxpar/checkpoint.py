@@ -1,6 +1,6 @@
 """The full state in checkpoints: every device's part of it goes out, and comes in, as its placement says.
 
-The files and their meaning: `compare.contract.checkpoint`. They know nothing of the layout, so that a state
+The files and their meaning: `compare.checkpoint`. They know nothing of the layout, so that a state
 comes back on any other one, and on any other engine.
 """
 
@@ -13,12 +13,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
-from compare.contract.boxes import Box
-from compare.contract.checkpoint.description import WEIGHTS
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Part
-from compare.contract.experiment import Model
-from compare.contract.parameters import storage_dtype
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Part
+from compare.numerics.boxes import Box
+from compare.numerics.parameters import storage_dtype
+from compare.spec.experiment import Model
 from jaxpar.optimizer import moments
 from jaxpar.shards import held, leaf_parts
 from jaxpar.state import TrainState

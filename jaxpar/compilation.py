@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from msgspec.structs import asdict
 
-from compare.contract.experiment import Experiment
-from compare.contract.optimizer import step_scalars
-from compare.contract.parameters import storage_dtype
 from compare.contract.progress import Progress
-from compare.contract.stream import shapes_of_step
+from compare.numerics.optimizer import step_scalars
+from compare.numerics.parameters import storage_dtype
+from compare.numerics.stream import shapes_of_step
+from compare.spec.experiment import Experiment
 from jaxpar.state import TrainState
 from jaxpar.training_step import ShardedStep
 

@@ -1,4 +1,4 @@
-"""Dropout by counters, as `compare.contract.dropout` defines it: elementwise, so that it is split as x is.
+"""Dropout by counters, as `compare.numerics.dropout` defines it: elementwise, so that it is split as x is.
 
 A model's modules are given a `Noise`, or None where nothing is to be dropped.
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from compare.contract.dropout import (
+from compare.numerics.dropout import (
     BITS,
     LANES,
     OUTSIDE,

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from compare.contract.data import Corpus
-from compare.contract.evaluation import Evaluation, evaluate, is_due
-from compare.contract.experiment import Experiment
 from compare.contract.record import Recorder
-from compare.contract.stream import OwnBatches
+from compare.numerics.data import Corpus
+from compare.numerics.evaluation import Evaluation, evaluate, is_due
+from compare.numerics.stream import OwnBatches
+from compare.spec.experiment import Experiment
 from jaxpar.compilation import compile_evaluation, device_scalars
 from jaxpar.state import TrainState
 from jaxpar.training_step import ShardedStep

@@ -17,9 +17,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from compare.contract.axes import AXES, DP_REPLICATE, PP, TP
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.experiment import Experiment, Layout, Model
 from compare.contract.faults import (
     ANY_LAYOUT,
     IGNORED,
@@ -34,6 +32,8 @@ from compare.contract.faults import (
     find_fault,
 )
 from compare.contract.progress import Progress
+from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
+from compare.spec.experiment import Experiment, Layout, Model
 from jaxpar import compilation, dropout, manual, optimizer, train, weights
 from jaxpar.comm import collectives
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel

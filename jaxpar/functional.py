@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from compare.contract.experiment import Model, Precision
+from compare.spec.experiment import Model, Precision
 from jaxpar.model import GPT
 from jaxpar.problem import Pieces
 from jaxpar.remat import Remat

@@ -1,4 +1,4 @@
-"""Loss scaling inside a step (`compare.contract.loss_scale`): where the step's scalars have a `loss_scale`.
+"""Loss scaling inside a step (`compare.numerics.loss_scale`): where the step's scalars have a `loss_scale`.
 
 Backward starts from it, gradients are divided by it, and a step whose gradients overflowed changes nothing.
 

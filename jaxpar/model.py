@@ -20,9 +20,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
-from compare.contract.dropout import Site
-from compare.contract.experiment import Model, Precision
-from compare.contract.parameters import MLP_RATIO, QKV
+from compare.numerics.dropout import Site
+from compare.numerics.parameters import MLP_RATIO, QKV
+from compare.spec.experiment import Model, Precision
 from jaxpar.attention import causal_attention
 from jaxpar.derivatives import gelu, product
 from jaxpar.dropout import Dropout, Noise
@@ -202,7 +202,7 @@ class GPT(nnx.Module):
 
         Args:
             tokens_BT: ids.
-            keys_B2: of the sequences, for dropout (`compare.contract.dropout`); None: nothing is dropped.
+            keys_B2: of the sequences, for dropout (`compare.numerics.dropout`); None: nothing is dropped.
         """
         return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
 

@@ -4,7 +4,7 @@ Why not optax.adamw and optax.clip_by_global_norm: optax computes 1 - beta^t in 
 t = 1), its clipping lacks PyTorch's 1e-6, and a norm over a sharded tree is a matter of the layout. Here
 the step's scalars come from the host in doubles, and the norm from the engine, which knows the layout.
 
-Formulas: `compare.contract.optimizer`.
+Formulas: `compare.numerics.optimizer`.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from compare.contract.experiment import Optimizer
-from compare.contract.optimizer import CLIP_EPS, moment_names
+from compare.numerics.optimizer import CLIP_EPS, moment_names
+from compare.spec.experiment import Optimizer
 
 
 def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
     """The experiment's optimizer.
 
     Its `update(gradients, state, params, *, grad_norm, scalars)` takes the global norm before clipping
-    and a `compare.contract.optimizer.StepScalars` as a dict of scalars.
+    and a `compare.numerics.optimizer.StepScalars` as a dict of scalars.
 
     Args:
         spec: which one, and its hyperparameters.

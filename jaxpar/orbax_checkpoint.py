@@ -3,7 +3,7 @@
 The state as JAX's world keeps it: a tree of weights and trees of moments like it, layers stacked, and the
 step; beside it, as JSON, what checkpoint.json says. True shapes: no padding, and no layout.
 
-What a training saves itself is `compare.contract.checkpoint`, which both frameworks read: orbax has no place
+What a training saves itself is `compare.checkpoint`, which both frameworks read: orbax has no place
 for a leaf that a layout has padded, and PyTorch cannot read what it writes.
 """
 
@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
-from compare.contract.checkpoint.description import WEIGHTS, Checkpoint, groups, tensor_shapes
-from compare.contract.checkpoint.reader import CheckpointError, CheckpointReader
-from compare.contract.checkpoint.saver import write_checkpoint
-from compare.contract.experiment import Experiment, Model, revalidate
-from compare.contract.parameters import storage_dtype
-from compare.contract.shards import Shard
+from compare.checkpoint.description import WEIGHTS, Checkpoint, groups, tensor_shapes
+from compare.checkpoint.reader import CheckpointError, CheckpointReader
+from compare.checkpoint.saver import write_checkpoint
+from compare.numerics.parameters import storage_dtype
+from compare.numerics.shards import Shard
+from compare.spec.experiment import Experiment, Model, revalidate
 from jaxpar.weights import from_canonical, to_canonical
 
 STATE, DESCRIPTION = "state", "description"

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import DP_SHARD, LAYER, PP, TP
+from compare.spec.axes import DP_SHARD, LAYER, PP, TP
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.tree_util import DictKey, keystr
 
-from compare.contract.axes import LAYER
-from compare.contract.experiment import Layout
+from compare.spec.axes import LAYER
+from compare.spec.experiment import Layout
 from jaxpar import placement
 from jaxpar.placement import Placement
 from jaxpar.remat import Remat

@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from compare.contract.data import Corpus
 from compare.contract.divergence import end_if_diverged, first_not_finite
-from compare.contract.experiment import Experiment
-from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.ledger import Ledger
-from compare.contract.parameters import fingerprint, parameter_count
 from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Request, Rung
-from compare.contract.stream import OwnBatches
-from compare.contract.ticks import Ticks
 from compare.contract.timing import Window
+from compare.host.facts import cpu_seconds, versions
+from compare.numerics.data import Corpus
+from compare.numerics.parameters import fingerprint, parameter_count
+from compare.numerics.stream import OwnBatches
+from compare.pipeline.ticks import Ticks
+from compare.spec.experiment import Experiment
 from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax
 
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 
 Remat = Literal["none", "dots", "full"]
 IsGather = Callable[..., bool]

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from compare.contract.checkpoint.description import WEIGHTS
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.experiment import Precision
-from compare.contract.sampling import SampleRequest, generate
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.numerics.sampling import SampleRequest, generate
+from compare.spec.experiment import Precision
 from jaxpar.model import GPT
 from jaxpar.weights import from_canonical
 

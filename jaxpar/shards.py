@@ -16,9 +16,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 
-from compare.contract.experiment import Model
-from compare.contract.parameters import Parameter
-from compare.contract.shards import Shard
+from compare.numerics.parameters import Parameter
+from compare.numerics.shards import Shard
+from compare.spec.experiment import Model
 from jaxpar.placement import Placement
 from jaxpar.weights import STACKED, parameters_by_path
 

@@ -13,20 +13,20 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from compare.contract.checkpoint.description import WEIGHTS
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saving import Saving
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.registry import ENGINES
-from compare.contract.evaluation import require_validation
-from compare.contract.experiment import Experiment, ExperimentError, Model
-from compare.contract.host.facts import cpu_seconds
-from compare.contract.initial_weights import starting_parameters
-from compare.contract.parameters import initial_parameters
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.stream import Batches, arrays_of_step, open_stream
+from compare.contract.saving import Saving
 from compare.contract.timing import Window
+from compare.host.facts import cpu_seconds
+from compare.numerics.evaluation import require_validation
+from compare.numerics.parameters import initial_parameters
+from compare.numerics.stream import Batches, arrays_of_step
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Model
 from jaxpar import weights
 from jaxpar.checkpoint import read_tree, state_parts
 from jaxpar.comm.mesh import make_mesh
@@ -57,9 +57,9 @@ def train(
     """Train the request's experiment and write its record.
 
         from pathlib import Path
-        from compare.contract.data import open_corpus
-        from compare.contract.experiment import load
-        from compare.contract.parameters import initial_parameters
+        from compare.numerics.data import open_corpus
+        from compare.spec.experiment import load
+        from compare.numerics.parameters import initial_parameters
         from compare.contract.record import Recorder, read_record
         from compare.contract.request import Request
         from jaxpar.__main__ import configure_jax

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from compare.contract.axes import LAYER
-from compare.contract.experiment import Model
-from compare.contract.parameters import Parameter, decays, parameter_table
+from compare.numerics.parameters import Parameter, decays, parameter_table
+from compare.spec.axes import LAYER
+from compare.spec.experiment import Model
 
 STACKED = "blocks"
 

@@ -13,7 +13,7 @@ import quick_xla
 import warm
 from hypothesis import HealthCheck, settings
 
-from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
+from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 
 if TYPE_CHECKING:
     from ranks import Ranks

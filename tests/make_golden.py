@@ -33,14 +33,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from compare.contract.data import SPLITS, Corpus, open_corpus
-from compare.contract.evaluation import Evaluation, steps_due
-from compare.contract.experiment import Experiment, edited, load, named_experiments, revalidate
-from compare.contract.json_files import write_json
 from compare.contract.ledger import Ledger
-from compare.contract.parameters import fingerprint, initial_parameters
 from compare.contract.record import Manifest, Recorder, Step
 from compare.contract.request import Rung
+from compare.host.json_files import write_json
+from compare.numerics.data import SPLITS, Corpus, open_corpus
+from compare.numerics.evaluation import Evaluation, steps_due
+from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.spec.experiment import Experiment, edited, load, named_experiments, revalidate
 from compare.studies.golden import EXPERIMENT, PROVENANCE, SGD, Provenance, folder_of, sha256
 
 SOURCE = "https://github.com/karpathy/nanoGPT"

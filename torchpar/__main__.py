@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.disk import no_room
-from compare.contract.host.exits import describe_exit
-from compare.contract.host.facts import MissingDevicesError, MissingPackageError
-from compare.contract.host.run_lock import lock_folder
-from compare.contract.host.signals import is_ignored
 from compare.contract.record import Failure, clear_record, write_failure
+from compare.contract.run_lock import lock_folder
+from compare.host.disk import no_room
+from compare.host.exits import describe_exit
+from compare.host.facts import MissingDevicesError, MissingPackageError
+from compare.host.signals import is_ignored
+from compare.spec.experiment import ExperimentError
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 STDIN_GRACE_S = 5.0
@@ -88,7 +88,7 @@ def _ceiling(text: str) -> int:
 
 
 def _sample(text: str) -> int:
-    from compare.contract.sampling import read_sample_request
+    from compare.numerics.sampling import read_sample_request
     from torchpar.sample import sample
 
     try:
@@ -102,7 +102,7 @@ def _sample(text: str) -> int:
 def _convert(source: Path, target: Path, *, sizes: str, experiment: str) -> int:
     import msgspec
 
-    from compare.contract.experiment import Model
+    from compare.spec.experiment import Model
     from torchpar.convert import convert
     from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
 

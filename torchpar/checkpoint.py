@@ -1,8 +1,8 @@
 """The full state in checkpoints: each rank's pieces of it go out, and come in.
 
-The files and their meaning: `compare.contract.checkpoint`. They know nothing of the layout, so that a state
+The files and their meaning: `compare.checkpoint`. They know nothing of the layout, so that a state
 comes back on any other one, and on any other engine. Weights come back with the model, before it is split:
-`initial_weights.starting_parameters`.
+`contract.inputs.starting_parameters`.
 """
 
 import math
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compare.contract.boxes import from_boxes
-from compare.contract.checkpoint.description import WEIGHTS
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Part
-from compare.contract.shards import Shard
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Part
+from compare.numerics.boxes import from_boxes
+from compare.numerics.shards import Shard
 from torchpar.parallel_model import local
 from torchpar.shards import held, moment_shards, shards
 from torchpar.state import Run

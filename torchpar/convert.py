@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from compare.contract.experiment import ExperimentError, Model
-from compare.contract.host.files import why_not_readable
-from compare.contract.initial_weights import require_fit, write_weights
+from compare.host.files import why_not_readable
+from compare.numerics.initial_weights import require_fit, write_weights
+from compare.spec.experiment import ExperimentError, Model
 from torchpar.weights import COMPILED_PREFIX, nanogpt_shapes, to_arrays
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"

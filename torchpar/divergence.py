@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from compare.contract.parameters import parameter_table
+from compare.numerics.parameters import parameter_table
 from torchpar.parallel_model import local
 from torchpar.state import Run
 from torchpar.weights import nanogpt_name

@@ -1,4 +1,4 @@
-"""Dropout by counters, as `compare.contract.dropout` defines it.
+"""Dropout by counters, as `compare.numerics.dropout` defines it.
 
 PyTorch has no arithmetic of unsigned words: they are int32, whose sums wrap around just so, and whose shifts
 to the right are cleared of the sign that they bring in.
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from compare.contract.dropout import (
+from compare.numerics.dropout import (
     BITS,
     LANES,
     OUTSIDE,

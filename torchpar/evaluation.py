@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
-from compare.contract.evaluation import Evaluation, evaluate, is_due
+from compare.numerics.evaluation import Evaluation, evaluate, is_due
 from torchpar.on_device import autocast, to_device
 from torchpar.recording import Recording
 from torchpar.state import Run

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compare.contract.communication import TIED_GRADIENTS
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName, local

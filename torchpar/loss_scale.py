@@ -1,12 +1,12 @@
-"""Loss scaling, as `compare.contract.loss_scale` has it: before backward, and after it."""
+"""Loss scaling, as `compare.numerics.loss_scale` has it: before backward, and after it."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from compare.contract.experiment import Experiment
 from compare.contract.progress import Progress
+from compare.spec.experiment import Experiment
 from torchpar.parallel_model import ParallelModel, local
 
 

@@ -1,6 +1,6 @@
 """nanoGPT's GPT, with nanoGPT's own parameter names and shapes. It knows nothing of devices in the plural.
 
-Where nanoGPT drops it does, too, given the sequences' keys (`compare.contract.dropout`).
+Where nanoGPT drops it does, too, given the sequences' keys (`compare.numerics.dropout`).
 
 B batch, T and S position, C embedding, H heads, D head_dim = C / H, V vocabulary, 2 the words of a key.
 Weights come from `weights.py`.
@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from compare.contract.dropout import Site
-from compare.contract.experiment import Model
-from compare.contract.parameters import MLP_RATIO, QKV
+from compare.numerics.dropout import Site
+from compare.numerics.parameters import MLP_RATIO, QKV
+from compare.spec.experiment import Model
 from torchpar.dropout import Dropout
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import torch
 
-from compare.contract.checkpoint.description import WEIGHTS, Checkpoint
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Part, write_checkpoint
-from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.contract.host.disk import full_disk_named
-from compare.contract.nanogpt_settings import experiment_of, settings_of
-from compare.contract.parameters import decays, parameter_table
-from compare.contract.shards import Shard
+from compare.checkpoint.description import WEIGHTS, Checkpoint
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Part, write_checkpoint
+from compare.host.disk import full_disk_named
+from compare.numerics.parameters import decays, parameter_table
+from compare.numerics.shards import Shard
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.spec.nanogpt_settings import experiment_of, settings_of
 from torchpar.convert import HEAD, plain_state, read_pickle
 from torchpar.model import GPT
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays, to_nanogpt

@@ -1,4 +1,4 @@
-"""AdamW and SGD as `compare.contract.optimizer` defines them, by torch.optim; the norm over all ranks."""
+"""AdamW and SGD as `compare.numerics.optimizer` defines them, by torch.optim; the norm over all ranks."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from compare.contract.communication import NORM
-from compare.contract.experiment import Experiment, Optimizer
-from compare.contract.learning_rate import learning_rate
-from compare.contract.optimizer import CLIP_EPS
-from compare.contract.parameters import decays, parameter_table
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import CLIP_EPS
+from compare.numerics.parameters import decays, parameter_table
+from compare.spec.experiment import Experiment, Optimizer
 from torchpar.comm.collectives import Axis
 from torchpar.offload import on_host
 from torchpar.parallel_model import ParallelModel, local

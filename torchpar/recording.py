@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from compare.contract.divergence import end_if_diverged
-from compare.contract.engines.registry import ENGINES
-from compare.contract.evaluation import Evaluation
-from compare.contract.host.facts import cpu_seconds, versions
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile
-from compare.contract.parameters import parameter_count
 from compare.contract.progress import Place
 from compare.contract.record import ON_HOST, Manifest, Recorder
 from compare.contract.request import Rung
 from compare.contract.timeline import profiled_step
 from compare.contract.timing import Window, merged
 from compare.contract.work import Work
+from compare.host.facts import cpu_seconds, versions
+from compare.numerics.evaluation import Evaluation
+from compare.numerics.parameters import parameter_count
+from compare.spec.engines.registry import ENGINES
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import LedgerMode, of_all_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 
 Remat = Literal["none", "dots", "full"]
 

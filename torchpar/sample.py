@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compare.contract.checkpoint.description import WEIGHTS
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.sampling import SampleRequest, generate
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.numerics.sampling import SampleRequest, generate
 from torchpar.model import GPT
 from torchpar.weights import load_weights
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from compare.contract.axes import AXES, SPLIT, TP
-from compare.contract.experiment import Model
-from compare.contract.parameters import Parameter, parameter_table
-from compare.contract.shards import Shard
+from compare.numerics.parameters import Parameter, parameter_table
+from compare.numerics.shards import Shard
+from compare.spec.axes import AXES, SPLIT, TP
+from compare.spec.experiment import Model
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import ParallelModel, TensorsByName, local

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from compare.contract.data import Corpus
-from compare.contract.experiment import Experiment
 from compare.contract.progress import Progress
 from compare.contract.request import Request
-from compare.contract.stream import OwnBatches
+from compare.numerics.data import Corpus
+from compare.numerics.stream import OwnBatches
+from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
 from torchpar.comm.rank import Rank
 from torchpar.parallel_model import ParallelModel

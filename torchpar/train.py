@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compare.contract.checkpoint.saving import Saving
 from compare.contract.communication import LOSS
-from compare.contract.engines.torch import TORCH
-from compare.contract.evaluation import require_validation
-from compare.contract.host.facts import cpu_seconds
-from compare.contract.initial_weights import starting_parameters
-from compare.contract.parameters import fingerprint
+from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.progress import Progress
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.stream import Batches, arrays_of_step, open_stream
+from compare.contract.saving import Saving
 from compare.contract.timing import Window
+from compare.host.facts import cpu_seconds
+from compare.numerics.evaluation import require_validation
+from compare.numerics.parameters import fingerprint
+from compare.numerics.stream import Batches, arrays_of_step
+from compare.spec.engines.torch import TORCH
 from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from compare.contract.experiment import Model, Optimizer
-from compare.contract.gpt2_names import TRANSFORMER, gpt2_name
-from compare.contract.optimizer import moment_names
-from compare.contract.parameters import Parameter, parameter_table
+from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name
+from compare.numerics.optimizer import moment_names
+from compare.numerics.parameters import Parameter, parameter_table
+from compare.spec.experiment import Model, Optimizer
 from torchpar.model import GPT
 
 _TORCH_MOMENTS = {"adamw": {"m": "exp_avg", "v": "exp_avg_sq"}, "sgd": {"m": "momentum_buffer"}}

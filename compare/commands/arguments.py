@@ -8,8 +8,12 @@ import msgspec
 import tyro
 
 from compare.commands.pythons import SidePythons, checked_pythons
-from compare.contract.engines.registry import ENGINES, STUDIED
-from compare.contract.experiment import (
+from compare.contract.request import Platform
+from compare.execute.paths import check_cache, default_cache
+from compare.execute.progress import Reporter
+from compare.judge.comparison import COMPARISON, Comparison
+from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.experiment import (
     Checkpoints,
     Data,
     Experiment,
@@ -21,10 +25,6 @@ from compare.contract.experiment import (
     Train,
     revalidate,
 )
-from compare.contract.request import Platform
-from compare.execute.paths import check_cache, default_cache
-from compare.execute.progress import Reporter
-from compare.judge.comparison import COMPARISON, Comparison
 from compare.studies.cases import Case, Settings
 from compare.studies.dry_run import plan, show
 from compare.studies.nanogpt_config import layout_fields, load_experiment

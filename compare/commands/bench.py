@@ -7,13 +7,13 @@ from compare.commands.arguments import EngineName, Spec
 from compare.commands.chosen_layout import DEVICES
 from compare.commands.pages import leave_page
 from compare.commands.pythons import pythons_of
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.timing import Timing
 from compare.execute.progress import Reporter
 from compare.judge.bench import BenchResult, read_bench
 from compare.judge.bench_agreement import mistakes
 from compare.present.bench_tables import print_bench
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench import BenchInterrupted, continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice
 from compare.studies.cases import Case

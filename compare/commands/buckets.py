@@ -6,7 +6,6 @@ import msgspec
 
 from compare.commands.arguments import Spec
 from compare.commands.pages import leave_page
-from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.timing import Timing
 from compare.execute.launch import EngineError
 from compare.execute.paths import PICTURES, check_output
@@ -16,6 +15,7 @@ from compare.judge.bench_agreement import mistakes
 from compare.judge.bucket_study import ALONE, save, study_of
 from compare.judge.collective_fit import Fit
 from compare.present.buckets import print_study
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench import BenchInterrupted, continue_bench, run_bench
 from compare.studies.buckets import fitted_all_reduce, plan_study
 from compare.studies.cases import Case

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from compare.commands.arguments import EngineName, Spec, chosen_engines
-from compare.contract.experiment import Experiment, ExperimentError
 from compare.judge.comparison import Comparison
 from compare.present.tables import print_check
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, ladder_cases
 
 

@@ -4,7 +4,7 @@ import msgspec
 
 from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.commands.pythons import pythons_of
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import fitting, installed
 from compare.studies.presets import PRESETS, apply_preset, check_names
 from compare.terminal.console import errors_console, printable

@@ -10,12 +10,12 @@ from compare.commands.arguments import check_timeout
 from compare.commands.pages import leave_page
 from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Kind
-from compare.contract.experiment import Experiment, ExperimentError
 from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.paths import PICTURES, check_output
 from compare.present.collectives import print_bench
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.collectives import (
     RANKS,
     CollectiveBench,

@@ -13,7 +13,7 @@ import tyro
 from msgspec import Struct
 from msgspec.inspect import BoolType, FloatType, IntType, LiteralType, UnionType, VarTupleType
 
-from compare.contract.experiment import ExperimentError
+from compare.spec.experiment import ExperimentError
 
 Command = TypeVar("Command", bound=Struct)
 LONGEST = 60

@@ -7,7 +7,7 @@ import msgspec
 import tyro
 
 from compare.commands.pythons import SidePythons, checked_pythons
-from compare.contract.experiment import Experiment
+from compare.spec.experiment import Experiment
 from compare.studies.conversion import Format, convert, format_of
 from compare.studies.nanogpt_config import load_experiment
 from compare.terminal.console import print_json, results_console

@@ -6,10 +6,10 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.commands.pythons import SidePythons, pythons_of
-from compare.contract.engines.registry import ENGINES, STUDIED
-from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
 from compare.execute.ask import ask
 from compare.execute.safe_path import with_safe_path
+from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment
 from compare.terminal.console import coloured, print_json, results_console
 
 

@@ -5,8 +5,8 @@ import shutil
 from rich.table import Table
 
 from compare.commands.arguments import Spec, StudiedName, chosen_engines
-from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.present.tables import print_faults
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Case
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
 from compare.studies.harness_faults import PAIR, SINGLE, Caught, plant_all

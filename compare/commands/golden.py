@@ -5,7 +5,10 @@ from rich.table import Table
 
 from compare.commands.arguments import Hidden
 from compare.commands.chosen_layout import Spread
-from compare.contract.experiment import (
+from compare.execute.progress import Reporter
+from compare.judge.ladder import rungs_of
+from compare.present.tables import rung_cell
+from compare.spec.experiment import (
     Checkpoints,
     Data,
     Experiment,
@@ -15,9 +18,6 @@ from compare.contract.experiment import (
     Train,
     revalidate,
 )
-from compare.execute.progress import Reporter
-from compare.judge.ladder import rungs_of
-from compare.present.tables import rung_cell
 from compare.studies.golden import EXPERIMENT, REFERENCE, Held, golden_cases, hold
 from compare.terminal.console import print_json, results_console
 

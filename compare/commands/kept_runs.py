@@ -6,11 +6,11 @@ from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
-from compare.contract.sections import Layout
-from compare.contract.tensors import RecordError
+from compare.host.tensors import RecordError
 from compare.judge.bench import BENCH
 from compare.judge.bucket_study import RESULT as BUCKETS
 from compare.judge.comparison import COMPARISON, read_saved
+from compare.spec.sections import Layout
 from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.golden import OUTCOME as GOLDEN
 from compare.studies.sweep_outcome import SWEEP

@@ -8,10 +8,10 @@ import tyro
 
 from compare.commands.arguments import chosen_engines
 from compare.commands.chosen_layout import Spread
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output
+from compare.host.disk import write_atomically
 from compare.present.ledger_lines import page, print_ledgers, print_rows
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, engine_cases
 from compare.studies.ledgers import preset_cases, read_ledgers, shortened
 from compare.studies.matrix import LAYOUTS

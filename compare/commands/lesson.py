@@ -10,10 +10,10 @@ import tyro
 
 from compare.commands.arguments import check_timeout
 from compare.commands.pythons import SidePythons, checked_pythons
-from compare.contract.experiment import Experiment, ExperimentError
 from compare.execute.paths import check_output
 from compare.execute.progress import Reporter
 from compare.judge.comparison import Comparison
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Settings
 from compare.studies.lessons import LESSONS, lesson_cases
 from compare.studies.paired_run import compare_cases

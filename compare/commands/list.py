@@ -10,10 +10,10 @@ from rich import box
 from rich.table import Table
 
 from compare.commands.kept_runs import KeptRun, kept_runs
-from compare.contract.engines.registry import PEERS, STUDIED
-from compare.contract.experiment import Experiment, ExperimentError, Layout, load, named_experiments
-from compare.contract.parameters import parameter_count
 from compare.execute.packages import missing_package
+from compare.numerics.parameters import parameter_count
+from compare.spec.engines.registry import PEERS, STUDIED
+from compare.spec.experiment import Experiment, ExperimentError, Layout, load, named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.lessons import LESSONS

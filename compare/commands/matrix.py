@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from compare.commands.arguments import Spec, StudiedName, chosen_engines
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.disk import write_atomically
 from compare.execute.paths import check_output, create_run_dir
+from compare.host.disk import write_atomically
 from compare.judge.acceptance import differing_keys
 from compare.judge.comparison import COMPARISON, Comparison, read_comparison
 from compare.present.parity_page import cell_text, markdown, resident_row
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case
 from compare.studies.matrix import LAYOUTS, STUDIES, Cell, fill, matrix_cases, study
 from compare.studies.paired_run import LATER_STEP

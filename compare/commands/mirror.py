@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
-from compare.contract.experiment import Experiment
+from compare.spec.experiment import Experiment
 from compare.studies.lessons import FOLDERS, STRATEGIES, source_root
 from compare.terminal.console import print_json, results_console
 

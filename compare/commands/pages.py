@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from compare.contract.experiment import ExperimentError
-from compare.contract.tensors import RecordError
+from compare.host.tensors import RecordError
+from compare.spec.experiment import ExperimentError
 from compare.terminal.console import errors_console, results_console
 
 

@@ -7,16 +7,16 @@ import msgspec
 
 from compare.commands.chosen_layout import Spread
 from compare.commands.pages import leave_page
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.disk import write_atomically
 from compare.contract.record import Record
 from compare.execute.progress import Reporter
+from compare.host.disk import write_atomically
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.profile import profile_of, save
 from compare.present.chrome_trace import chrome_trace
 from compare.present.profile_tables import print_profile
 from compare.present.report.render import write_report
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, Settings, engine_cases
 from compare.studies.profile import STEPS, read_twins, run_twins, short_run
 

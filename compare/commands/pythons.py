@@ -7,11 +7,11 @@ import msgspec
 import tyro
 from msgspec import Struct
 
-from compare.contract.engines.engine import Side
-from compare.contract.engines.registry import SIDES
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.packages import why_not_python
 from compare.execute.paths import check_python
+from compare.spec.engines.engine import Side
+from compare.spec.engines.registry import SIDES
 
 
 def _python_flag(side: Side) -> object:

@@ -9,14 +9,14 @@ from msgspec import Struct
 from compare.commands import bench, buckets, collectives
 from compare.commands.pages import leave_page
 from compare.commands.sweep import show as show_sweep
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.tensors import RecordError
 from compare.execute.paths import PICTURES, check_output
+from compare.host.tensors import RecordError
 from compare.judge.bench import BENCH, read_bench
 from compare.judge.bucket_study import RESULT as BUCKETS
 from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
 from compare.present.report.render import write_report
 from compare.present.tables import print_check, print_faults, print_outcome
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.buckets import kept_fit
 from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.collectives import read_bench as read_collectives

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import tyro
 
+from compare.checkpoint.reader import CheckpointError, read_description
 from compare.commands.run import Run
-from compare.contract.checkpoint.reader import CheckpointError, read_description
-from compare.contract.experiment import Experiment
 from compare.judge.comparison import COMPARISON, read_saved
+from compare.spec.experiment import Experiment
 from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint
 

@@ -7,11 +7,11 @@ import msgspec
 
 from compare.commands.chosen_layout import Spread
 from compare.commands.pages import leave_page
-from compare.contract.experiment import Experiment
 from compare.execute.tensorboard import require_tensorboard
 from compare.judge.comparison import Comparison
 from compare.present.report.render import write_report
 from compare.present.tables import print_outcome
+from compare.spec.experiment import Experiment
 from compare.studies.cases import Case, engine_cases
 from compare.studies.resuming import changed_settings
 from compare.terminal.console import errors_console

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
+from compare.checkpoint.reader import CheckpointReader
 from compare.commands.pythons import SidePythons, checked_pythons
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.engines.registry import REFERENCE, SIDES, side_of
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.sampling import SampleRequest
+from compare.numerics.sampling import SampleRequest
+from compare.spec.engines.registry import REFERENCE, SIDES, side_of
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.conversion import as_checkpoint
 from compare.studies.sampling import Sampled, draw
 from compare.studies.tokens import Alphabet, alphabet_of

@@ -7,11 +7,11 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.disk import write_atomically
-from compare.contract.schedule_simulator import bubble_fraction, makespan, peak_in_flight, run
-from compare.contract.schedules import SCHEDULES, Schedule, make_schedule
 from compare.execute.paths import PICTURES, check_output
+from compare.host.disk import write_atomically
+from compare.pipeline.schedules import SCHEDULES, Schedule, make_schedule
+from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight, run
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.presets import check_names
 from compare.terminal.console import print_json, results_console
 

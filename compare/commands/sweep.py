@@ -8,12 +8,12 @@ import msgspec
 
 from compare.commands.arguments import EngineName, Spec, chosen_engines
 from compare.commands.pages import leave_page
-from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.contract.record import Record, read_record
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
 from compare.execute.paths import create_run_dir
 from compare.judge.comparison import Comparison, read_saved
 from compare.present.sweep_tables import by_reason, print_sweep
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Settings
 from compare.studies.presets import CLASSIC, PRESETS, check_names
 from compare.studies.sweep import Batch, Scaling, SweepPlan, sweep_batches

@@ -1,1 +1,1 @@
-"""The contract: what an experiment is, and what a run of it leaves behind. Imports no framework."""
+"""The protocol of a run: the request, the record that it leaves, and what is observed meanwhile."""

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.facts import cores
+from compare.host.facts import cores
+from compare.spec.experiment import ExperimentError
 
 ProductDtype = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
 SMALLEST, LARGEST = 512, 8192

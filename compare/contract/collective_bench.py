@@ -21,12 +21,12 @@ import numpy as np
 from msgspec import Struct
 
 from compare.contract.communication import ring_wire_bytes
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.torch import TORCH
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.disk import full_disk_named
-from compare.contract.json_files import read_json
 from compare.contract.request import REQUEST, Platform
+from compare.host.disk import full_disk_named
+from compare.host.json_files import read_json
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.torch import TORCH
+from compare.spec.experiment import ExperimentError
 
 ROWS, SIDE = "rows.jsonl", "side.json"
 

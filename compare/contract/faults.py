@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 
 from msgspec import Struct
 
-from compare.contract.axes import SHARDED_FROM
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, Layout, edited
+from compare.spec.axes import SHARDED_FROM
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 
 
 class Need(Struct, frozen=True, kw_only=True):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from msgspec import UNSET, Struct
 
 from compare.contract.divergence import DivergedError
-from compare.contract.experiment import Experiment
-from compare.contract.host.facts import MemoryUse
-from compare.contract.learning_rate import learning_rate
-from compare.contract.loss_scale import LossScale, next_scale
 from compare.contract.record import Step
+from compare.host.facts import MemoryUse
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.loss_scale import LossScale, next_scale
+from compare.spec.experiment import Experiment
 
 
 class Place(Struct, frozen=True, kw_only=True):

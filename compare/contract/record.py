@@ -4,14 +4,14 @@
     steps.jsonl               one `Step` a line
     evaluations.jsonl         one `Evaluation` a line, if there are any
     ledger.json               what one steady step communicated (`compare.contract.ledger`)
-    collectives.hlo.json      of a compiled step: its collectives one by one (`compare.contract.instructions`)
+    collectives.hlo.json      of a compiled step: its collectives one by one (`compare.pipeline.instructions`)
     timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
     memory.json               memory of one step by class (`compare.contract.memory_profile`)
     work.json                 what one step computes, as it was seen (`compare.contract.work`)
     TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
     manifest.json             how it was run and what it cost; written last, so that its presence means
                               that the record is complete
-    checkpoints/              the full state after some of the steps (`compare.contract.checkpoint`)
+    checkpoints/              the full state after some of the steps (`compare.checkpoint`)
     error.json                instead of a manifest: which rank failed first, and its traceback
 
 Every file is written to a temporary name and renamed, except that steps are appended to
@@ -31,20 +31,20 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType, field
 from safetensors.numpy import save
 
-from compare.contract.checkpoint.description import CHECKPOINTS
-from compare.contract.checkpoint.saver import remove_unfinished
-from compare.contract.evaluation import Evaluation
-from compare.contract.experiment import Experiment
-from compare.contract.host.disk import full_disk_named, remove_leftovers, write_atomically
-from compare.contract.instructions import HLO_COLLECTIVES, Instruction
-from compare.contract.json_files import decode_json, read_json, read_own_bytes, read_own_json, write_json
+from compare.checkpoint.description import CHECKPOINTS
+from compare.checkpoint.saver import remove_unfinished
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.tensors import RecordError, Tensors, garbled
 from compare.contract.timeline import TIMELINE, Timeline
 from compare.contract.timing import Window
 from compare.contract.work import WORK, Work
+from compare.host.disk import full_disk_named, remove_leftovers, write_atomically
+from compare.host.json_files import decode_json, read_json, read_own_bytes, read_own_json, write_json
+from compare.host.tensors import RecordError, Tensors, garbled
+from compare.numerics.evaluation import Evaluation
+from compare.pipeline.instructions import HLO_COLLECTIVES, Instruction
+from compare.spec.experiment import Experiment
 
 T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"

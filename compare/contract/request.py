@@ -7,12 +7,12 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from compare.contract.checkpoint.description import CHECKPOINTS, checkpoints_in
-from compare.contract.experiment import Experiment, ExperimentError, revalidate
-from compare.contract.json_files import read_json
-from compare.contract.loss_scale import LossScale, first_scale
-from compare.contract.optimizer import moment_names
+from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.timing import MIN_WARMUP, Timing
+from compare.host.json_files import read_json
+from compare.numerics.loss_scale import LossScale, first_scale
+from compare.numerics.optimizer import moment_names
+from compare.spec.experiment import Experiment, ExperimentError, revalidate
 
 REQUEST = "request.json"
 Platform = Literal["cpu", "gpu"]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from compare.contract.schedules import Task
+from compare.pipeline.schedules import Task
 
 WORK = "work.json"
 Again = Literal["products", "activations"]

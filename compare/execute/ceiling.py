@@ -5,9 +5,9 @@ import sys
 import msgspec
 
 from compare.contract.ceiling import Ceiling, CeilingRequest
-from compare.contract.engines.registry import SIDES
 from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.spec.engines.registry import SIDES
 
 
 def measure_ceiling(

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from compare.contract.engines.registry import SIDES
-from compare.contract.experiment import ExperimentError
 from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import ExperimentError
 
 BAD_REQUEST = 2
 

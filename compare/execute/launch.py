@@ -21,21 +21,21 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from compare.checkpoint.description import CHECKPOINTS
+from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
-from compare.contract.checkpoint.description import CHECKPOINTS
-from compare.contract.checkpoint.saver import remove_unfinished
-from compare.contract.data import open_corpus, standard_library_text
-from compare.contract.engines.engine import Side
-from compare.contract.engines.registry import side_of
-from compare.contract.evaluation import require_validation
-from compare.contract.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
-from compare.contract.host.disk import remove_leftovers
-from compare.contract.host.exits import describe_exit, oom_kills
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
 from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
+from compare.host.disk import remove_leftovers
+from compare.host.exits import describe_exit, oom_kills
+from compare.numerics.data import open_corpus, standard_library_text
+from compare.numerics.evaluation import require_validation
+from compare.spec.engines.engine import Side
+from compare.spec.engines.registry import side_of
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 
 POLITE_S = 3.0
 LOG = "log.txt"

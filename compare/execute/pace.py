@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from compare.contract.engines.registry import ENGINES, side_of
 from compare.contract.record import STEPS_PART, Step
 from compare.contract.request import Request
+from compare.spec.engines.registry import ENGINES, side_of
 from compare.terminal.units import human_seconds
 
 SHORTEST_S = 10.0  # between two lines, whatever there is to say

@@ -5,9 +5,9 @@ import os
 import shutil
 import sys
 
-from compare.contract.engines.engine import Engine, Side
 from compare.execute.ask import output_of
 from compare.execute.safe_path import with_safe_path
+from compare.spec.engines.engine import Engine, Side
 
 OLDEST = (3, 11)
 CONTRACT = ("numpy", "msgspec", "safetensors")

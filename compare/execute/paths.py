@@ -7,8 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.files import why_not_readable
+from compare.host.files import why_not_readable
+from compare.spec.experiment import ExperimentError
 
 RUNS = Path("runs")
 """Where runs lie that were not told where."""

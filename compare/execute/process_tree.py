@@ -2,7 +2,7 @@
 
 import psutil
 
-from compare.contract.host.activity import Activity
+from compare.host.activity import Activity
 
 
 class ProcessTree:

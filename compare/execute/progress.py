@@ -15,12 +15,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from compare.contract.data import TRAINING
-from compare.contract.experiment import Experiment
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
 from compare.execute.pace import Cadence, Pace
+from compare.numerics.data import TRAINING
+from compare.spec.experiment import Experiment
 from compare.terminal.console import coloured, messages_console
 from compare.terminal.units import human_bytes
 

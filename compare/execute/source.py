@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from compare.contract.experiment import ExperimentError
+from compare.spec.experiment import ExperimentError
 
 _ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
 """What git sets for its hooks: there, every git command speaks of the repository of the hook."""

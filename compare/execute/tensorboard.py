@@ -5,11 +5,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compare.contract.evaluation import Evaluation
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.facts import MissingPackageError
 from compare.contract.record import Step
 from compare.execute.paths import can_be_folder
+from compare.host.facts import MissingPackageError
+from compare.numerics.evaluation import Evaluation
+from compare.spec.experiment import Experiment, ExperimentError
 
 PIP_LINE = "pip install 'shardpair[tensorboard]'"
 

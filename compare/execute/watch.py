@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract import record as files
-from compare.contract.host.activity import look_s
 from compare.contract.record import Step
 from compare.execute.process_tree import ProcessTree
+from compare.host.activity import look_s
 
 POLL_S = 0.05
 GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves

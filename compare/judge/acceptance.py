@@ -13,17 +13,17 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from compare.contract.checkpoint.description import CHECKPOINTS, WEIGHTS, checkpoints_in
-from compare.contract.checkpoint.reader import CheckpointError, CheckpointReader
-from compare.contract.data import open_corpus
-from compare.contract.evaluation import Evaluation, steps_due
-from compare.contract.experiment import Experiment
-from compare.contract.learning_rate import learning_rate
-from compare.contract.loss_scale import next_scale
-from compare.contract.parameters import parameter_count, parameter_table, storage_dtype
+from compare.checkpoint.description import CHECKPOINTS, WEIGHTS, checkpoints_in
+from compare.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Request, Rung, rungs_asked_for
-from compare.contract.stream import keys_of_step, shapes_of_step
+from compare.numerics.data import open_corpus
+from compare.numerics.evaluation import Evaluation, steps_due
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.loss_scale import next_scale
+from compare.numerics.parameters import parameter_count, parameter_table, storage_dtype
+from compare.numerics.stream import keys_of_step, shapes_of_step
+from compare.spec.experiment import Experiment
 
 LISTED = 3
 

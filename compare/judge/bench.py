@@ -10,13 +10,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from compare.contract.ceiling import Ceiling
-from compare.contract.engines.registry import side_of
-from compare.contract.experiment import Experiment
-from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record
 from compare.contract.request import Platform
 from compare.contract.timing import Timing, Window
+from compare.host.json_files import read_result, write_json
 from compare.judge.strategy import done_words
+from compare.spec.engines.registry import side_of
+from compare.spec.experiment import Experiment
 
 BENCH = "bench.json"
 MOST_FAILURES = 2

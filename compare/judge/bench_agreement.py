@@ -12,11 +12,11 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from compare.contract.engines.registry import side_of
-from compare.contract.experiment import Experiment, edited
-from compare.contract.learning_rate import learning_rate
 from compare.judge.bench import BenchCase, BenchResult, Measurement
 from compare.judge.tolerances import tolerances_for
+from compare.numerics.learning_rate import learning_rate
+from compare.spec.engines.registry import side_of
+from compare.spec.experiment import Experiment, edited
 
 MOVED_LITTLE = 5e-3
 """The sum of learning rates up to which steps are early: AdamW moves a weight by about the rate at a step."""

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from compare.contract.experiment import Layout
-from compare.contract.json_files import write_json
-from compare.contract.parameters import parameter_count, storage_dtype
+from compare.host.json_files import write_json
 from compare.judge.bench import BenchCase, BenchResult
 from compare.judge.closed_forms.buckets import best_bucket_bytes, best_buckets, bucket_sizes, overlapped_s
 from compare.judge.collective_fit import Fit
 from compare.judge.statistics import Estimate, estimate
+from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.spec.experiment import Layout
 
 RESULT = "buckets.json"
 ALONE = "no communication"

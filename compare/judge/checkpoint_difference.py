@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from compare.contract.checkpoint.description import groups
-from compare.contract.checkpoint.reader import CheckpointReader
+from compare.checkpoint.description import groups
+from compare.checkpoint.reader import CheckpointReader
 from compare.judge.tensor_errors import worst_tensor
 
 

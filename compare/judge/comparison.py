@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import MAX_CPU_DEVICES, Experiment
-from compare.contract.json_files import FolderName, read_result, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
-from compare.contract.sections import Precision
-from compare.contract.tensors import RecordError
+from compare.host.json_files import FolderName, read_result, write_json
+from compare.host.tensors import RecordError
 from compare.judge.costs import Cost, cost_of
 from compare.judge.ladder import Verdict, climb, objections_by_itself
 from compare.judge.strategy import asked_of
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment
+from compare.spec.sections import Precision
 
 COMPARISON = "comparison.json"
 FAULTS = "faults"

@@ -4,7 +4,7 @@ A tolerance is set for trainings that damp rounding, as nanoGPT's recipes do. Th
 every framework and on one device as well: a small error beside them may be no mistake of an engine.
 """
 
-from compare.contract.experiment import Experiment
+from compare.spec.experiment import Experiment
 
 NARROW = 4
 SMALL_EPS, SMALL_NORM_EPS, SMALL_BETA2, LARGE_LR = 1e-10, 1e-8, 0.5, 0.1

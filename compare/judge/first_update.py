@@ -2,17 +2,17 @@
 
 Below float64 the weights of two correct runs part by as much as an update is large: Adam makes every
 gradient a step of about lr, also one whose sign is rounding. Given its own gradients an engine has no such
-excuse: what it made of them is held to the formulas of `compare.contract.optimizer`, up to the rounding of
+excuse: what it made of them is held to the formulas of `compare.numerics.optimizer`, up to the rounding of
 its weights.
 """
 
 import functools
 
-from compare.contract.optimizer import global_norm, moment_names, reference_step
-from compare.contract.parameters import parameter_table
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.tensor_errors import Found, relative_error
+from compare.numerics.optimizer import global_norm, moment_names, reference_step
+from compare.numerics.parameters import parameter_table
 
 MOMENTS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
 

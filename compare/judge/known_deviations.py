@@ -6,15 +6,15 @@ for numbers that go along in a tuple, and padding where sizes do not divide.
 
 from collections.abc import Mapping
 
-from compare.contract.axes import DP_SHARD
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
 from compare.contract.ledger import SCALAR
-from compare.contract.parameters import MLP_RATIO, parameter_table, storage_dtype
 from compare.judge.closed_forms import library, xla
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.xla import Deviations
+from compare.numerics.parameters import MLP_RATIO, parameter_table, storage_dtype
+from compare.spec.axes import DP_SHARD
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 ALONG, PADDED = "numbers sent along", "padding"
 PATTERNS = {

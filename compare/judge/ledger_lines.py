@@ -12,10 +12,10 @@ from compare.contract.communication import (
     METRICS,
     Communication,
 )
-from compare.contract.experiment import Experiment
 from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms.communication import Bytes, communication
 from compare.judge.known_deviations import explained
+from compare.spec.experiment import Experiment
 
 State = Literal["expected", "different", "missing", "unexpected"]
 ORDER: tuple[State, ...] = ("unexpected", "missing", "different", "expected")

@@ -7,12 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
-from compare.contract.json_files import write_json
 from compare.contract.record import Record
-from compare.contract.schedule_simulator import bubble_fraction as planned_fraction
-from compare.contract.schedules import make_schedule
 from compare.contract.timeline import (
     Lane,
     bubble_fraction,
@@ -21,8 +16,13 @@ from compare.contract.timeline import (
     exposed_us,
     idle_us,
 )
+from compare.host.json_files import write_json
 from compare.judge.comparison import Comparison
 from compare.judge.costs import steady_times_ms
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.simulator import bubble_fraction as planned_fraction
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 PROFILE = "profile.json"
 NO_TIMELINE = "it left no timeline"

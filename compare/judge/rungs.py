@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from compare.contract.data import SPLITS
-from compare.contract.initial_weights import starting_sha256
-from compare.contract.optimizer import global_norm
-from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Rung, rungs_asked_for
 from compare.judge.first_update import first_update
 from compare.judge.strategy import strategy_of
 from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
+from compare.numerics.data import SPLITS
+from compare.numerics.optimizer import global_norm
+from compare.numerics.parameters import fingerprint, initial_parameters
 
 MOST_SAID = 2
 """Objections in one verdict."""

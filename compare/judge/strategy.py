@@ -21,21 +21,21 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from compare.contract.axes import DP_REPLICATE, SHARDED_FROM
 from compare.contract.communication import GRADIENTS
-from compare.contract.engines.engine import Engine
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import storage_dtype
 from compare.contract.record import Record
-from compare.contract.schedules import make_schedule
 from compare.contract.work import Work, name_of
 from compare.judge.closed_forms.communication import WIDE
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.ledger_lines import Line, line_up
+from compare.numerics.parameters import storage_dtype
+from compare.pipeline.schedules import make_schedule
+from compare.spec.axes import DP_REPLICATE, SHARDED_FROM
+from compare.spec.engines.engine import Engine
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 AT_REST = 0.25
 """Of a kind's bytes at rest: so far may padding of small and odd shapes be off. The next stage of ZeRO, or

@@ -9,11 +9,11 @@ from msgspec import Struct
 from rich.table import Table
 from rich.text import Text
 
-from compare.contract.engines.registry import ENGINES
 from compare.contract.record import read_record
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import ORDER, Line
 from compare.present.tables import by_reason
+from compare.spec.engines.registry import ENGINES
 from compare.studies.ledgers import EngineLedger, LedgerStudy
 from compare.terminal.console import coloured, results_console
 from compare.terminal.layout_words import layout_in_words

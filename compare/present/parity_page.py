@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from compare.contract.engines.registry import REFERENCE
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE
+from compare.spec.engines.registry import REFERENCE
 from compare.studies.matrix import SHOWN, STUDIES, Cell
 from compare.studies.presets import PRESETS
 

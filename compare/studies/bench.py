@@ -7,11 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.data import open_corpus
-from compare.contract.engines.registry import REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.facts import cores, cpu_model
-from compare.contract.host.run_lock import lock_folder
+from compare.contract.run_lock import lock_folder
 from compare.contract.timing import Timing
 from compare.execute.launch import EnvironmentMissing, Prepared, freeze_data, prepare, require_devices
 from compare.execute.load import busy_cores, require_idle
@@ -19,8 +15,12 @@ from compare.execute.machine import memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.source import git_state, require_same_source
+from compare.host.facts import cores, cpu_model
 from compare.judge.bench import BenchCase, BenchResult, Machine, read_bench, save
 from compare.judge.bench_rows import baseline_of
+from compare.numerics.data import open_corpus
+from compare.spec.engines.registry import REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import Choice, bench_cases, rotated
 from compare.studies.bench_process import measure, request_for, with_ceilings
 from compare.studies.cases import Settings

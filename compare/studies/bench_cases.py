@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.contract.axes import AXES
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.judge.bench import BenchCase
+from compare.spec.axes import AXES
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.studies.fitting import refusal
 from compare.studies.presets import NOTHING_SAID, PRESETS, Said, check_names, check_presets, preset_layout
 

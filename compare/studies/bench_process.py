@@ -8,15 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.engines.registry import side_of
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
-from compare.contract.tensors import RecordError
 from compare.contract.timing import Timing
 from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
 from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
+from compare.host.tensors import RecordError
 from compare.judge.bench import (
     BenchCase,
     BenchResult,
@@ -26,6 +25,7 @@ from compare.judge.bench import (
     measured,
 )
 from compare.judge.ladder import objections_by_itself
+from compare.spec.engines.registry import side_of
 from compare.studies.cases import Settings
 
 

@@ -7,9 +7,6 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.collective_bench import OURS
-from compare.contract.engines.registry import REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.timing import Timing
 from compare.execute.launch import EngineError, require_devices
 from compare.execute.load import busy_cores
@@ -17,6 +14,9 @@ from compare.judge.bench import BenchCase, BenchResult
 from compare.judge.bucket_study import ALONE, BUCKETED, mb_text
 from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit
+from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.spec.engines.registry import REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.bench import plan_bench
 from compare.studies.bench_cases import Choice
 from compare.studies.cases import Settings, with_layout

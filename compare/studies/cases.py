@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES, REFERENCE
-from compare.contract.experiment import Experiment, revalidate
 from compare.contract.request import Platform
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import spread
 
 

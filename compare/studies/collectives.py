@@ -19,17 +19,17 @@ from compare.contract.collective_bench import (
     Kind,
     bytes_held,
 )
-from compare.contract.engines.registry import SIDES
-from compare.contract.experiment import MAX_CPU_DEVICES, ExperimentError
-from compare.contract.host.run_lock import lock_folder
-from compare.contract.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
 from compare.contract.request import REQUEST, Platform
+from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.source import git_state
 from compare.execute.tally import Tally
+from compare.host.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
 from compare.judge.collective_fit import Fit, fits_of
+from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
 from compare.terminal.units import human_bytes
 
 RESULT = "collectives.json"

@@ -1,6 +1,6 @@
 """`shardpair convert`: a training's state from one format into another.
 
-What every engine saves is one format already (`compare.contract.checkpoint`): any of them goes on from it.
+What every engine saves is one format already (`compare.checkpoint`): any of them goes on from it.
 This is for what comes from elsewhere, and goes there.
 """
 
@@ -13,15 +13,15 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from compare.contract.checkpoint.description import WEIGHTS, Checkpoint
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Part, write_checkpoint
-from compare.contract.experiment import Experiment, ExperimentError, edited
-from compare.contract.initial_weights import write_weights
-from compare.contract.optimizer import moment_names
-from compare.contract.parameters import storage_dtype
-from compare.contract.shards import Shard
+from compare.checkpoint.description import WEIGHTS, Checkpoint
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Part, write_checkpoint
 from compare.execute.convert import convert_by_side
+from compare.numerics.initial_weights import write_weights
+from compare.numerics.optimizer import moment_names
+from compare.numerics.parameters import storage_dtype
+from compare.numerics.shards import Shard
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.huggingface import WEIGHTS_FILE, is_huggingface, read_gpt2, write_gpt2
 from compare.studies.own_weights import PICKLES
 from compare.studies.resuming import any_checkpoint

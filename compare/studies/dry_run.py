@@ -3,11 +3,11 @@
 from msgspec import Struct
 from rich.table import Table
 
-from compare.contract.data import open_corpus
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, to_toml
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.judge.closed_forms.memory import KINDS
+from compare.numerics.data import open_corpus
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, to_toml
 from compare.studies.cases import Case
 from compare.studies.memory_estimate import estimate_memory, may_not_fit, require_memory
 from compare.studies.own_weights import objection_to

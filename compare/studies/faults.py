@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES, REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.judge.comparison import Comparison
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.cases import Case
 from compare.studies.presets import PRESETS, check_names, spread
 

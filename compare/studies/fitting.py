@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from compare.contract.engines.engine import Engine
-from compare.contract.engines.registry import ENGINES, side_of
-from compare.contract.experiment import ExperimentError, Layout
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.packages import missing_package, why_not_python
+from compare.spec.engines.engine import Engine
+from compare.spec.engines.registry import ENGINES, side_of
+from compare.spec.experiment import ExperimentError, Layout
 
 
 def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[list[str], dict[str, str]]:

@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, edited, revalidate
-from compare.contract.host.run_lock import lock_folder
-from compare.contract.json_files import read_own_json, write_json
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
-from compare.contract.tensors import RecordError
+from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, EnvironmentMissing, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
+from compare.host.json_files import read_own_json, write_json
+from compare.host.tensors import RecordError
 from compare.judge.ladder import Verdict, climb
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, edited, revalidate
 from compare.studies.cases import Case, Settings
 from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory

@@ -15,12 +15,12 @@ from msgspec import Struct
 
 from compare.contract import record as files
 from compare.contract.communication import GRADIENTS
-from compare.contract.evaluation import Evaluation
-from compare.contract.json_files import read_json
 from compare.contract.record import Step, read_record, read_steps, read_tensors
 from compare.contract.request import Rung
-from compare.contract.tensors import RecordError
+from compare.host.json_files import read_json
+from compare.host.tensors import RecordError
 from compare.judge.ladder import EVALUATIONS, FINAL, REQUEST, STRATEGY, climb
+from compare.numerics.evaluation import Evaluation
 
 PAIR, SINGLE = ("reference", "candidate"), "single"
 REFERENCE, CANDIDATE = (("reference",), ("candidate",))

@@ -14,12 +14,12 @@ import numpy as np
 from msgspec import Struct
 from safetensors.numpy import save
 
-from compare.contract.experiment import ExperimentError, Model
-from compare.contract.gpt2_names import TRANSFORMER, gpt2_name
-from compare.contract.host.disk import write_atomically
-from compare.contract.initial_weights import require_fit
-from compare.contract.parameters import Parameter, parameter_table
-from compare.contract.tensors import Tensors
+from compare.host.disk import write_atomically
+from compare.host.tensors import Tensors
+from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name
+from compare.numerics.initial_weights import require_fit
+from compare.numerics.parameters import Parameter, parameter_table
+from compare.spec.experiment import ExperimentError, Model
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
 HEAD = "lm_head.weight"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Experiment, edited
 from compare.contract.record import Record
 from compare.judge.comparison import read_comparison
 from compare.judge.ledger_lines import Line, line_up
 from compare.judge.strategy import with_remat_resolved
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Experiment, edited
 from compare.studies.cases import Case
 from compare.studies.matrix import matrix_cases
 from compare.studies.presets import NOTHING_SAID, Said

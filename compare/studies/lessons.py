@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, TP
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.torch import TORCH
-from compare.contract.experiment import load
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.torch import TORCH
+from compare.spec.experiment import load
 from compare.studies.cases import Case, engine_cases
 from compare.studies.presets import spread
 

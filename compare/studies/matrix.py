@@ -7,12 +7,12 @@ with SGD and no clipping, which hides nothing of a gradient's scale; and float64
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.engine import Engine
-from compare.contract.engines.registry import ENGINES, REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
+from compare.spec.engines.engine import Engine
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.studies.cases import Case
 from compare.studies.fitting import refusal
 from compare.studies.presets import NOTHING_SAID, PRESETS, Said, check_names, check_presets, spread

@@ -8,12 +8,12 @@ Below the first nothing can run, and is refused. Up to the second it may not fit
 
 from msgspec import Struct
 
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.record import ON_HOST
 from compare.execute.machine import gpu_memory_bytes, memory_bytes
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.peak_bound import held_at_most
+from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.terminal.units import human_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")

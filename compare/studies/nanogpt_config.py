@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compare.contract.experiment import Experiment, ExperimentError, edited, load, revalidate
-from compare.contract.experiment import layout_fields as toml_layout_fields
-from compare.contract.host.files import why_not_readable
-from compare.contract.nanogpt_settings import FIELDS, experiment_of
 from compare.execute.paths import is_utf8
+from compare.host.files import why_not_readable
+from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
+from compare.spec.experiment import layout_fields as toml_layout_fields
+from compare.spec.nanogpt_settings import FIELDS, experiment_of
 from compare.studies.tokens import META, alphabet_size
 
 SUFFIX = ".py"

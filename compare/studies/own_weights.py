@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.files import why_not_readable
-from compare.contract.initial_weights import INIT, read_weights, write_weights
-from compare.contract.parameters import fingerprint
-from compare.contract.tensors import RecordError, Tensors
 from compare.execute.convert import convert_by_side
 from compare.execute.paths import remove_run_dir
+from compare.host.files import why_not_readable
+from compare.host.tensors import RecordError, Tensors
+from compare.numerics.initial_weights import INIT, read_weights, write_weights
+from compare.numerics.parameters import fingerprint
+from compare.spec.experiment import Experiment, ExperimentError
 
 PICKLES = (".pt", ".pth", ".ckpt")
 NANOGPT = ("transformer.", "lm_head.", "_orig_mod.")

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.run_lock import lock_folder
-from compare.contract.parameters import parameter_count, storage_dtype
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Request, Resume, rungs_asked_for
-from compare.contract.tensors import RecordError
+from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.source import git_state, require_same_source
 from compare.execute.tensorboard import events, in_turn
+from compare.host.tensors import RecordError
 from compare.judge.acceptance import objections
 from compare.judge.comparison import Comparison, how_to_go_on, judged, read_saved, save
+from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, Settings
 from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory

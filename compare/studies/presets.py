@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.contract.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
-from compare.contract.experiment import Experiment, ExperimentError, Layout, revalidate
+from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.experiment import Experiment, ExperimentError, Layout, revalidate
 
 Fields = dict[str, object]
 MICROBATCHES = "microbatches"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.contract.host.run_lock import lock_folder
 from compare.contract.record import MANIFEST, Record, read_failure, read_record
 from compare.contract.request import Request
-from compare.contract.tensors import RecordError
+from compare.contract.run_lock import lock_folder
 from compare.contract.timeline import PROFILED_STEP
 from compare.execute.launch import EngineError, launch
 from compare.execute.progress import Reporter
+from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison, how_to_go_on
 from compare.judge.profile import NOT_ASKED
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.cases import Settings
 from compare.studies.paired_run import Interrupted
 

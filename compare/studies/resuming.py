@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from compare.contract.checkpoint.description import CHECKPOINTS, DESCRIPTION, Checkpoint, checkpoints_in
-from compare.contract.checkpoint.reader import CheckpointError, CheckpointReader, read_description
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.optimizer import moment_names
-from compare.contract.parameters import storage_dtype
+from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, Checkpoint, checkpoints_in
+from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description
 from compare.contract.request import Resume
 from compare.judge.acceptance import differing_keys
 from compare.judge.comparison import COMPARISON
+from compare.numerics.optimizer import moment_names
+from compare.numerics.parameters import storage_dtype
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError
 
 LISTED = 3
 MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")

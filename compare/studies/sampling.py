@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import SIDES
-from compare.contract.sampling import SampleRequest
 from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.numerics.sampling import SampleRequest
+from compare.spec.engines.registry import SIDES
 from compare.studies.tokens import Alphabet
 
 

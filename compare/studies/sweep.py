@@ -13,9 +13,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES, REFERENCE
-from compare.contract.experiment import Experiment, ExperimentError, edited
 from compare.contract.request import Platform
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Case
 from compare.studies.fitting import refusal
 from compare.studies.memory_estimate import require_memory

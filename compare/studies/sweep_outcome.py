@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.contract.engines.registry import REFERENCE
-from compare.contract.host.facts import cores
-from compare.contract.json_files import read_result, write_json
 from compare.contract.record import Record
+from compare.host.facts import cores
+from compare.host.json_files import read_result, write_json
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import Comparison
 from compare.judge.costs import cost_of, steady_times_ms
 from compare.judge.ladder import Verdict
 from compare.judge.peaks import model_flops_utilization
+from compare.spec.engines.registry import REFERENCE
 from compare.studies.sweep import FIRST, SINGLE, SweepPlan, is_a_row
 
 SWEEP = "sweep.json"

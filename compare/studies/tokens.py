@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.host.files import why_not_readable
+from compare.host.files import why_not_readable
+from compare.spec.experiment import Experiment, ExperimentError
 
 META = "meta.pkl"
 BYTES = 256

@@ -1,6 +1,6 @@
 """A layout in words: what is split over what, and on how many devices."""
 
-from compare.contract.experiment import Experiment
+from compare.spec.experiment import Experiment
 
 ZERO = {1: "optimizer state", 2: "optimizer state and gradients"}
 REDUCTIONS = {

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from compare.contract.engines.jax import JAX
-from compare.contract.experiment import Layout
-from compare.contract.host.facts import MissingDevicesError, cpu_model
+from compare.host.facts import MissingDevicesError, cpu_model
+from compare.spec.engines.jax import JAX
+from compare.spec.experiment import Layout
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:

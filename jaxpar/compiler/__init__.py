@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import BATCH
-from compare.contract.experiment import Layout
+from compare.spec.axes import BATCH
+from compare.spec.experiment import Layout
 from jaxpar.comm.mesh import require_layout
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import BATCH, DP_REPLICATE
+from compare.spec.axes import BATCH, DP_REPLICATE
 
 AXIS = DP_REPLICATE
 

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from compare.contract.axes import DP_SHARD
+from compare.spec.axes import DP_SHARD
 from jaxpar.placement import one_layer
 from jaxpar.problem import Edit, Loss
 from jaxpar.remat import IsGather, Remat, apply_remat

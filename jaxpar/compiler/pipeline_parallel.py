@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import PP
+from compare.spec.axes import PP
 from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat, apply_remat
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import TP
+from compare.spec.axes import TP
 from jaxpar.derivatives import product
 from jaxpar.model import Embedding, Linear
 from jaxpar.problem import Edit, Problem

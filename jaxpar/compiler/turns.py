@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 from jaxpar.measure.turns_of_work import Schedule, Work
 
 

@@ -15,11 +15,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import BATCH
 from compare.contract.communication import LOSS
-from compare.contract.experiment import Layout
-from compare.contract.schedules import make_schedule
-from compare.contract.ticks import Ticks, lock_step
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.ticks import Ticks, lock_step
+from compare.spec.axes import BATCH
+from compare.spec.experiment import Layout
 from jaxpar.comm import collectives
 from jaxpar.comm.mesh import require_layout
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled

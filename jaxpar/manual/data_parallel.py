@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from compare.contract.axes import DP_REPLICATE
 from compare.contract.communication import GRADIENTS
+from compare.spec.axes import DP_REPLICATE
 from jaxpar.comm import collectives
 
 AXIS = DP_REPLICATE

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from compare.contract.axes import DP_SHARD
 from compare.contract.communication import GRADIENTS, PARAMETERS
+from compare.spec.axes import DP_SHARD
 from jaxpar.comm import collectives
 from jaxpar.placement import Placement, map_repeated, one_layer
 from jaxpar.problem import Edit, Loss

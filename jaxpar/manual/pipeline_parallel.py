@@ -1,6 +1,6 @@
 """Pipeline parallelism by hand: devices hold a share of the layers each, and microbatches pass through them.
 
-All devices run one program, a scan over the ticks of a schedule (`compare.contract.ticks`). At each tick a
+All devices run one program, a scan over the ticks of a schedule (`compare.pipeline.ticks`). At each tick a
 device looks up its task, does it (a forward, a backward or nothing, in a `lax.cond`), and two permutes carry
 the results to its neighbours: activations one place on, gradients one place back.
 
@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compare.contract.axes import PP
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, TIED_GRADIENTS
-from compare.contract.ticks import BACKWARD, FORWARD, Ticks, TickTasks
+from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
+from compare.spec.axes import PP
 from jaxpar.comm import collectives
 from jaxpar.manual.pipeline.stage import EndSums, Stage
 from jaxpar.placement import map_repeated

@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compare.contract.axes import TP
 from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIENTS
+from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import split_rows
 from jaxpar.model import Embedding, Linear

@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from compare.contract.experiment import Layout
-from compare.contract.schedules import make_schedule
-from compare.contract.ticks import BACKWARD, FORWARD, Ticks, lock_step
 from compare.contract.timeline import Kind
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, lock_step
+from compare.spec.experiment import Layout
 from jaxpar.measure.turns_of_work import Schedule, Work
 
 KINDS: dict[int, Kind] = {FORWARD: "forward", BACKWARD: "backward"}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.facts import MissingDevicesError, cores
+from compare.host.facts import MissingDevicesError, cores
+from compare.spec.experiment import ExperimentError
 
 
 def measure(request: CeilingRequest) -> Ceiling:

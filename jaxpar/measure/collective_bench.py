@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from compare.contract.axes import DP_REPLICATE
 from compare.contract.collective_bench import (
     SIDE,
     TYPE,
@@ -27,9 +26,10 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.contract.experiment import Layout
-from compare.contract.host.facts import versions
-from compare.contract.json_files import write_json
+from compare.host.facts import versions
+from compare.host.json_files import write_json
+from compare.spec.axes import DP_REPLICATE
+from compare.spec.experiment import Layout
 from jaxpar.comm import collectives
 from jaxpar.comm.mesh import device_kind, make_mesh
 from jaxpar.measure.usage import PACKAGES, threads

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from msgspec import Struct
 
-from compare.contract.axes import PP
+from compare.spec.axes import PP
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.measure.profile_events import Event

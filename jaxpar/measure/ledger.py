@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 from msgspec.structs import replace
 
-from compare.contract.axes import PP, TP, joined
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -26,6 +25,7 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
+from compare.spec.axes import PP, TP, joined
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.replica_groups import groups_along
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.instructions import Instruction, Place
+from compare.pipeline.instructions import Instruction, Place
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import axis_of, inferred_purpose
 from jaxpar.measure.source_lines import Line

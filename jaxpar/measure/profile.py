@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
-from compare.contract.experiment import Experiment
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
+from compare.spec.experiment import Experiment
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.measure.merging import merged

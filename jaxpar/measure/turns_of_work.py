@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compare.contract.axes import PP
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, Layout
 from compare.contract.timeline import Kind
+from compare.spec.axes import PP
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, Layout
 
 
 class Work(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from compare.contract.host.facts import MemoryUse, cores, process_memory
+from compare.host.facts import MemoryUse, cores, process_memory
 from jaxpar.offload import is_on_host
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import jax
 from jax import lax
 
-from compare.contract.schedules import Kind, Task
-from compare.contract.ticks import BACKWARD, FORWARD, Ticks
 from compare.contract.work import Again, Work, name_of
+from compare.pipeline.schedules import Kind, Task
+from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
 from jaxpar.manual import pipeline_parallel
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})

@@ -15,15 +15,15 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, Layout, Optimizer
-from compare.contract.host.facts import cpu_seconds
-from compare.contract.initial_weights import starting_parameters
-from compare.contract.optimizer import CLIP_EPS
+from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.stream import Batches, open_stream
 from compare.contract.timing import Window
+from compare.host.facts import cpu_seconds
+from compare.numerics.optimizer import CLIP_EPS
+from compare.numerics.stream import Batches
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, Layout, Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
 from jaxpar.optimizer import global_norm

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import Placement
 from jaxpar.problem import Edit, Loss, Problem

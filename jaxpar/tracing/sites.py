@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from compare.contract.axes import LAYER
+from compare.spec.axes import LAYER
 from jaxpar.model import Embedding, Linear, cross_entropy
 from jaxpar.problem import Problem
 

@@ -3,8 +3,8 @@
 import pytest
 from timed_engines import Engines
 
-from compare.contract.experiment import Experiment, edited, to_toml
 from compare.execute import load
+from compare.spec.experiment import Experiment, edited, to_toml
 from compare.studies import bench as study
 from compare.studies import bench_process
 

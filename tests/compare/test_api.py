@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from compare import api
-from compare.contract.experiment import Experiment, ExperimentError
-from compare.contract.tensors import RecordError
+from compare.host.tensors import RecordError
+from compare.spec.experiment import Experiment, ExperimentError
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.py"
 

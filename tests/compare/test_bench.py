@@ -8,13 +8,13 @@ from timed_engines import bench
 
 from compare import api
 from compare.cli import main
-from compare.contract.experiment import ExperimentError
-from compare.contract.tensors import RecordError
 from compare.execute import source
+from compare.host.tensors import RecordError
 from compare.judge import ladder
 from compare.judge.bench import BENCH, read_bench
 from compare.judge.bench_rows import blocks
 from compare.judge.strategy import Finding, Strategy
+from compare.spec.experiment import ExperimentError
 from compare.studies import bench as study
 from compare.studies.bench import continue_bench, plan_bench, run_bench
 from compare.studies.bench_cases import Choice

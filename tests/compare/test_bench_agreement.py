@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from benches import RAN, STEPS, bench_of, cases_of, finished, measurement_of
 
-from compare.contract.experiment import edited
 from compare.contract.timing import Window
 from compare.judge.bench_agreement import (
     LATE,
@@ -17,6 +16,7 @@ from compare.judge.bench_agreement import (
 )
 from compare.judge.tolerances import TOLERANCES
 from compare.present.bench_words import warnings
+from compare.spec.experiment import edited
 
 NORMS = np.linspace(3.0, 1.0, STEPS)
 LOSSES = np.linspace(5.5, 4.5, STEPS)

@@ -6,8 +6,8 @@ from benches import bench_of, cases_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.contract.experiment import ExperimentError, Layout
 from compare.judge.bench_rows import baseline_of
+from compare.spec.experiment import ExperimentError, Layout
 from compare.studies.bench_cases import Choice, bench_cases, edits_of, layout_name, rotated
 from compare.studies.presets import PRESETS, preset_layout
 
@@ -70,8 +70,8 @@ def test_an_engine_named_twice_is_held_against_itself(tiny):
 
 @given(st.integers(1, 4), st.integers(1, 3))
 def test_order_rotates_within_each_block(engines, layouts):
-    from compare.contract.engines.registry import ENGINES
-    from compare.contract.experiment import Experiment
+    from compare.spec.engines.registry import ENGINES
+    from compare.spec.experiment import Experiment
 
     presets = ("single", "ddp", "fsdp")[:layouts]
     cases = cases_of(Experiment(), engines=tuple(ENGINES)[:engines], presets=presets, devices=(2,))

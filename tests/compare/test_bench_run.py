@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from compare.contract.experiment import to_toml
+from compare.spec.experiment import to_toml
 
 
 def test_two_engines_are_timed_and_do_the_same_work(shardpair, tiny):

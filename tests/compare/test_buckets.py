@@ -11,15 +11,15 @@ from compare.cli import main
 from compare.commands import buckets as command
 from compare.commands import report
 from compare.contract.collective_bench import make_row
-from compare.contract.experiment import Experiment, ExperimentError, edited, load
-from compare.contract.json_files import write_json
-from compare.contract.parameters import parameter_count, storage_dtype
 from compare.execute.launch import EngineError
+from compare.host.json_files import write_json
 from compare.judge.bench import BenchResult, FailedLaunch, save
 from compare.judge.bucket_study import ALONE, BucketStudy, study_of
 from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit, fits_of
+from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.present.report.buckets import save_picture, write_page
+from compare.spec.experiment import Experiment, ExperimentError, edited, load
 from compare.studies import buckets as study
 from compare.studies.bench import BenchInterrupted
 from compare.studies.buckets import default_bucket_mb, fitted_all_reduce, plan_study

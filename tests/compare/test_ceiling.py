@@ -6,11 +6,11 @@ import pytest
 
 from compare.contract import ceiling
 from compare.contract.ceiling import CeilingRequest, find_ceiling, read_ceiling_request
-from compare.contract.engines.registry import SIDES
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.facts import cores
 from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EnvironmentMissing
+from compare.host.facts import cores
+from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import ExperimentError
 
 REQUEST = CeilingRequest(dtype="float32", threads=2)
 

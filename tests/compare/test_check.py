@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from records import CLIMBED
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Layout, load
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Layout, load
 from compare.studies.cases import ladder_cases
 from compare.studies.faults import fault_cases
 

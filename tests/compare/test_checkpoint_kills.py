@@ -9,8 +9,8 @@ import psutil
 import pytest
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
-from compare.contract.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
-from compare.contract.checkpoint.reader import CheckpointReader
+from compare.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
+from compare.checkpoint.reader import CheckpointReader
 
 ENDLESS = (
     "--train.max_iters",

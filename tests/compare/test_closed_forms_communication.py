@@ -6,8 +6,6 @@ test_jaxpar_ledger.py, and by tests/torchpar/test_torchpar_zero.py and test_torc
 
 import pytest
 
-from compare.contract.experiment import Experiment, Layout, Model, Train
-from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import (
     communication,
     data_parallel,
@@ -15,6 +13,8 @@ from compare.judge.closed_forms.communication import (
     pipeline_parallel,
     tensor_parallel,
 )
+from compare.numerics.parameters import parameter_count
+from compare.spec.experiment import Experiment, Layout, Model, Train
 
 L, C, T, V = 4, 8, 16, 32
 MODEL = Model(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=True)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from compare.contract.experiment import edited, load
-from compare.contract.parameters import parameter_count
 from compare.contract.record import Manifest
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.peaks import PEAKS, model_flops_utilization, peak_flops
+from compare.numerics.parameters import parameter_count
+from compare.spec.experiment import edited, load
 
 GPT2 = load("gpt2-124m")
 H100 = "NVIDIA H100 80GB HBM3"

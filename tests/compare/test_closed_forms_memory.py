@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import load
-from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, closed_form, excess
+from compare.numerics.parameters import parameter_count
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import load
 
 CHECK = load("check")
 WHOLE = 8 * parameter_count(CHECK.model)  # bytes in float64

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from memory import read_memory, spec_of
 
-from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 from compare.contract.memory_profile import (
     CLASSES,
     POINTS,
@@ -22,6 +21,7 @@ from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
 from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.present.memory_tables import AtPeak
 from compare.present.report.pictures import peak_words
+from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T

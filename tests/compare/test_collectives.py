@@ -19,10 +19,10 @@ from compare.contract.collective_bench import (
     append_row,
     make_row,
 )
-from compare.contract.json_files import write_json
-from compare.contract.tensors import RecordError
 from compare.execute import launch
 from compare.execute.launch import EngineError
+from compare.host.json_files import write_json
+from compare.host.tensors import RecordError
 from compare.judge.collective_fit import fit_line, fits_of
 from compare.present import collectives as presented
 from compare.present.collectives import print_bench

@@ -7,8 +7,8 @@ from compare.cli import COMMANDS, main, parse
 from compare.commands.arguments import Spec
 from compare.commands.command_line import _flags, read_line, why_refused
 from compare.commands.overview import GROUPS, overview
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import ExperimentError
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError
 
 BAD = {
     "": "give a command, such as shardpair run; see shardpair --help",

@@ -9,16 +9,16 @@ import pytest
 from records import CORPUS, comparison_of, make_record, make_steps
 
 from compare.cli import main
-from compare.contract.experiment import ExperimentError, edited
-from compare.contract.host.run_lock import FolderInUse, lock_folder
-from compare.contract.json_files import write_json
 from compare.contract.record import LEDGER, MANIFEST, STEPS, Step
 from compare.contract.request import REQUEST
-from compare.contract.tensors import RecordError
+from compare.contract.run_lock import FolderInUse, lock_folder
 from compare.execute import source
 from compare.execute.launch import EngineError, Prepared
 from compare.execute.progress import Reporter
+from compare.host.json_files import write_json
+from compare.host.tensors import RecordError
 from compare.judge.comparison import COMPARISON, judged, read_saved
+from compare.spec.experiment import ExperimentError, edited
 from compare.studies import paired_run
 from compare.studies.cases import Settings, engine_cases
 from compare.studies.paired_run import Interrupted, compare_cases, continue_cases

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from compare.commands.pages import leave_page
-from compare.contract.experiment import Experiment
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RungResult, Verdict
 from compare.present.tables import print_outcome
+from compare.spec.experiment import Experiment
 from compare.terminal import console
 from compare.terminal.console import PlainConsole, coloured, printable, results_console
 

@@ -8,9 +8,9 @@ import pytest
 from checkpoints import assert_is_random, random_state, write_random
 from safetensors.numpy import load_file, save_file
 
+from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.experiment import Experiment, ExperimentError, Model, Precision, edited
+from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, edited
 from compare.studies.conversion import format_of
 from compare.studies.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 

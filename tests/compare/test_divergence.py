@@ -7,12 +7,12 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.divergence import DivergedError, end_if_diverged, first_not_finite
-from compare.contract.json_files import read_json
-from compare.contract.parameters import initial_parameters
 from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Recorder, Step
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
+from compare.host.json_files import read_json
 from compare.judge.comparison import read_saved
+from compare.numerics.parameters import initial_parameters
 from compare.terminal.units import error_text
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Heartbeat, Rank

@@ -8,11 +8,11 @@ from records import comparison_of
 from safetensors.numpy import save_file
 
 from compare.cli import main
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import ExperimentError, Layout, load
 from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.judge.closed_forms.memory import closed_form
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import ExperimentError, Layout, load
 from compare.studies import memory_estimate, paired_run
 from compare.studies.cases import Case, engine_cases
 from compare.studies.fitting import fitting

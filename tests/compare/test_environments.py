@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.contract.experiment import edited
 from compare.execute import launch, packages, progress
 from compare.execute.launch import visible_gpus
 from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
+from compare.spec.experiment import edited
 from compare.studies import paired_run
 
 ARGUMENTS = ["run", "check", "--engines", "torch-manual", "--quiet"]

@@ -9,16 +9,16 @@ from checkpoints import describe, random_state
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from compare.contract.checkpoint.description import checkpoints_in, folder_name
-from compare.contract.checkpoint.reader import read_description
-from compare.contract.checkpoint.saver import Saver, best_checkpoint
-from compare.contract.data import SPLITS, open_corpus
-from compare.contract.evaluation import evaluate, is_due, require_validation, steps_due
-from compare.contract.experiment import Data, Experiment, ExperimentError, edited, to_toml
-from compare.contract.parameters import initial_parameters
+from compare.checkpoint.description import checkpoints_in, folder_name
+from compare.checkpoint.reader import read_description
+from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
-from compare.contract.shards import Shard
-from compare.contract.stream import OwnBatches
+from compare.numerics.data import SPLITS, open_corpus
+from compare.numerics.evaluation import evaluate, is_due, require_validation, steps_due
+from compare.numerics.parameters import initial_parameters
+from compare.numerics.shards import Shard
+from compare.numerics.stream import OwnBatches
+from compare.spec.experiment import Data, Experiment, ExperimentError, edited, to_toml
 from torchpar.model import GPT
 from torchpar.weights import load_weights
 

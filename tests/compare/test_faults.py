@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from compare.contract.engines.registry import STUDIED
 from compare.judge.ladder import LADDER
+from compare.spec.engines.registry import STUDIED
 from compare.studies.faults import FAULTS
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from compare.contract.checkpoint.description import CHECKPOINTS, folder_name
-from compare.contract.checkpoint.reader import read_description
-from compare.contract.experiment import edited, to_toml
+from compare.checkpoint.description import CHECKPOINTS, folder_name
+from compare.checkpoint.reader import read_description
 from compare.contract.record import read_record
+from compare.spec.experiment import edited, to_toml
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
 LAYOUTS = {

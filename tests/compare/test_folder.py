@@ -10,14 +10,14 @@ import pytest
 from forks import SERVER, run_torchpar
 from msgspec.structs import replace
 
-from compare.contract.experiment import ExperimentError
-from compare.contract.host import exits
-from compare.contract.host.disk import DiskFull, full_disk_named, no_room, remove_leftovers, write_atomically
-from compare.contract.host.run_lock import FolderInUse, lock_folder
-from compare.contract.json_files import write_json
 from compare.contract.record import STEPS_PART, Recorder, Step, read_failure
 from compare.contract.request import REQUEST, Request
+from compare.contract.run_lock import FolderInUse, lock_folder
 from compare.execute.launch import EngineError, launch
+from compare.host import exits
+from compare.host.disk import DiskFull, full_disk_named, no_room, remove_leftovers, write_atomically
+from compare.host.json_files import write_json
+from compare.spec.experiment import ExperimentError
 
 STEP = Step(step=0, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0)
 
@@ -53,7 +53,7 @@ def test_of_many_that_start_at_once_one_holds_the_folder(tmp_path):
 def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
     script = (
         "import subprocess, sys, time; from pathlib import Path;"
-        "from compare.contract.host.run_lock import lock_folder\n"
+        "from compare.contract.run_lock import lock_folder\n"
         "with lock_folder(Path(sys.argv[1])):\n"
         "    quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
         "    subprocess.Popen(['sleep', '1000'], **quiet)\n"

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.contract.data import open_corpus
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import edited, load, named_experiments, revalidate
-from compare.contract.optimizer import reference_step
-from compare.contract.parameters import parameter_table
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.progress import Reporter
 from compare.judge.ladder import FINAL, LADDER, LOSS_SCALE
 from compare.judge.tensor_errors import worst_tensor
+from compare.numerics.data import open_corpus
+from compare.numerics.optimizer import reference_step
+from compare.numerics.parameters import parameter_table
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import edited, load, named_experiments, revalidate
 from compare.studies import golden
 from compare.studies.cases import Settings
 from compare.studies.golden import EXPERIMENT, FOLDER, SGD, folder_of, hold, read_golden

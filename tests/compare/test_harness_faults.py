@@ -3,9 +3,9 @@
 import pytest
 from records import make_record
 
-from compare.contract.experiment import edited
 from compare.judge import ladder
 from compare.judge.ladder import REQUEST
+from compare.spec.experiment import edited
 from compare.studies.harness_faults import HARNESS_FAULTS, plant_all
 
 

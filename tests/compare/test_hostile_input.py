@@ -11,8 +11,9 @@ import pytest
 
 from compare.cli import main
 from compare.commands import arguments
-from compare.contract.data import open_corpus
-from compare.contract.experiment import (
+from compare.execute import launch, paths
+from compare.numerics.data import open_corpus
+from compare.spec.experiment import (
     MAX_FILE_BYTES,
     Data,
     Experiment,
@@ -24,7 +25,6 @@ from compare.contract.experiment import (
     parse,
     revalidate,
 )
-from compare.execute import launch, paths
 
 LONG = "n" * 300
 NOT_UTF8 = "caf\udce9"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from records import CLIMBED, make_record, make_steps, tensors_of
 
-from compare.contract.experiment import edited
 from compare.contract.request import Rung
 from compare.judge.ladder import FINAL, REQUEST, RUNGS, Verdict, climb
 from compare.judge.tensor_errors import relative_error, worst_tensor
 from compare.judge.tolerances import TOLERANCES
+from compare.spec.experiment import edited
 
 WORST = "blocks.1.mlp.up.weight"
 

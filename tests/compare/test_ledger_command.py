@@ -8,13 +8,13 @@ from records import comparison_of, make_record, make_request
 
 from compare.cli import main
 from compare.contract.communication import Communication
-from compare.contract.experiment import Experiment, edited
-from compare.contract.json_files import read_json, write_json
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
+from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.communication import communication
 from compare.judge.comparison import COMPARISON, Comparison, save
 from compare.judge.strategy import with_remat_resolved
+from compare.spec.experiment import Experiment, edited
 
 ENGINES = ("jax-manual", "torch-manual")
 

@@ -7,8 +7,6 @@ import pytest
 from records import make_record
 
 from compare.contract.communication import Communication, of_busiest_stage, summed
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, Layout, Model, Train, edited
 from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.communication import Bytes, communication
 from compare.judge.closed_forms.library import by_pytorch
@@ -16,6 +14,8 @@ from compare.judge.closed_forms.xla import by_xla
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line, line_up
 from compare.present.ledger_lines import layouts_of, page, rows_of
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, Layout, Model, Train, edited
 from compare.studies.fitting import refusal
 from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.presets import PRESETS, spread

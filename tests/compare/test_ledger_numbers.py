@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from compare.contract.communication import Communication, summed
-from compare.contract.json_files import read_json
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
+from compare.host.json_files import read_json
 from compare.studies.ledgers import read_ledgers
 from compare.studies.presets import PRESETS
 

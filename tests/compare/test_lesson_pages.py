@@ -18,20 +18,19 @@ from compare.contract.communication import (
     PARAMETERS,
     Communication,
 )
-from compare.contract.engines.registry import ENGINES
-from compare.contract.instructions import Instruction, Place
 from compare.contract.ledger import Ledger
 from compare.contract.record import Record, read_record
-from compare.contract.tensors import RecordError
+from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison, judged
+from compare.pipeline.instructions import Instruction, Place
 from compare.present.lesson import sources
 from compare.present.lesson.marks import find_marks
 from compare.present.lesson.names import NAMES
 from compare.present.lesson.page import lesson_page
+from compare.spec.engines.registry import ENGINES
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, source_file, source_root
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "lessons"
 COMPILED = [name for name, folder in FOLDERS.items() if folder.startswith("jaxpar/")]
 ROWS = {
     "data_parallel": [("all_reduce", GRADIENTS)],
@@ -251,15 +250,6 @@ def test_names_are_those_of_the_grid():
     for strategy in LESSONS:
         for source in sources.read_sources(strategy, list(FOLDERS)):
             assert source.summary.endswith("."), source.path
-
-
-@pytest.mark.parametrize("strategy", LESSONS)
-def test_page_in_docs_is_current(strategy):
-    page = (PAGES / f"{strategy}.html").read_text()
-    require_alone(page)
-    assert "PASS" in page
-    files = [(ROOT / source_file(engine, strategy)).read_text() for engine in FOLDERS]
-    assert [text + "\n" for text in written(page)] == files, "run make lessons"
 
 
 def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):

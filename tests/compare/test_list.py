@@ -11,8 +11,8 @@ import pytest
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport
-from compare.contract.engines.registry import PEERS, STUDIED
-from compare.contract.experiment import named_experiments
+from compare.spec.engines.registry import PEERS, STUDIED
+from compare.spec.experiment import named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.lessons import LESSONS

@@ -3,9 +3,9 @@
 import numpy as np
 from bounds import assert_bounded
 
-from compare.contract.experiment import edited, to_toml
 from compare.contract.record import Record, read_record, read_tensors
 from compare.contract.request import Rung
+from compare.spec.experiment import edited, to_toml
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
 ONE_OF_EACH = ("torch-manual", "jax-compiler")

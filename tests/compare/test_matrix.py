@@ -8,12 +8,12 @@ import pytest
 from records import CLIMBED, comparison_of, make_record, make_request
 
 from compare.cli import main
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import ExperimentError, Layout, load, parse, to_toml
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
 from compare.judge.comparison import judged, save
 from compare.judge.ladder import RungResult, Verdict
 from compare.present.parity_page import cell_text, markdown
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import ExperimentError, Layout, load, parse, to_toml
 from compare.studies.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
 from compare.studies.presets import PRESETS, Said, preset_layout, settings_in
 

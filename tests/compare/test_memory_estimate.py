@@ -8,8 +8,14 @@ from bounds import above_the_bound
 from memory import read_memory, spec_of
 from savings import SETTINGS, SIZES, read_savings
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import (
+from compare.execute import machine
+from compare.judge.closed_forms.memory import closed_form
+from compare.judge.closed_forms.peak_bound import in_flight
+from compare.numerics.parameters import parameter_count, parameter_table
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.simulator import peak_in_flight
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import (
     Experiment,
     ExperimentError,
     Layout,
@@ -20,12 +26,6 @@ from compare.contract.experiment import (
     load,
     revalidate,
 )
-from compare.contract.parameters import parameter_count, parameter_table
-from compare.contract.schedule_simulator import peak_in_flight
-from compare.contract.schedules import make_schedule
-from compare.execute import machine
-from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_bound import in_flight
 from compare.studies import memory_estimate
 from compare.studies.memory_estimate import KINDS, estimate_memory, may_not_fit, require_memory
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from bounds import assert_bounded
 
-from compare.contract.experiment import to_toml
 from compare.contract.record import ON_HOST, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
+from compare.spec.experiment import to_toml
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-manual")
 GPIPE = ("--layout.pp", "2", "--layout.schedule", "gpipe", "--layout.microbatches", "2")

@@ -16,12 +16,13 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from compare.cli import main
-from compare.contract.experiment import Data, Experiment, ExperimentError, Model, Train, load
-from compare.contract.initial_weights import checked_weights, read_weights, starting_parameters
-from compare.contract.parameters import fingerprint, initial_parameters
+from compare.contract.inputs import starting_parameters
 from compare.contract.record import read_record, read_tensors
 from compare.contract.request import Request, Resume, Rung
-from compare.contract.stream import OwnBatches
+from compare.numerics.initial_weights import checked_weights, read_weights
+from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.numerics.stream import OwnBatches
+from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, load
 from torchpar.convert import convert
 from torchpar.launcher.entry import start_ranks
 from torchpar.model import GPT
@@ -200,8 +201,8 @@ JAXS_OWN = """
 import sys
 from pathlib import Path
 import msgspec, numpy as np
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import initial_parameters
+from compare.spec.experiment import Experiment
+from compare.numerics.parameters import initial_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from jaxpar.__main__ import configure_jax

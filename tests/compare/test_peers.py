@@ -11,12 +11,12 @@ from records import CLIMBED
 
 from compare.cli import main
 from compare.commands.arguments import chosen_engines
-from compare.contract.engines.engine import Engine
-from compare.contract.engines.registry import ENGINES, PEERS, STUDIED
-from compare.contract.experiment import Experiment, ExperimentError, Layout, Precision
-from compare.contract.host.facts import MissingPackageError
 from compare.execute import packages
 from compare.execute.packages import missing_package
+from compare.host.facts import MissingPackageError
+from compare.spec.engines.engine import Engine
+from compare.spec.engines.registry import ENGINES, PEERS, STUDIED
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision
 
 TINY = (
     "--model.n_layer", "2", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16",

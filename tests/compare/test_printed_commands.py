@@ -20,9 +20,9 @@ from checkpoints import write_random
 
 from compare.cli import COMMANDS, main
 from compare.commands import collectives
-from compare.contract import data
-from compare.contract.experiment import load
 from compare.execute import launch
+from compare.numerics import data
+from compare.spec.experiment import load
 from compare.studies import fitting
 
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -10,11 +10,11 @@ import pytest
 from records import comparison_of, make_record, make_request
 
 from compare.cli import main
-from compare.contract.json_files import read_json
 from compare.contract.record import Failure, write_failure
 from compare.contract.request import Request
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.execute.launch import EngineError
+from compare.host.json_files import read_json
 from compare.judge.comparison import judged, save
 from compare.judge.costs import steady_times_ms
 from compare.judge.profile import PROFILE, Profile, profile_of

@@ -2,7 +2,7 @@
 
 from profiles import CASES, SIZES, classes_of
 
-from compare.contract.engines.registry import STUDIED
+from compare.spec.engines.registry import STUDIED
 from compare.studies.presets import PRESETS
 
 HLO = """

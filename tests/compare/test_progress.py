@@ -13,12 +13,12 @@ from records import make_record, make_request, make_steps
 from rich.console import Console
 from rich.spinner import Spinner
 
-from compare.contract.experiment import edited
 from compare.contract.record import STEPS_PART, Step
 from compare.execute import progress
 from compare.execute.launch import EngineError, Prepared
 from compare.execute.pace import Cadence, Pace
 from compare.execute.progress import Reporter
+from compare.spec.experiment import edited
 from compare.studies import paired_run
 from compare.studies.cases import Settings, engine_cases
 from compare.studies.paired_run import compare_cases, continue_cases

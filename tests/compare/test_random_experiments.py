@@ -13,8 +13,8 @@ from random_experiments import (
     what_went_wrong,
 )
 
-from compare.contract.axes import AXES
-from compare.contract.experiment import Experiment, revalidate
+from compare.spec.axes import AXES
+from compare.spec.experiment import Experiment, revalidate
 
 
 def is_small(experiment: Experiment) -> bool:

@@ -12,11 +12,11 @@ import pytest
 from numpypar.declaration import SIDE as NUMPY
 from records import CLIMBED
 
-from compare.contract.engines.engine import Engine, Side
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.registry import GROUP, OBJECTIONS, REFERENCE, SIDES, STUDIED, read_declarations
-from compare.contract.engines.torch import TORCH
-from compare.contract.experiment import ExperimentError, Layout
+from compare.spec.engines.engine import Engine, Side
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import GROUP, OBJECTIONS, REFERENCE, SIDES, STUDIED, read_declarations
+from compare.spec.engines.torch import TORCH
+from compare.spec.experiment import ExperimentError, Layout
 
 SOURCE = Path(__file__).parents[1] / "support" / "numpypar"
 TINY = (
@@ -114,7 +114,7 @@ def engine(name: str, side: str, **fields) -> Engine:
 @pytest.mark.parametrize(
     ("side", "says"),
     [
-        ("numpypar", "it is a str, and no compare.contract.engines.engine.Side"),
+        ("numpypar", "it is a str, and no compare.spec.engines.engine.Side"),
         (
             Side(name="jaxpar", engines=(), python_flag="other_python"),
             "name jaxpar or its flag other_python is",

@@ -14,7 +14,6 @@ from records import (
 )
 
 from compare.cli import main
-from compare.contract.experiment import edited, parse
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
 from compare.judge.comparison import read_comparison, read_saved, save
@@ -24,6 +23,7 @@ from compare.present.report.pictures import how_close
 from compare.present.report.render import write_report
 from compare.present.report.repeat import EXPERIMENT
 from compare.present.tables import cost_rows
+from compare.spec.experiment import edited, parse
 
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
 

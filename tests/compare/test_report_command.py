@@ -8,11 +8,11 @@ from records import comparison_of
 
 from compare.cli import main
 from compare.commands import arguments
-from compare.contract.experiment import Experiment, edited, load, to_toml
 from compare.contract.request import Request
-from compare.contract.sections import Data
 from compare.judge.comparison import Comparison
 from compare.present.report.repeat import EXPERIMENT, repeat_command
+from compare.spec.experiment import Experiment, edited, load, to_toml
+from compare.spec.sections import Data
 from compare.studies.cases import Case, engine_cases, ladder_cases
 from compare.studies.faults import fault_cases
 from compare.studies.matrix import matrix_cases, study

@@ -5,7 +5,6 @@ import pytest
 from records import FEW_ROWS, comparison_of, make_record
 
 from compare.contract.communication import Communication
-from compare.contract.experiment import Experiment, edited
 from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.comparison import Comparison
@@ -14,6 +13,7 @@ from compare.present.report import pictures, tables
 from compare.present.report.bars import memory_at_rest
 from compare.present.report.memory import at_rest, device_table, memory_table
 from compare.present.report.traffic import ledger_table
+from compare.spec.experiment import Experiment, edited
 from compare.studies.presets import spread
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes, human_seconds

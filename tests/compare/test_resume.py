@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from checkpoints import write_random
 
-from compare.contract.checkpoint.description import CHECKPOINTS, folder_name
-from compare.contract.experiment import Experiment, edited, to_toml
+from compare.checkpoint.description import CHECKPOINTS, folder_name
 from compare.contract.record import read_record
 from compare.judge.checkpoint_difference import difference
+from compare.spec.experiment import Experiment, edited, to_toml
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
 HALF, ALL = 3, 6

@@ -11,10 +11,10 @@ import pytest
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
-from compare.contract.engines.registry import SIDES
 from compare.execute import ask, launch
 from compare.execute.launch import EngineError
 from compare.execute.safe_path import with_safe_path
+from compare.spec.engines.registry import SIDES
 
 HOSTILE = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
 REPORT = SideReport(versions={"jax": "1"}, cpu_devices="some", gpus=["[/x]"])

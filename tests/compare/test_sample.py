@@ -7,7 +7,7 @@ import pytest
 from checkpoints import write_random
 
 from compare.cli import main
-from compare.contract.experiment import Experiment, Model
+from compare.spec.experiment import Experiment, Model
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from records import make_comparison
 
 from compare.cli import main
-from compare.contract.json_files import FolderName
+from compare.host.json_files import FolderName
 from compare.judge.comparison import COMPARISON
 from compare.present.report import render
 from compare.studies import paired_run

@@ -8,9 +8,7 @@ from msgspec.structs import replace
 from records import make_ledger, make_record, tensors_of
 from small_checkpoint import EXPERIMENT, save
 
-from compare.contract.checkpoint.description import CHECKPOINTS
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Layout, edited
+from compare.checkpoint.description import CHECKPOINTS
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
 from compare.judge.acceptance import objections
@@ -18,6 +16,8 @@ from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.conditioning import ill_conditioned
 from compare.judge.ladder import REQUEST, climb
 from compare.judge.strategy import done_words, strategy_of
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Layout, edited
 
 DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
 ENGINES = [name for name, engine in STUDIED.items() if engine.tells_work]

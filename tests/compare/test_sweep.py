@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from sweeps import plan_of, swept
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import ExperimentError, edited
-from compare.contract.parameters import parameter_count
 from compare.judge.comparison import judged
+from compare.numerics.parameters import parameter_count
 from compare.present.report.sweep_page import write_page
 from compare.present.sweep_tables import print_sweep
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import ExperimentError, edited
 from compare.studies import memory_estimate
 from compare.studies.sweep import FIRST, SweepPlan, sweep_batches
 from compare.studies.sweep_outcome import outcome_of, read_outcome, save_outcome

@@ -8,8 +8,8 @@ import pytest
 from records import make_record
 
 from compare.cli import main
-from compare.contract.json_files import read_json
 from compare.execute.launch import EngineError
+from compare.host.json_files import read_json
 from compare.present.sweep_tables import PAGE
 from compare.studies import paired_run
 from compare.studies.sweep import FIRST

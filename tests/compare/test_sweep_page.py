@@ -7,9 +7,9 @@ from sweeps import plan_of, swept
 
 from compare.cli import parse
 from compare.commands import sweep as command
-from compare.contract.experiment import load, to_toml
 from compare.present.report.sweep_page import own_experiment, repeat_command, write_page
 from compare.present.sweep_tables import columns, headline, worth
+from compare.spec.experiment import load, to_toml
 from compare.studies.sweep import sweep_batches
 
 

@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 
-from compare.contract.evaluation import Evaluation
-from compare.contract.experiment import Experiment, Model, Train
-from compare.contract.host.facts import MissingPackageError
 from compare.contract.record import Step
 from compare.execute import tensorboard
 from compare.execute.tensorboard import events, in_turn, require_tensorboard, scalars
+from compare.host.facts import MissingPackageError
+from compare.numerics.evaluation import Evaluation
+from compare.spec.experiment import Experiment, Model, Train
 
 SPEC = Experiment(model=Model(block_size=32), train=Train(batch_size=8, gradient_accumulation_steps=2))
 STEP = Step(step=3, loss=2.5, grad_norm=1.5, lr=1e-3, step_time_ms=500.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compare.contract.experiment import Data, Experiment, ExperimentError, Model
+from compare.spec.experiment import Data, Experiment, ExperimentError, Model
 from compare.studies.tokens import META, alphabet_of, alphabet_size
 
 

@@ -3,7 +3,7 @@
 import pytest
 from torch_profiles import CASES, class_of
 
-from compare.contract.engines.registry import STUDIED
+from compare.spec.engines.registry import STUDIED
 from compare.studies.presets import PRESETS
 
 

@@ -19,11 +19,11 @@ from compare.contract.collective_bench import (
     sent,
     total_bytes,
 )
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.torch import TORCH
-from compare.contract.experiment import ExperimentError
-from compare.contract.json_files import write_json
 from compare.contract.request import REQUEST
+from compare.host.json_files import write_json
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.torch import TORCH
+from compare.spec.experiment import ExperimentError
 
 FACTORS_OF_FOUR = {
     "all_reduce": 1.5,

@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 
-from compare.contract.schedule_simulator import bubble_fraction as planned
-from compare.contract.schedule_simulator import run
-from compare.contract.schedules import Kind, make_schedule
 from compare.contract.timeline import (
     Lane,
     Span,
@@ -17,6 +14,9 @@ from compare.contract.timeline import (
     idle_us,
     profiled_step,
 )
+from compare.pipeline.schedules import Kind, make_schedule
+from compare.pipeline.simulator import bubble_fraction as planned
+from compare.pipeline.simulator import run
 
 
 def span(kind, begin, end, **more):

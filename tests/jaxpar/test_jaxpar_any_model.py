@@ -13,8 +13,8 @@ import optax
 import pytest
 from flax import nnx
 
-from compare.contract.experiment import Layout, Optimizer, Precision
-from compare.contract.optimizer import step_scalars
+from compare.numerics.optimizer import step_scalars
+from compare.spec.experiment import Layout, Optimizer, Precision
 from jaxpar import compiler, manual
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import Dtypes, Embedding, Linear, cross_entropy

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from compare.contract.experiment import Layout, Model
-from compare.contract.optimizer import step_scalars
-from compare.contract.parameters import initial_parameters
+from compare.numerics.optimizer import step_scalars
+from compare.numerics.parameters import initial_parameters
+from compare.spec.experiment import Layout, Model
 from jaxpar import compiler, manual, weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import GPT

@@ -7,9 +7,9 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.experiment import Experiment, Layout
-from compare.contract.json_files import write_json
 from compare.contract.request import REQUEST, Request
+from compare.host.json_files import write_json
+from compare.spec.experiment import Experiment, Layout
 
 COMPILE = """
 import sys

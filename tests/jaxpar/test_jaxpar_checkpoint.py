@@ -8,12 +8,12 @@ from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state,
 from jax_steps import experiment_of
 from layouts import JAX, JAX_COMPILER_PIPELINES, JAX_MANUAL_PIPELINES
 
-from compare.contract.checkpoint.description import WEIGHTS, folder_name
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Saver
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Layout, Model
-from compare.contract.shards import cut
+from compare.checkpoint.description import WEIGHTS, folder_name
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Saver
+from compare.numerics.shards import cut
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Layout, Model
 from jaxpar.checkpoint import state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.optimizer import moments

@@ -15,9 +15,9 @@ from jax_steps import size_of, two_steps, worst_errors
 from layouts import JAX_COMPILER_PIPELINES as LAYOUTS
 
 from compare.contract.communication import summed
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import ExperimentError, Layout, Model
-from compare.contract.parameters import parameter_count, parameter_table
+from compare.numerics.parameters import parameter_count, parameter_table
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError, Layout, Model
 from jaxpar.compiler.pipeline_parallel import lanes, pipelined
 from jaxpar.measure.ledger import communications
 from jaxpar.placement import Placement

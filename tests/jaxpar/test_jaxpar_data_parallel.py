@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.communication import summed
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 from jaxpar.comm import collectives
 from jaxpar.comm.collectives import KEEP_COLLECTIVES_APART, all_reduce_mean, to_varying
 from jaxpar.comm.mesh import make_mesh

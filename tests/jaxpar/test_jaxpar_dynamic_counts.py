@@ -12,11 +12,11 @@ import pytest
 from dynamic_counts import EXPERIMENT, watch
 from msgspec.structs import replace
 
-from compare.contract.experiment import ExperimentError, Layout, Train
 from compare.contract.record import Recorder, read_record
 from compare.contract.request import Request
-from compare.contract.schedules import Kind, make_schedule
 from compare.contract.timeline import COMPUTE, Lane, Timeline, communication_us, exposed_us, idle_us
+from compare.pipeline.schedules import Kind, make_schedule
+from compare.spec.experiment import ExperimentError, Layout, Train
 from jaxpar.measure.dynamic_counts import Counted, dynamic_counts
 from jaxpar.measure.profile import make_timeline
 from jaxpar.measure.profile_events import Executions

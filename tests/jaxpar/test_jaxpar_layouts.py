@@ -11,10 +11,10 @@ from jax_steps import ACCUMULATION as A
 from jax_steps import Outcome, size_of, two_steps, worst_errors
 from layouts import JAX as LAYOUTS
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Layout, Model
-from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import data_parallel, fully_sharded, measured, tensor_parallel
+from compare.numerics.parameters import parameter_count
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Layout, Model
 from jaxpar.measure.hlo import collectives
 
 L = 3

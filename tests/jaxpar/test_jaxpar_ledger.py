@@ -9,9 +9,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.communication import Communication, summed
-from compare.contract.experiment import Experiment, Layout, Model, Train
-from compare.contract.parameters import parameter_count
 from compare.judge.closed_forms.communication import data_parallel
+from compare.numerics.parameters import parameter_count
+from compare.spec.experiment import Experiment, Layout, Model, Train
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.measure.hlo import collectives

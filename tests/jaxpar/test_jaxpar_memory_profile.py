@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from bounds import above_the_bound
 
-from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.memory_profile import MemoryProfile
 from compare.judge.closed_forms.peak_memory import peak_form
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.measure.memory_profile import memory_profile

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from compare.contract.experiment import Experiment, Model, Precision
-from compare.contract.parameters import initial_parameters
+from compare.numerics.parameters import initial_parameters
+from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import weights
 from jaxpar.functional import make_loss
 from jaxpar.model import GPT, cross_entropy

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from compare.contract.experiment import Experiment, Model, Optimizer, Precision
-from compare.contract.optimizer import global_norm as reference_norm
-from compare.contract.optimizer import reference_step
-from compare.contract.parameters import initial_parameters, parameter_table
 from compare.contract.progress import Progress
+from compare.numerics.optimizer import global_norm as reference_norm
+from compare.numerics.optimizer import reference_step
+from compare.numerics.parameters import initial_parameters, parameter_table
+from compare.spec.experiment import Experiment, Model, Optimizer, Precision
 from jaxpar import weights
 from jaxpar.compilation import device_scalars
 from jaxpar.optimizer import global_norm, make_optimizer, moments

@@ -7,8 +7,8 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints import UPDATES, assert_is_random, random_state, write_random
 
-from compare.contract.checkpoint.reader import CheckpointError
-from compare.contract.experiment import Experiment, Model, Optimizer, Precision
+from compare.checkpoint.reader import CheckpointError
+from compare.spec.experiment import Experiment, Model, Optimizer, Precision
 from jaxpar.orbax_checkpoint import STATE, export_checkpoint, import_checkpoint
 
 EXPERIMENT = Experiment(

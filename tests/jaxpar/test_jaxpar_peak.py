@@ -6,8 +6,8 @@ a straight line: what grows with a layer, and what is there once.
 
 import pytest
 
-from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
-from compare.contract.parameters import parameter_table
+from compare.numerics.parameters import parameter_table
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.train import prepare

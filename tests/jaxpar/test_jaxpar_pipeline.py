@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.axes import LAYER
-from compare.contract.experiment import ExperimentError, Layout
-from compare.contract.schedules import make_schedule
-from compare.contract.ticks import lock_step
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.ticks import lock_step
+from compare.spec.axes import LAYER
+from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm.collectives import per_device
 from jaxpar.faults import plant
 from jaxpar.manual import pipeline_parallel

@@ -9,12 +9,12 @@ from jax_steps import ACCUMULATION as A
 from jax_steps import experiment_of, size_of, two_steps, worst_errors
 from layouts import JAX_MANUAL_PIPELINES as LAYOUTS
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import ExperimentError, Layout, Model
-from compare.contract.parameters import parameter_count
-from compare.contract.schedules import make_schedule
-from compare.contract.ticks import lock_step
 from compare.judge.closed_forms.communication import measured, pipeline_parallel
+from compare.numerics.parameters import parameter_count
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.ticks import lock_step
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError, Layout, Model
 from jaxpar.remat import resolve_remat
 
 L, EMBED = 4, 16

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.contract.axes import LAYER
+from compare.spec.axes import LAYER
 from jaxpar.placement import one_layer, place, split_axes
 
 SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}

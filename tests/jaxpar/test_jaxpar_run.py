@@ -15,10 +15,6 @@ from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
 
 from compare.contract.communication import summed
-from compare.contract.data import open_corpus
-from compare.contract.experiment import Experiment, Layout, Optimizer, Train
-from compare.contract.json_files import decode_json, write_json
-from compare.contract.parameters import initial_parameters, parameter_count, parameter_table
 from compare.contract.record import (
     ERROR,
     MANIFEST,
@@ -32,7 +28,11 @@ from compare.contract.record import (
 )
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.work import WORK
+from compare.host.json_files import decode_json, write_json
 from compare.judge.strategy import strategy_of
+from compare.numerics.data import open_corpus
+from compare.numerics.parameters import initial_parameters, parameter_count, parameter_table
+from compare.spec.experiment import Experiment, Layout, Optimizer, Train
 
 
 def start(folder: Path, request: Request, *arguments: str, **options) -> subprocess.Popen:

@@ -6,10 +6,10 @@ import pytest
 from jax_steps import experiment_of
 from layouts import JAX, JAX_COMPILER_PIPELINES, JAX_MANUAL_PIPELINES
 
-from compare.contract.engines.registry import STUDIED
-from compare.contract.experiment import Layout, Model
-from compare.contract.parameters import parameter_table
-from compare.contract.shards import assemble, cut
+from compare.numerics.parameters import parameter_table
+from compare.numerics.shards import assemble, cut
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Layout, Model
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.remat import resolve_remat

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from compare.contract.experiment import Experiment, Layout, Model, Precision
-from compare.contract.parameters import initial_parameters, parameter_table
+from compare.numerics.parameters import initial_parameters, parameter_table
+from compare.spec.experiment import Experiment, Layout, Model, Precision
 from jaxpar import weights
 from jaxpar.faults import plant
 from jaxpar.functional import make_loss

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from compare.contract.experiment import Experiment
 from compare.contract.timing import Timing, Window
 from compare.judge.bench import BenchCase, BenchResult, Circumstances, Machine, Measurement
+from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
 
 TIMING = Timing(window=2, windows=3, single=4)

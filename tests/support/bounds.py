@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from compare.contract.experiment import Experiment
 from compare.contract.record import Record
+from compare.spec.experiment import Experiment
 from compare.studies.memory_estimate import estimate_memory
 
 AT_MOST = ("activations", "logits")

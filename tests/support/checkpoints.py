@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.contract.checkpoint.description import CHECKPOINTS, Checkpoint, folder_name, groups
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Saver
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import parameter_table, storage_dtype
-from compare.contract.shards import Shard
+from compare.checkpoint.description import CHECKPOINTS, Checkpoint, folder_name, groups
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Saver
+from compare.numerics.parameters import parameter_table, storage_dtype
+from compare.numerics.shards import Shard
+from compare.spec.experiment import Experiment
 
 STEP, UPDATES = 7, 5
 

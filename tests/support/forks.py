@@ -17,8 +17,8 @@ import pytest
 from processes import PATIENCE_S
 
 from compare.contract import record
-from compare.contract.json_files import write_json
 from compare.contract.request import Request
+from compare.host.json_files import write_json
 
 TIMEOUT_S = PATIENCE_S
 SERVER = multiprocessing.get_context("forkserver")

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from compare.contract.communication import Communication, summed
-from compare.contract.data import open_corpus
-from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from compare.contract.progress import Progress
+from compare.numerics.data import open_corpus
+from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step, device_scalars

@@ -1,6 +1,6 @@
 """Layouts of the engines' tests, by name: a table for each group of engines. The matrix has PRESETS."""
 
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 
 GPIPE = {"schedule": "gpipe", "microbatches": 4}
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import msgspec
 import quick_xla
 
-from compare.contract.engines.registry import ENGINES, STUDIED
-from compare.contract.experiment import Experiment, ExperimentError, revalidate, to_toml
+from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.experiment import Experiment, ExperimentError, revalidate, to_toml
 from compare.studies.presets import PRESETS
 
 SEED = 20260

@@ -5,29 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from compare.contract.axes import DP_REPLICATE
 from compare.contract.communication import GRADIENTS, Communication, ring_wire_bytes
-from compare.contract.data import open_corpus
-from compare.contract.engines.registry import ENGINES
-from compare.contract.evaluation import Evaluation, steps_due
-from compare.contract.experiment import Experiment
-from compare.contract.json_files import write_json
-from compare.contract.learning_rate import learning_rate
 from compare.contract.ledger import Ledger
-from compare.contract.optimizer import global_norm, moment_names, reference_step
-from compare.contract.parameters import (
-    fingerprint,
-    initial_parameters,
-    parameter_count,
-    parameter_table,
-    storage_dtype,
-)
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.schedules import make_schedule
-from compare.contract.stream import keys_of_step
 from compare.contract.work import Work, name_of
 from compare.execute.source import git_state
+from compare.host.json_files import write_json
 from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
@@ -35,6 +19,22 @@ from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.comparison import Comparison, judged, save
 from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
 from compare.judge.strategy import with_remat_resolved
+from compare.numerics.data import open_corpus
+from compare.numerics.evaluation import Evaluation, steps_due
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import global_norm, moment_names, reference_step
+from compare.numerics.parameters import (
+    fingerprint,
+    initial_parameters,
+    parameter_count,
+    parameter_table,
+    storage_dtype,
+)
+from compare.numerics.stream import keys_of_step
+from compare.pipeline.schedules import make_schedule
+from compare.spec.axes import DP_REPLICATE
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 CORPUS = "00"
 CLIMBED = [rung for rung in LADDER if rung not in (LOSS_SCALE, EVALUATIONS)]

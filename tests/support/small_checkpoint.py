@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 from checkpoints import random_state
 
-from compare.contract.checkpoint.description import Checkpoint, folder_name
-from compare.contract.checkpoint.saver import Part, Saver
-from compare.contract.experiment import Experiment, Model, Precision
-from compare.contract.shards import Shard, cut
+from compare.checkpoint.description import Checkpoint, folder_name
+from compare.checkpoint.saver import Part, Saver
+from compare.numerics.shards import Shard, cut
+from compare.spec.experiment import Experiment, Model, Precision
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=1, n_head=2, n_embd=4, block_size=3, vocab_size=5),

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 from records import comparison_of, make_record, make_steps
 
-from compare.contract.experiment import Experiment
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison, judged
+from compare.spec.experiment import Experiment
 from compare.studies.cases import Case
 from compare.studies.sweep import SweepPlan, sweep_batches
 from compare.studies.sweep_outcome import SweepOutcome, outcome_of

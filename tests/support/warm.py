@@ -106,8 +106,8 @@ def python() -> str:
 
 def start_server(module: str, folder: Path) -> None:
     """Start the server of a package's programs, in the environment that the harness starts them in."""
-    from compare.contract.engines.registry import SIDES
     from compare.execute.launch import child_environment
+    from compare.spec.engines.registry import SIDES
 
     side = SIDES.get(module)
     environment = child_environment(side, "cpu") if side else dict(os.environ)

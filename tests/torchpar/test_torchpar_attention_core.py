@@ -9,7 +9,7 @@ from modules import normal
 from ranks import RANKS, axis, on_ranks
 from torch import nn
 
-from compare.contract.experiment import Model
+from compare.spec.experiment import Model
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT, CausalAttention
 from torchpar.parallel_model import ParallelModel

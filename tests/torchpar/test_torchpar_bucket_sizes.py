@@ -2,8 +2,8 @@
 
 import pytest
 
-from compare.contract.experiment import Model
 from compare.judge.closed_forms.buckets import bucket_sizes
+from compare.spec.experiment import Model
 from torchpar.manual.buckets import make_buckets
 from torchpar.model import GPT
 

@@ -10,12 +10,12 @@ from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state,
 from layouts import TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
-from compare.contract.checkpoint.description import folder_name
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.checkpoint.saver import Saver
-from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Precision
+from compare.checkpoint.description import folder_name
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Saver
 from compare.contract.request import Request
-from compare.contract.shards import cut
+from compare.numerics.shards import cut
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm.mesh import make_mesh
 from torchpar.model import GPT

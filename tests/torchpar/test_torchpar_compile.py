@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 
-from compare.contract.schedules import make_schedule
+from compare.pipeline.schedules import make_schedule
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.manual.data_parallel import DataParallel

@@ -9,7 +9,7 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from compare.contract.schedules import make_schedule
+from compare.pipeline.schedules import make_schedule
 from torchpar import swap
 from torchpar.comm.collectives import Axis
 from torchpar.manual import (

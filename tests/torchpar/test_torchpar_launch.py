@@ -21,10 +21,10 @@ from forks import run_forked
 from processes import PATIENCE_S, assert_gone, wait_for
 
 from compare.contract import record
-from compare.contract.experiment import Experiment, Layout, Model, Train
-from compare.contract.json_files import write_json
 from compare.contract.record import read_failure, read_record
 from compare.contract.request import Request
+from compare.host.json_files import write_json
+from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.rank import Rank

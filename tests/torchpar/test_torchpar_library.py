@@ -15,8 +15,8 @@ from ranks import CPU, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import Communication, summed
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
 from torchpar import library
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh

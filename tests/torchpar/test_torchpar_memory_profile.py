@@ -6,9 +6,9 @@ from bounds import above_the_bound
 from modules import stack
 from ranks import on_ranks
 
-from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 from compare.contract.memory_profile import CLASSES, DeviceMemory
 from compare.judge.closed_forms.peak_memory import peak_form
+from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.measure.storages import StorageMode
 from torchpar.model import GPT

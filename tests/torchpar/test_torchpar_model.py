@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from compare.contract.experiment import Experiment, Layout, Model, Optimizer, Train
-from compare.contract.optimizer import moment_names, reference_step
-from compare.contract.parameters import initial_parameters, parameter_table
+from compare.numerics.optimizer import moment_names, reference_step
+from compare.numerics.parameters import initial_parameters, parameter_table
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Train
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel

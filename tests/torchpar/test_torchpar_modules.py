@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from compare.contract.experiment import Experiment, Layout, Model, Train
 from compare.contract.memory_profile import Class
 from compare.judge.closed_forms.peak_memory import peak_form
+from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.measure.ledger import LedgerMode
 from torchpar.measure.memory import watch_memory
 from torchpar.measure.modules import RunningModules

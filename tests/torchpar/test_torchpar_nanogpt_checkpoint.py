@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkpoints import write_random
 
-from compare.contract.checkpoint.reader import CheckpointReader
-from compare.contract.experiment import (
+from compare.checkpoint.reader import CheckpointReader
+from compare.spec.experiment import (
     Data,
     Experiment,
     ExperimentError,
@@ -20,7 +20,7 @@ from compare.contract.experiment import (
     edited,
     load,
 )
-from compare.contract.nanogpt_settings import experiment_of, settings_of
+from compare.spec.nanogpt_settings import experiment_of, settings_of
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
 

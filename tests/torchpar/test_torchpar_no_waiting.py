@@ -13,7 +13,7 @@ import torch
 from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compare.contract.experiment import Experiment, Layout, Model
+from compare.spec.experiment import Experiment, Layout, Model
 from torchpar.comm.mesh import make_mesh
 from torchpar.manual import parallelize
 from torchpar.manual.megatron import vocab_parallel

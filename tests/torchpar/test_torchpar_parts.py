@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from compare.contract.schedules import make_schedule
+from compare.pipeline.schedules import make_schedule
 from torchpar.comm.collectives import Axis
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP

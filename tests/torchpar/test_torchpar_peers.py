@@ -5,12 +5,12 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.divergence import DivergedError
-from compare.contract.experiment import Data, Experiment, Optimizer, Train
-from compare.contract.host.facts import MissingPackageError
-from compare.contract.json_files import write_json
 from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
+from compare.host.facts import MissingPackageError
+from compare.host.json_files import write_json
+from compare.spec.experiment import Data, Experiment, Optimizer, Train
 from torchpar import peers
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher import entry

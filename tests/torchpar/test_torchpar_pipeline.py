@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from compare.contract.experiment import Layout
-from compare.contract.schedule_simulator import peak_in_flight
-from compare.contract.schedules import Kind, Schedule, Task, make_schedule
+from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
+from compare.pipeline.simulator import peak_in_flight
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
 from torchpar.comm.mesh import make_mesh

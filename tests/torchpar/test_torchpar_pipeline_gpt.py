@@ -7,11 +7,11 @@ import pytest
 import torch
 from ranks import CPU, on_ranks
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, Layout, Model, Train
-from compare.contract.json_files import write_json
-from compare.contract.parameters import initial_parameters
 from compare.contract.request import Request
+from compare.host.json_files import write_json
+from compare.numerics.parameters import initial_parameters
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
 from torchpar.comm.mesh import make_mesh
 from torchpar.gpt_stages import TIED
 from torchpar.launcher.entry import read_request

@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 
 import pytest
 
-from compare.contract.rendezvous import in_one_order
-from compare.contract.schedules import Schedule, make_schedule
+from compare.pipeline.rendezvous import in_one_order
+from compare.pipeline.schedules import Schedule, make_schedule
 from torchpar.manual.pipeline.instructions import (
     Backward,
     BackwardWeight,

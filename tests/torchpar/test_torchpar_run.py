@@ -9,11 +9,11 @@ from forks import Done, run_torchpar
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
-from compare.contract.data import open_corpus
-from compare.contract.experiment import Data, Experiment, Layout, Model, Precision, Train
-from compare.contract.parameters import initial_parameters, parameter_count
 from compare.contract.record import read_failure, read_record, read_tensors
 from compare.contract.request import Request, Rung
+from compare.numerics.data import open_corpus
+from compare.numerics.parameters import initial_parameters, parameter_count
+from compare.spec.experiment import Data, Experiment, Layout, Model, Precision, Train
 
 STEPS = 3
 EXPERIMENT = Experiment(

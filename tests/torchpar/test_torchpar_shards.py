@@ -8,9 +8,9 @@ import torch
 from layouts import TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
-from compare.contract.experiment import Experiment, Layout, Model, Optimizer
-from compare.contract.parameters import parameter_table
-from compare.contract.shards import assemble, cut
+from compare.numerics.parameters import parameter_table
+from compare.numerics.shards import assemble, cut
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step

@@ -8,8 +8,8 @@ import torch
 from modules import normal
 from ranks import RANKS, axis, on_ranks
 
-from compare.contract.experiment import Experiment, Layout, Model, Precision, Train
 from compare.judge.closed_forms import communication as closed_form
+from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 from torchpar.comm.counter import Call
 from torchpar.manual.megatron import mappings
 from torchpar.manual.tensor_parallel import (

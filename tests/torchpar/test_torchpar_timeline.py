@@ -7,12 +7,12 @@ import pytest
 from forks import run_torchpar
 from msgspec.structs import replace
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Data, Experiment, ExperimentError, Layout, Model, Precision, Train
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request, Rung
-from compare.contract.schedules import Kind, make_schedule
 from compare.contract.timeline import COMPUTE
+from compare.pipeline.schedules import Kind, make_schedule
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Data, Experiment, ExperimentError, Layout, Model, Precision, Train
 
 STEPS, MICROBATCHES = 5, 4
 ENGINES_OF_TORCH = ("torch-manual", "torch-library")

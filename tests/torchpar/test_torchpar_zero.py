@@ -10,12 +10,12 @@ from forks import Done, run_torchpar
 from layouts import TORCH_ZERO as LAYOUTS
 from msgspec.structs import replace
 
-from compare.contract.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
-from compare.contract.parameters import parameter_count
 from compare.contract.record import Record, read_failure, read_record
 from compare.contract.request import Request
 from compare.judge.closed_forms.communication import data_parallel, fully_sharded, measured
 from compare.judge.ladder import climb
+from compare.numerics.parameters import parameter_count
+from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 
 PASSES = 2
 EXPERIMENT = Experiment(

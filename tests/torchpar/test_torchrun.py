@@ -13,11 +13,11 @@ import pytest
 from forks import run_forked
 from processes import PATIENCE_S, assert_gone, wait_for
 
-from compare.contract.experiment import Experiment, Layout, Model, Train
-from compare.contract.host.run_lock import lock_folder
-from compare.contract.json_files import write_json
 from compare.contract.record import STEPS_PART, read_failure
 from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.run_lock import lock_folder
+from compare.host.json_files import write_json
+from compare.spec.experiment import Experiment, Layout, Model, Train
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

@@ -1,4 +1,4 @@
-"""The mesh axes are declared once: all others ask `compare.contract.axes` for their names and order."""
+"""The mesh axes are declared once: all others ask `compare.spec.axes` for their names and order."""
 
 import ast
 import importlib
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from compare.contract.axes import AXES, BATCH, SPLIT, TP
-from compare.contract.experiment import Layout
+from compare.spec.axes import AXES, BATCH, SPLIT, TP
+from compare.spec.experiment import Layout
 
 ROOT = Path(__file__).parents[2]
-DECLARED = "compare/contract/axes.py"
+DECLARED = "compare/spec/axes.py"
 NAMES_OF_PRESETS = {
     "compare/studies/presets.py",
     "compare/studies/faults.py",

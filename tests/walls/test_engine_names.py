@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compare.contract.engines.registry import ENGINES, SIDES
+from compare.spec.engines.registry import ENGINES, SIDES
 
 ROOT = Path(__file__).parents[2]
-DECLARATIONS = ROOT / "compare" / "contract" / "engines"
+DECLARATIONS = ROOT / "compare" / "spec" / "engines"
 OWN_NAMES = {
     ROOT / "compare" / "studies" / "harness_faults.py",  # a record by another engine is one of its faults
 }

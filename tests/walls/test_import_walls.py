@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax", "orbax"}
 TORCH_WORLD = {"torch"}
 SIDES = {"jaxpar", "torchpar"}
+SHARED = ("host", "spec", "numerics", "pipeline", "checkpoint", "contract")
+"""Rooms of `compare` that the sides may import, from the ground up: a room imports those below it."""
 STRATEGIES = {"data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel"}
 
 
@@ -32,6 +34,12 @@ def roots(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
 
 
+def rooms_of_compare(path: Path) -> set[str]:
+    """Rooms of `compare` that a file imports from."""
+    parts = [name.split(".") for name in imports(path)]
+    return {part[1] for part in parts if part[0] == "compare" and len(part) > 1}
+
+
 def files(folder: str) -> list[Path]:
     """The Python files of a package; there must be some."""
     found = sorted((ROOT / folder).rglob("*.py"))
@@ -44,13 +52,13 @@ def test_compare_imports_no_framework_and_no_side(path):
     assert not roots(path) & (JAX_WORLD | TORCH_WORLD | SIDES)
 
 
-@pytest.mark.parametrize("path", files("compare/contract"), ids=str)
-def test_contract_imports_little(path):
-    allowed = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors", "compare"}
-    assert roots(path) <= allowed
-    assert all(
-        name.startswith("compare.contract") for name in imports(path) if name.split(".")[0] == "compare"
-    )
+@pytest.mark.parametrize("room", SHARED)
+def test_what_both_sides_share_imports_little_and_only_lower_rooms(room):
+    libraries = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors"}
+    below = set(SHARED[: SHARED.index(room) + 1])
+    for path in files(f"compare/{room}"):
+        assert roots(path) <= libraries | {"compare"}, path
+        assert rooms_of_compare(path) <= below, path
 
 
 @pytest.mark.parametrize(
@@ -59,8 +67,7 @@ def test_contract_imports_little(path):
 def test_sides_import_the_contract_and_their_own_world(side, forbidden):
     for path in files(side):
         assert not roots(path) & forbidden, path
-        ours = {name for name in imports(path) if name.split(".")[0] == "compare"}
-        assert all(name.startswith("compare.contract") for name in ours), path
+        assert rooms_of_compare(path) <= set(SHARED), path
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from compare.contract.axes import AXES, BATCH, DP_SHARD, joined
-from compare.contract.experiment import Layout
+from compare.spec.axes import AXES, BATCH, DP_SHARD, joined
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Traffic
 from torchpar.comm.process_groups import make_group

@@ -6,9 +6,7 @@ A fault holds for what is built and run inside.
 from contextlib import AbstractContextManager
 from functools import partial
 
-from compare.contract.axes import DP_REPLICATE, PP, TP
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.experiment import Layout
 from compare.contract.faults import (
     ANY_LAYOUT,
     IGNORED,
@@ -21,6 +19,8 @@ from compare.contract.faults import (
     Fault,
     find_fault,
 )
+from compare.spec.axes import DP_REPLICATE, PP, TP
+from compare.spec.experiment import Layout
 from torchpar.faults import library_faults, manual_faults, run_faults
 from torchpar.faults.collective_faults import (
     contributions_times_ranks,

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from compare.contract.axes import AXES
 from compare.contract.faults import Ignored
 from compare.contract.request import Request
+from compare.spec.axes import AXES
 from torchpar import dropout, train
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import local

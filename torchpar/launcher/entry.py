@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from compare.contract import request as requests
-from compare.contract.data import open_corpus
-from compare.contract.engines.registry import ENGINES
-from compare.contract.evaluation import require_validation
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.facts import MissingDevicesError, versions
-from compare.contract.initial_weights import checked_weights, starting_sha256
+from compare.contract.inputs import starting_sha256
 from compare.contract.request import Request
-from compare.contract.stream import Batches
+from compare.host.facts import MissingDevicesError, versions
+from compare.numerics.data import open_corpus
+from compare.numerics.evaluation import require_validation
+from compare.numerics.initial_weights import checked_weights
+from compare.numerics.stream import Batches
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError
 from torchpar import peers
 from torchpar.comm.rank import Rank
 from torchpar.launcher.local import bind_to_loopback, launch
@@ -68,9 +69,9 @@ def start_ranks(
     """Run all ranks on this machine; the record is in `folder` then.
 
         from pathlib import Path
-        from compare.contract.data import open_corpus
-        from compare.contract.experiment import load
-        from compare.contract.parameters import initial_parameters
+        from compare.numerics.data import open_corpus
+        from compare.spec.experiment import load
+        from compare.numerics.parameters import initial_parameters
         from compare.contract.record import read_record
         from compare.contract.request import Request
         from torchpar.launcher.entry import start_ranks

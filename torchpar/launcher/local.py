@@ -20,9 +20,9 @@ from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from typing import NoReturn
 
-from compare.contract.host.disk import RENDEZVOUS
-from compare.contract.host.exits import oom_kills
-from compare.contract.host.signals import is_ignored
+from compare.host.disk import RENDEZVOUS
+from compare.host.exits import oom_kills
+from compare.host.signals import is_ignored
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import Child, make_report, supervise
 

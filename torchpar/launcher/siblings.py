@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from compare.contract.host.exits import describe_exit
 from compare.contract.record import Failure, read_failure, write_failure
+from compare.host.exits import describe_exit
 from torchpar.comm.rank import Rank
 from torchpar.launcher.supervisor import Report
 

@@ -13,10 +13,10 @@ from multiprocessing.process import BaseProcess
 import psutil
 
 from compare.contract.divergence import DivergedError
-from compare.contract.host.activity import Activity, look_s
-from compare.contract.host.disk import DiskFull
-from compare.contract.host.exits import describe_exit
 from compare.contract.record import Failure
+from compare.host.activity import Activity, look_s
+from compare.host.disk import DiskFull
+from compare.host.exits import describe_exit
 from torchpar.comm.process_groups import is_consequence
 from torchpar.comm.rank import Heartbeat, Rank
 

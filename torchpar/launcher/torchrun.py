@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from compare.contract.host.facts import MissingDevicesError
-from compare.contract.host.signals import on_signals
 from compare.contract.record import clear_record
 from compare.contract.request import Request
+from compare.host.facts import MissingDevicesError
+from compare.host.signals import on_signals
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.entry import require_gpus, train_faulty
 from torchpar.launcher.siblings import Siblings

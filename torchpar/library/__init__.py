@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.contract.axes import BATCH, DP_SHARD, TP
 from compare.contract.communication import RECORD
-from compare.contract.experiment import Layout
+from compare.spec.axes import BATCH, DP_SHARD, TP
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each

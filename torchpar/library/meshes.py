@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compare.contract.axes import AXES
+from compare.spec.axes import AXES
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh

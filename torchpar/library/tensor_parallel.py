@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from compare.contract.parameters import QKV
+from compare.numerics.parameters import QKV
 from torchpar.dropout import split_rows
 from torchpar.model import GPT
 from torchpar.parallel_model import TensorsByName

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import nn
 
-from compare.contract.experiment import Layout
+from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
 from torchpar.manual.data_parallel import DataParallel

@@ -1,6 +1,6 @@
 """Pipeline parallelism by hand: ranks hold a share of the layers each, and microbatches pass through them.
 
-A schedule is plain data (`compare.contract.schedules`): for each rank its tasks in order. So is the list of
+A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks in order. So is the list of
 instructions that a rank makes of it (`pipeline.instructions`), sends and receives included. `run_pipeline`
 carries out any such list for any modules: data moves while the rank computes.
 
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from compare.contract.communication import ACTIVATIONS, LOSS
-from compare.contract.schedule_simulator import check_complete
-from compare.contract.schedules import Kind, Schedule
+from compare.pipeline.schedules import Kind, Schedule
+from compare.pipeline.simulator import check_complete
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.comm.handles import Work
 from torchpar.manual.pipeline.instructions import (

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from compare.contract.communication import REPLICATED_GRADIENTS
-from compare.contract.parameters import QKV
+from compare.numerics.parameters import QKV
 from torchpar.comm.collectives import Axis
 from torchpar.dropout import split_rows
 from torchpar.manual.megatron.mappings import (

@@ -5,7 +5,7 @@ import time
 import torch
 
 from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
-from compare.contract.host.facts import MissingDevicesError
+from compare.host.facts import MissingDevicesError
 
 DTYPES = {
     "float64": torch.float64,

@@ -23,9 +23,9 @@ from compare.contract.collective_bench import (
     sent,
     total_bytes,
 )
-from compare.contract.engines.torch import TORCH
-from compare.contract.host.facts import versions
-from compare.contract.json_files import write_json
+from compare.host.facts import versions
+from compare.host.json_files import write_json
+from compare.spec.engines.torch import TORCH
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.rank import Rank

@@ -2,7 +2,7 @@
 
 import torch
 
-from compare.contract.host.facts import cpu_model
+from compare.host.facts import cpu_model
 
 PACKAGES = ("torch", "numpy")
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from compare.contract.axes import DP_SHARD, PP, TP
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -31,6 +30,7 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
+from compare.spec.axes import DP_SHARD, PP, TP
 from torchpar.comm.counter import Call, Traffic, observers
 from torchpar.measure.calls import call_of
 from torchpar.measure.dispatcher import numbers, watched

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from compare.contract.host.facts import MemoryUse, process_memory
 from compare.contract.memory_profile import Class
+from compare.host.facts import MemoryUse, process_memory
 from torchpar.measure.storages import StorageMode
 from torchpar.parallel_model import local
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from compare.contract.axes import PP
 from compare.contract.timeline import COMPUTE, Span
+from compare.spec.axes import PP
 from torchpar.comm.counter import Call
 from torchpar.measure.calls import KINDS
 from torchpar.measure.marks import Mark, call_name

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
-from compare.contract.schedules import Kind, Task
 from compare.contract.work import Again, Work, name_of
+from compare.pipeline.schedules import Kind, Task
 from torchpar.comm.counter import Call, observers
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})

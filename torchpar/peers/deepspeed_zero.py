@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
-from compare.contract.experiment import Experiment
+from compare.contract.inputs import open_stream
 from compare.contract.request import Request
-from compare.contract.stream import Batches, open_stream
+from compare.numerics.stream import Batches
+from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.rank import Rank

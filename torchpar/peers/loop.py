@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
-from compare.contract.host.facts import cpu_seconds
-from compare.contract.learning_rate import learning_rate
 from compare.contract.record import Recorder
-from compare.contract.stream import arrays_of_step
 from compare.contract.timing import Window
+from compare.host.facts import cpu_seconds
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.stream import arrays_of_step
 from torchpar.on_device import now, to_device
 from torchpar.recording import Recording
 from torchpar.state import Run

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from compare.contract.experiment import Experiment, Optimizer
+from compare.contract.inputs import open_stream
 from compare.contract.request import Request
-from compare.contract.stream import Batches, open_stream
+from compare.numerics.stream import Batches
+from compare.spec.experiment import Experiment, Optimizer
 from torchpar.comm.rank import Rank
 from torchpar.parallel_model import ParallelModel
 from torchpar.peers.loop import follow

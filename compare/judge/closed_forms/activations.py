@@ -18,7 +18,7 @@ copy of the weights of q, k, v and out, too, as matrices: 4 C^2 numbers a block,
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from compare.contract.experiment import Experiment
+from compare.spec.experiment import Experiment
 
 
 class Kept(NamedTuple):

@@ -22,8 +22,8 @@ forms follow from the sentences above, and a test holds them against a clock tha
 
 import math
 
-from compare.contract.experiment import Model
-from compare.contract.parameters import parameter_table
+from compare.numerics.parameters import parameter_table
+from compare.spec.experiment import Model
 
 
 def overlapped_s(size: float, buckets: float, *, bandwidth: float, latency_s: float) -> float:

@@ -17,7 +17,6 @@ Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence 
 section 4.2); 1F1B (2006.09503).
 """
 
-from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -29,15 +28,16 @@ from compare.contract.communication import (
     Communication,
     summed,
 )
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import block_parameters, end_parameters
-from compare.contract.schedules import make_schedule
-from compare.contract.ticks import lock_step
 from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp, parameters_of_stage
 from compare.judge.closed_forms.sizes import bytes_of, itemsize_of, microbatches_of, stream_bytes
 from compare.judge.closed_forms.torch_units import gathered_by_torch, replicated_by_torch
+from compare.numerics.parameters import block_parameters, end_parameters
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.ticks import lock_step
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 WIDE = ("float64", "float32")
 Bytes = dict[tuple[str, str, str], float]
@@ -153,7 +153,7 @@ def pipeline_parallel(engine: str, experiment: Experiment, *, stage: int = 0) ->
 
     torch-manual's ends send each other the gradient of the tied embedding. jax-manual's are one program with
     all other devices: all reduce the gradients of all that is in no layer, and all take part in a tick in
-    which any of them sends (`compare.contract.ticks`).
+    which any of them sends (`compare.pipeline.ticks`).
     """
     layout = experiment.layout
     if layout.pp == 1:

@@ -11,8 +11,8 @@ what is computed anew in backward is not: the model needs it once.
 Source: PaLM (arXiv 2204.02311, appendix B); Megatron counts alike (arXiv 2104.04473, section 5.1).
 """
 
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import end_parameters, parameter_count
+from compare.numerics.parameters import end_parameters, parameter_count
+from compare.spec.experiment import Experiment
 
 
 def model_flops_per_token(experiment: Experiment) -> float:

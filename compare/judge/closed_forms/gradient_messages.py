@@ -18,11 +18,11 @@ import math
 
 from msgspec import Struct
 
-from compare.contract.engines.jax import JAX
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
+from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 STACKED = "blocks."
 """How the names of what layers have in common begin."""

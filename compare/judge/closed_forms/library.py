@@ -4,15 +4,15 @@ Rows that differ, each with the name of its pattern (`compare.judge.known_deviat
 their ledgers were seen, of PyTorch 2.13: another version may do otherwise, and a row is then not explained.
 """
 
-from compare.contract.axes import DP_REPLICATE, DP_SHARD, SHARDED_FROM, TP
 from compare.contract.communication import GRADIENTS, LOSS, PARAMETERS, REPLICATED_GRADIENTS, UNUSED
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import block_parameters, end_parameters
-from compare.contract.schedules import Kind, make_schedule
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
 from compare.judge.closed_forms.sizes import bytes_of, microbatches_of
 from compare.judge.closed_forms.xla import Deviations
+from compare.numerics.parameters import block_parameters, end_parameters
+from compare.pipeline.schedules import Kind, make_schedule
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, SHARDED_FROM, TP
+from compare.spec.experiment import Experiment
 
 INT32 = 4  # bytes
 ROW_BIAS = ("attention.out.bias", "mlp.down.bias")

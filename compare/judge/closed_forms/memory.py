@@ -12,12 +12,12 @@ every device of tp repeats.
 
 from collections.abc import Iterable, Mapping
 
-from compare.contract.axes import SHARDED_FROM, SPLIT, TP
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, Layout
-from compare.contract.optimizer import moment_names
-from compare.contract.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.contract.record import ON_HOST
+from compare.numerics.optimizer import moment_names
+from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.spec.axes import SHARDED_FROM, SPLIT, TP
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, Layout
 
 KINDS = ("parameters", "gradients", "optimizer")
 TOLERANCE = 0.05

@@ -18,10 +18,6 @@ A number of 16 bits counts as one of 48: some is kept before it is cast, and XLA
 Sources: docs/memory.md, whose rows the tests hold to it.
 """
 
-from compare.contract.engines.engine import Keeps
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
 from compare.judge.closed_forms.activations import (
     BLOCK_INPUT,
     JAX_BLOCK,
@@ -34,6 +30,10 @@ from compare.judge.closed_forms.activations import (
     tokens,
 )
 from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp
+from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
+from compare.spec.engines.engine import Keeps
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 UNKNOWN = Keeps(residuals="autograd", logits=5, logits_with_tp=5, logits_with_pp=5)
 """Of an engine that is not ours: as much as any of ours."""

@@ -20,12 +20,7 @@ form: XLA fuses them, and where its plan puts them is its own.
 
 from msgspec import Struct, field
 
-from compare.contract.engines.engine import Keeps
-from compare.contract.engines.registry import ENGINES
-from compare.contract.engines.torch import FSDP2
-from compare.contract.experiment import Experiment
 from compare.contract.memory_profile import Class
-from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
 from compare.judge.closed_forms.activations import (
     BLOCK_INPUT,
     JAX_BLOCK,
@@ -38,6 +33,11 @@ from compare.judge.closed_forms.activations import (
 )
 from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
 from compare.judge.closed_forms.xla_memory import held_by_xla
+from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
+from compare.spec.engines.engine import Keeps
+from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.torch import FSDP2
+from compare.spec.experiment import Experiment
 
 STATE_LIMIT, ACTIVATIONS_LIMIT = 0.05, 0.10
 """Of a class: padding and scalars; and positions, masks and indices, which the form leaves out."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import Parameter, storage_dtype
 from compare.judge.closed_forms.memory import on_one_of_tp
+from compare.numerics.parameters import Parameter, storage_dtype
+from compare.spec.experiment import Experiment
 
 
 def microbatches_of(experiment: Experiment) -> int:

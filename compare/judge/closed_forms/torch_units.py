@@ -1,10 +1,10 @@
 """Units in which torch-manual gathers and cuts parameters: what that sends, in closed form."""
 
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import Parameter, block_parameters, end_parameters
-from compare.contract.schedules import Kind, make_schedule
 from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp
 from compare.judge.closed_forms.sizes import bytes_of, itemsize_of, microbatches_of
+from compare.numerics.parameters import Parameter, block_parameters, end_parameters
+from compare.pipeline.schedules import Kind, make_schedule
+from compare.spec.experiment import Experiment
 
 
 def units_of_torch(experiment: Experiment, stage: int) -> list[list[Parameter]]:

@@ -6,7 +6,6 @@ tests/compare/test_ledger_numbers.py holds them to another size. Another version
 otherwise: then a row is not explained. Numbers that travel along in a tuple are left out.
 """
 
-from compare.contract.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -16,10 +15,11 @@ from compare.contract.communication import (
     REPLICATED_GRADIENTS,
     TIED_GRADIENTS,
 )
-from compare.contract.experiment import Experiment
-from compare.contract.parameters import block_parameters, end_parameters
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
+from compare.numerics.parameters import block_parameters, end_parameters
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
+from compare.spec.experiment import Experiment
 
 Deviations = dict[tuple[str, str, str], tuple]
 """(kind, axis, purpose) -> bytes instead of the closed form's, one or several that can be; last the pattern's

@@ -9,12 +9,12 @@ model; "copies of weights" was found there, and has no third size.
 
 from collections.abc import Iterator
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment
 from compare.contract.memory_profile import Class
-from compare.contract.parameters import block_parameters, end_parameters, storage_dtype
 from compare.judge.closed_forms.activations import tokens
 from compare.judge.closed_forms.memory import on_one_of_tp
+from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
 
 AGAIN, EARLIER, SHARDS = "tied gradient twice", "before the table's gradient", "shards are added up"
 POSITIONS, UNSUMMED = "positions' gradient", "a gradient before its sum"

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from compare.contract import communication
 from compare.contract.communication import OF_DERIVATIVE, SAID
-from compare.contract.tensors import RecordError
+from compare.host.tensors import RecordError
 from compare.present.lesson.names import Names, Sends
 
 PURPOSES = {

@@ -11,14 +11,12 @@ from pathlib import Path
 from markupsafe import Markup
 from msgspec import Struct
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import ExperimentError
-from compare.contract.host.disk import write_atomically
-from compare.contract.parameters import parameter_count
 from compare.contract.record import Record
-from compare.contract.tensors import RecordError
+from compare.host.disk import write_atomically
+from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.known_deviations import PATTERNS
+from compare.numerics.parameters import parameter_count
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Cell, Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
@@ -27,6 +25,8 @@ from compare.present.report.lanes import measured_steps
 from compare.present.report.memory import at_rest, memory_table, peak_table
 from compare.present.report.pictures import Picture, peak_words, timelines
 from compare.present.report.template import render_page
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError
 from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
 from compare.terminal.layout_words import layout_in_words

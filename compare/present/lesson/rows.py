@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from compare.contract.communication import Communication, summed
-from compare.contract.instructions import Instruction
 from compare.contract.record import Record
 from compare.judge.ledger_lines import Line
+from compare.pipeline.instructions import Instruction
 from compare.present.ledger_lines import Key, rows_of
 from compare.present.lesson.sources import Source
 from compare.studies.ledgers import EngineLedger

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from compare.contract.instructions import Instruction
-from compare.contract.tensors import RecordError
+from compare.host.tensors import RecordError
+from compare.pipeline.instructions import Instruction
 from compare.present.lesson.marks import Mark, enclosing_functions, find_marks
 from compare.present.lesson.names import NAMES
 from compare.studies.lessons import FOLDERS, source_file, source_root

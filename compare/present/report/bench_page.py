@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from compare.contract.experiment import to_toml
-from compare.contract.host.disk import write_atomically
+from compare.host.disk import write_atomically
 from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.present.bench_words import (
@@ -19,6 +18,7 @@ from compare.present.report.pictures import Picture
 from compare.present.report.tables import Row, Table, Text
 from compare.present.report.template import render_page
 from compare.present.tables import by_reason
+from compare.spec.experiment import to_toml
 
 PAGE = "bench.html"
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from compare.contract.host.disk import write_atomically
+from compare.host.disk import write_atomically
 from compare.judge.bench import BENCH, BenchResult
 from compare.judge.bench_agreement import mistakes
 from compare.judge.bucket_study import BUCKETED, RESULT, BucketStudy, Point, mb_text

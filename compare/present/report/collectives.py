@@ -8,7 +8,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
-from compare.contract.host.disk import write_atomically
+from compare.host.disk import write_atomically
 from compare.present.collectives import (
     COLUMNS,
     FIT_COLUMNS,

@@ -7,9 +7,9 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from compare.contract.record import Record
-from compare.contract.schedules import make_schedule
 from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.judge.comparison import Comparison
+from compare.pipeline.schedules import make_schedule
 from compare.present.memory_tables import AtPeak, patterns_in, where
 from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from compare.contract.host.disk import write_atomically
 from compare.contract.record import Record
+from compare.host.disk import write_atomically
 from compare.judge.profile import PROFILE, DeviceTime, EngineProfile, Profile
 from compare.present.profile_tables import notes, rows, title
 from compare.present.report.lanes import measured_steps

@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from compare.contract.communication import summed
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import to_toml
-from compare.contract.host.disk import write_atomically
-from compare.contract.parameters import parameter_count
 from compare.contract.record import Record
+from compare.host.disk import write_atomically
 from compare.judge.comparison import Comparison, differences, how_to_go_on, read_comparison, read_saved
+from compare.numerics.parameters import parameter_count
 from compare.present.memory_tables import at_peak
 from compare.present.report import tables
 from compare.present.report.memory import at_rest, device_table, memory_table, peak_table
 from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.present.report.template import render_page
 from compare.present.report.traffic import ledger_notes, ledger_table
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import to_toml
 from compare.studies.ledgers import engine_ledger
 from compare.terminal.layout_words import layout_in_words
 

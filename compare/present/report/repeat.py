@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import revalidate
-from compare.contract.initial_weights import INIT
 from compare.judge.comparison import Comparison
+from compare.numerics.initial_weights import INIT
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import revalidate
 from compare.studies.cases import Case, engine_cases, ladder_cases
 from compare.studies.faults import fault_cases, planted
 from compare.studies.matrix import STUDIES, matrix_cases

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from compare.contract.host.disk import write_atomically
+from compare.host.disk import write_atomically
 from compare.present.report.canvas import INK, STYLE, own_style
 
 DARK, DPI = "#222222", 130

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.engines.registry import ENGINES
-from compare.contract.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
-from compare.contract.host.disk import write_atomically
-from compare.contract.parameters import parameter_count
 from compare.contract.record import Record
+from compare.host.disk import write_atomically
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import Comparison, how_to_go_on
+from compare.numerics.parameters import parameter_count
 from compare.present.report.repeat import EXPERIMENT
 from compare.present.report.sweep_figures import pictures
 from compare.present.report.tables import Row, Table, Text, manifest_table
 from compare.present.report.template import render_page
 from compare.present.sweep_tables import PAGE, headline, page_table, worth
 from compare.present.tables import by_reason
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
 from compare.studies.presets import SETTINGS, Said, layout_flag, settings_in, spread
 from compare.studies.sweep import FIRST, SINGLE, SweepPlan, sweep_batches
 from compare.studies.sweep_outcome import SweepOutcome

@@ -7,9 +7,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from compare.contract.host.disk import write_atomically
-from compare.contract.schedule_simulator import Slot, bubble_fraction, makespan, peak_in_flight, run
-from compare.contract.schedules import Kind, Schedule
+from compare.host.disk import write_atomically
+from compare.pipeline.schedules import Kind, Schedule
+from compare.pipeline.simulator import Slot, bubble_fraction, makespan, peak_in_flight, run
 from compare.present.report.canvas import figure_for_page, inline_svg, own_style
 
 NAMES = {

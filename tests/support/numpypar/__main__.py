@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from compare.contract.communication import Communication, ring_wire_bytes
-from compare.contract.initial_weights import starting_parameters
-from compare.contract.json_files import read_json
-from compare.contract.learning_rate import learning_rate
+from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.ledger import Ledger
-from compare.contract.optimizer import global_norm, reference_step
-from compare.contract.parameters import fingerprint, parameter_count, parameter_table
 from compare.contract.record import Manifest, Recorder, Step
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.stream import open_stream
+from compare.host.json_files import read_json
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import global_norm, reference_step
+from compare.numerics.parameters import fingerprint, parameter_count, parameter_table
 from numpypar.model import loss_and_gradients
 
 AXIS = "dp_replicate"

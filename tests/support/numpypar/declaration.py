@@ -1,7 +1,7 @@
 """All that the harness knows of this side: the entry point `shardpair.sides` names `SIDE`."""
 
-from compare.contract.engines.engine import Engine, Side
-from compare.contract.experiment import Layout
+from compare.spec.engines.engine import Engine, Side
+from compare.spec.experiment import Layout
 
 
 def _not_in_numpy(layout: Layout) -> str:

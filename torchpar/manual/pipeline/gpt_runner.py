@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from compare.contract.experiment import Layout
-from compare.contract.schedules import make_schedule
+from compare.pipeline.schedules import make_schedule
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import GPTStages, OneStage
 from torchpar.manual.pipeline_parallel import PipelineParallel, evaluate_stages

@@ -5,16 +5,16 @@ Rank 1 of 2 does a microbatch of GPipe so:
     StartReceive   FinishReceive   Forward   Backward   Send
 
 Order is decided before anything runs and without a network. All ranks go through their messages in one order
-(`compare.contract.rendezvous`), so that a receive finds its send without a tag. A send is waited for only
+(`compare.pipeline.rendezvous`), so that a receive finds its send without a tag. A send is waited for only
 where a later message proves that it has arrived, so that it holds up nothing.
 """
 
 from typing import NamedTuple
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
-from compare.contract.rendezvous import in_one_order
-from compare.contract.schedule_simulator import Action, with_communication
-from compare.contract.schedules import Kind, Schedule, Task
+from compare.pipeline.rendezvous import in_one_order
+from compare.pipeline.schedules import Kind, Schedule, Task
+from compare.pipeline.simulator import Action, with_communication
 
 
 class Message(NamedTuple):

@@ -1,0 +1,230 @@
+"""Reading a checkpoint: checked in every respect first, then any part of any tensor."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from compare.checkpoint.description import (
+    DESCRIPTION,
+    FORMAT,
+    OFFSETS,
+    SHARDING,
+    Checkpoint,
+    FileSum,
+    key,
+    tensor_shapes,
+)
+from compare.host.json_files import read_json
+from compare.numerics.boxes import Box, whole
+from compare.numerics.parameters import parameter_table, storage_dtype
+from compare.spec.experiment import ExperimentError, revalidate
+
+MAX_DESCRIPTION_BYTES = 64 * 2**20  # some ten thousand devices
+BLOCK_BYTES = 2**20
+OPEN_FILES = 128
+
+
+class CheckpointError(ExperimentError):
+    """A checkpoint that cannot be used. The message is one line that names the file, and what is wrong."""
+
+
+class CheckpointReader:
+    """Reads parts of the tensors of one checkpoint, from the files that have them.
+
+    Args:
+        folder: of the checkpoint.
+
+    Attributes:
+        folder: see above.
+        description: its checkpoint.json.
+
+    Raises:
+        CheckpointError: it is none, or is not whole: a file or a part of a tensor is missing, or a tensor is
+            not the model's. Contents are not looked at: see `verify`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.description = read_description(folder)
+        self._shapes = tensor_shapes(self.description.experiment)
+        self._dtype = storage_dtype(self.description.experiment)
+        self._parts: dict[str, list[tuple[Box, str]]] = {name: [] for name in self._shapes}
+        self._file = lru_cache(maxsize=OPEN_FILES)(_open)
+        for name in self.description.files:
+            self._note_parts(name, self._file(self.folder / name))
+        self._require_whole()
+
+    def verify(self) -> None:
+        """Read every file: its checksum, and values from which one can train. Raises CheckpointError."""
+        for name, expected in self.description.files.items():
+            found = sum_of(self.folder / name)
+            if found != expected:
+                what = f"{found.bytes} of {expected.bytes} bytes" if found.bytes != expected.bytes else ""
+                raise CheckpointError(
+                    f"{self.folder / name}: {what or 'its contents have changed'} (sha256): the checkpoint "
+                    f"is damaged; use an older one"
+                )
+        for name, parts in self._parts.items():
+            for part, file_name in parts:
+                values = self._slice(file_name, name, whole(part.shape).slices)
+                if wrong := _impossible(values, squares=name.startswith("v/")):
+                    raise CheckpointError(
+                        f"{self.folder / file_name}: {name} has values that are {wrong}: nothing can go on "
+                        f"from them; use an older checkpoint"
+                    )
+
+    def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:
+        """A box of a tensor, put together from the parts that overlap it; the whole tensor by default.
+
+        Args:
+            group: weights, m or v.
+            name: canonical.
+            box: which part.
+
+        Raises:
+            CheckpointError: the file cannot be read, or parts do not cover the box.
+        """
+        wanted = whole(self._shapes[key(group, name)]) if box is None else box
+        array, seen = np.empty(wanted.shape, self._dtype), np.zeros(wanted.shape, bool)
+        for part, file_name in self._parts[key(group, name)]:
+            if common := part.overlap(wanted):
+                at = common.within(wanted)
+                array[at] = self._slice(file_name, key(group, name), common.within(part))
+                seen[at] = True
+        if not seen.all():
+            raise CheckpointError(
+                f"{self.folder}: parts of {key(group, name)} overlap, and {np.count_nonzero(~seen)} of its "
+                f"elements are in none: the checkpoint is damaged"
+            )
+        return array
+
+    def group(self, group: str) -> "Group":
+        """The weights or a moment by canonical name, each read when it is asked for."""
+        return Group(self, group)
+
+    def _slice(self, file_name: str, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        try:
+            return self._file(self.folder / file_name).get_slice(name)[slices]
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / file_name}: {name} cannot be read: {error}") from None
+
+    def _note_parts(self, file_name: str, file: safe_open) -> None:
+        offsets = _offsets(self.folder / file_name, file)
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            part = file.get_slice(name)
+            where = f"{self.folder / file_name}: {name}"
+            if name not in self._shapes:
+                raise CheckpointError(f"{where} is no tensor of this model and optimizer")
+            shape, size = tuple(part.get_shape()), self._shapes[name]
+            offset = offsets.get(name, (0,) * len(shape))
+            fits = len(offset) == len(shape) == len(size) and all(
+                start >= 0 and start + n <= most for start, n, most in zip(offset, shape, size, strict=True)
+            )
+            if not fits:
+                raise CheckpointError(f"{where} has shape {shape} at {offset}, and the tensor {size}")
+            if part.get_dtype() != _DTYPES[self._dtype.name]:
+                raise CheckpointError(f"{where} is {part.get_dtype()} instead of {self._dtype}")
+            self._parts[name].append((Box(offset, shape), file_name))
+
+    def _require_whole(self) -> None:
+        for name, parts in self._parts.items():
+            held, size = sum(box.size for box, _ in parts), whole(self._shapes[name]).size
+            if held != size:
+                raise CheckpointError(f"{self.folder}: its files hold {held} of {size} elements of {name}")
+
+
+def _impossible(values: np.ndarray, *, squares: bool) -> str:
+    """What is wrong with values of a state, in words; '' for nothing."""
+    if not np.isfinite(values).all():
+        return "NaN or infinite"
+    return "negative, and a mean of squares" if squares and (values < 0).any() else ""
+
+
+class Group(Mapping[str, np.ndarray]):
+    """Weights or a moment of a checkpoint by canonical name, each read when it is asked for."""
+
+    def __init__(self, reader: CheckpointReader, group: str):
+        self._reader, self._group = reader, group
+        self._names = [row.name for row in parameter_table(reader.description.experiment.model)]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._reader.read(self._group, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+_DTYPES = {"float32": "F32", "float64": "F64"}
+
+
+def read_description(folder: Path) -> Checkpoint:
+    """checkpoint.json of a checkpoint. Raises CheckpointError: there is none, or it cannot be right."""
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {DESCRIPTION}: it is no checkpoint")
+    try:
+        if path.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise CheckpointError(f"{path}: more than {MAX_DESCRIPTION_BYTES} bytes, which no checkpoint has")
+        found = read_json(path, _Format)
+        if found.format != FORMAT:
+            raise CheckpointError(
+                f"{path}: format = {found.format}, and this version reads {FORMAT}: use the version that "
+                f"wrote it"
+            )
+        description = read_json(path, Checkpoint)
+        revalidate(description.experiment)
+        if description.updates > description.step:
+            raise CheckpointError(
+                f"{path}: updates = {description.updates} after step = {description.step}: each step makes "
+                f"one at most"
+            )
+    except CheckpointError:
+        raise
+    except (OSError, msgspec.DecodeError, ExperimentError) as error:
+        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    return description
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+def sum_of(path: Path) -> FileSum:
+    """Size and checksum of a file. Raises CheckpointError: it cannot be read."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                size += len(block)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return FileSum(bytes=size, sha256=digest.hexdigest())
+
+
+def _open(path: Path) -> safe_open:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
+    try:
+        return safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _offsets(path: Path, file: safe_open) -> dict[str, tuple[int, ...]]:
+    """Where each tensor of a file begins, as its metadata says."""
+    text = (file.metadata() or {}).get(SHARDING, "{}")
+    try:
+        found = msgspec.convert(json.loads(text), dict[str, dict[str, list[int]]])
+        return {name: tuple(entry[OFFSETS]) for name, entry in found.items()}
+    except (ValueError, KeyError, RecursionError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{path}: {SHARDING} of its metadata cannot be read: {error}") from None

@@ -1,0 +1,230 @@
+"""Writing checkpoints while training goes on: what a process holds is copied, then written by a thread."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from compare.checkpoint.description import (
+    DESCRIPTION,
+    OFFSETS,
+    SHARDING,
+    UNFINISHED,
+    Checkpoint,
+    FileSum,
+    checkpoints_in,
+    folder_name,
+    key,
+)
+from compare.checkpoint.reader import read_description, sum_of
+from compare.host.disk import full_disk_named
+from compare.host.json_files import read_json, write_json
+from compare.numerics.boxes import to_boxes
+from compare.numerics.shards import Shard
+from compare.spec.experiment import ExperimentError
+
+POLL_S = 0.02
+
+Part = tuple[str, Shard, np.ndarray]
+"""Weights, m or v; the part of a tensor that a device has; and its elements, which the saver may keep."""
+Files = dict[tuple[int, int], dict[str, tuple[tuple[int, ...], np.ndarray]]]
+"""By device and number: the boxes of a file by `key`, each with where it begins."""
+
+
+class Saver:
+    """Saves checkpoints of one process's devices, one at a time, each while training goes on.
+
+    Every process of a run writes what its own devices hold; the one with device 0 waits for the files of all,
+    completes the checkpoint, and removes old ones. No collective is needed: they meet in the folder.
+
+    Args:
+        folder: of the run's checkpoints, on a disk that all processes of the run see.
+        devices: the numbers of this process's devices.
+        of: how many devices the run has.
+        keep: how many checkpoints to keep, the newest; beside these stays the best one.
+    """
+
+    def __init__(self, folder: Path, devices: Collection[int], *, of: int, keep: int):
+        self._folder, self._devices, self._of, self._keep = folder, sorted(devices), of, keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
+        """Begin to save; it returns as soon as `parts` have been drawn, and the one before is complete.
+
+        Args:
+            checkpoint: without files.
+            parts: of this process's devices. Copies of parts on other devices (`replica`) are left out.
+
+        Raises:
+            DiskFull, OSError: the one before could not be written.
+        """
+        self.finish()
+        files = _in_files(parts)
+        self._thread = threading.Thread(
+            target=self._write, args=(checkpoint, files), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete. Raises DiskFull or OSError: it could not be written."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, checkpoint: Checkpoint, files: Files) -> None:
+        final = self._folder / folder_name(checkpoint.step)
+        try:
+            with full_disk_named(self._folder):
+                _write(final, checkpoint, files, self._devices, of=self._of)
+                if 0 in self._devices:
+                    self._remove_old()
+        except BaseException as error:
+            self._error = error
+            _remove_files(_unfinished(final), self._devices)
+
+    def _remove_old(self) -> None:
+        found = checkpoints_in(self._folder)
+        best = best_checkpoint(self._folder)
+        for old in [path for path in list(found.values())[: -self._keep] if path != best]:
+            discarded = old.rename(old.with_name(old.name + UNFINISHED))  # no longer taken for a whole one
+            shutil.rmtree(discarded)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Of a folder of checkpoints the one with the least validation loss; None if no loss is finite."""
+    losses = {path: read_description(path).validation_loss for path in checkpoints_in(folder).values()}
+    evaluated = {path: loss for path, loss in losses.items() if loss is not UNSET and math.isfinite(loss)}
+    return min(evaluated, key=evaluated.__getitem__) if evaluated else None
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
+    """Write a checkpoint of one device, at once: what a conversion makes.
+
+    Args:
+        folder: of the checkpoint.
+        checkpoint: without files.
+        parts: whole tensors, or boxes of them, of device 0.
+
+    Raises:
+        ExperimentError: the folder is there already.
+        DiskFull: there is no room.
+    """
+    if folder.exists():
+        raise ExperimentError(f"{folder} exists already: give another name, or remove it")
+    with full_disk_named(folder.parent):
+        try:
+            _write(folder, checkpoint, _in_files(parts), [0], of=1)
+        except BaseException:
+            shutil.rmtree(_unfinished(folder), ignore_errors=True)
+            raise
+
+
+def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int) -> None:
+    """Write the files of some devices; the process with device 0 waits for all, and completes the whole."""
+    unfinished = _unfinished(final)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for device in devices:
+        write_json(unfinished / _sums(device), _write_device(unfinished, device, files))
+    if 0 not in devices:
+        return
+    sums: dict[str, FileSum] = {}
+    for device in range(of):
+        path = unfinished / _sums(device)
+        while not path.is_file():  # a process that died ends this one too
+            time.sleep(POLL_S)
+        sums |= read_json(path, dict[str, FileSum])
+        path.unlink()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(unfinished / DESCRIPTION, msgspec.structs.replace(checkpoint, files=sums, created_utc=created))
+    _to_disk(unfinished)
+    unfinished.rename(final)
+    _to_disk(final.parent)
+
+
+def _unfinished(final: Path) -> Path:
+    return final.with_name(final.name + UNFINISHED)
+
+
+def _remove_files(unfinished: Path, devices: Collection[int]) -> None:
+    """Make room on a full disk: remove what some devices wrote, and nothing of those that still write."""
+    for path in [path for device in devices for path in unfinished.glob(f"device-{device:05d}*")]:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others' files are there
+        unfinished.rmdir()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process left of a checkpoint. No other process may be writing there."""
+    for path in folder.glob(f"*{UNFINISHED}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _in_files(parts: Iterable[Part]) -> Files:
+    """The boxes of all parts, the n-th one of a tensor in a device's n-th file."""
+    files: Files = {}
+    count: Counter[tuple[int, str]] = Counter()
+    for group, shard, held in parts:
+        if shard.replica:
+            continue
+        name = key(group, shard.name)
+        for box, array in to_boxes(shard, held):
+            number = count[shard.device, name]
+            count[shard.device, name] += 1
+            files.setdefault((shard.device, number), {})[name] = (box.offset, np.ascontiguousarray(array))
+    return files
+
+
+def _write_device(folder: Path, device: int, files: Files) -> dict[str, FileSum]:
+    """Write the files of one device. Returns what they must be."""
+    sums = {}
+    for number, tensors in sorted((n, tensors) for (of, n), tensors in files.items() if of == device):
+        path = folder / f"device-{device:05d}-{number}.safetensors"
+        offsets = {name: {OFFSETS: list(offset)} for name, (offset, _) in tensors.items()}
+        metadata = {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        try:
+            save_file({name: array for name, (_, array) in tensors.items()}, path, metadata)
+        except SafetensorError as error:
+            raise _system_error(error, path) from None
+        _to_disk(path)
+        sums[path.name] = sum_of(path)
+    return sums
+
+
+def _system_error(error: SafetensorError, path: Path) -> OSError:
+    """What the system said, which safetensors has only as text: "I/O error: ... (os error 28)"."""
+    number = re.search(r"os error (\d+)", str(error))
+    if not number:
+        return OSError(f"{path}: {error}")
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
+
+
+def _sums(device: int) -> str:
+    """The file with which a process says that a device's files are there."""
+    return f"device-{device:05d}.json"
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk, where the system can say so."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,1 +1,0 @@
-"""The machine, for both sides and the harness: files, locks, signals, exits."""

@@ -1,0 +1,59 @@
+"""Inputs of a run: the weights that it begins with, and its batches."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.contract.request import Request
+from compare.numerics.data import Corpus, open_corpus
+from compare.numerics.initial_weights import checked_weights, read_weights
+from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.numerics.stream import Batches, OwnBatches
+from compare.spec.experiment import ExperimentError
+
+
+def open_stream(request: Request, batches: Batches | None = None) -> Corpus | OwnBatches:
+    """A user's batches if there are any, else the corpus. Raises ExperimentError like `open_corpus`."""
+    if batches is not None:
+        return OwnBatches(batches)
+    return open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
+
+
+def starting_parameters(
+    request: Request, own: Mapping[str, np.ndarray] | None = None
+) -> Mapping[str, np.ndarray]:
+    """The weights that a run begins with, by canonical name, in the dtype in which they are kept.
+
+    Args:
+        request: its `resume` names a checkpoint, or its `init_from` a file of weights; without them its seed
+            gives them.
+        own: weights given from Python, which come before both.
+
+    Raises:
+        ExperimentError: given weights do not fit the model, are not those that were asked for, or come beside
+            a checkpoint.
+    """
+    if own is not None and request.resume:
+        raise ExperimentError(
+            f"weights: the run goes on from {request.resume.checkpoint}, which has its own: give one of them"
+        )
+    if own is not None:
+        return checked_weights(own, request.experiment)
+    if request.resume:
+        return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)
+    if not request.init_from:
+        return initial_parameters(request.experiment)
+    weights = read_weights(Path(request.init_from), request.experiment)
+    if request.init_sha256 and fingerprint(weights) != request.init_sha256:
+        raise ExperimentError(
+            f"init_from: {request.init_from} no longer holds the weights that this run was to begin with"
+        )
+    return weights
+
+
+def starting_sha256(request: Request) -> str:
+    """The fingerprint of what `starting_parameters` gives. Raises ExperimentError like it."""
+    return request.init_sha256 or fingerprint(starting_parameters(request))

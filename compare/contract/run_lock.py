@@ -1,0 +1,60 @@
+"""The lock on a folder of results: one run at a time.
+
+It is the kernel's own (`flock` on the folder itself), so that it leaves no file behind and is let go when the
+last process of its holder has ended, however that ends. Forked ranks inherit it: while one lives, the folder
+is in use. A program that is started (`exec`) does not.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+from compare.spec.experiment import ExperimentError
+
+# What a file system without locks on folders answers: NFS wants a file that is open for writing.
+_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class FolderInUse(ExperimentError):
+    """Another run holds the folder: nothing in it may be touched, not even to say so."""
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Generator[None]:
+    """Hold `folder` against every other run, in this process or another one, until the block ends.
+
+    On a file system that has no such locks it says so on standard error, and the block runs without one.
+
+    Raises:
+        FolderInUse: another run holds it. It is never waited for.
+        ExperimentError: there is no such folder, or it cannot be opened.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ExperimentError(f"{folder}: {error.strerror}: give the folder of a run") from None
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FolderInUse(
+            f"{folder} is in use by another run: wait for its end, or take another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        print(
+            f"{folder}: its file system has no locks ({error.strerror}): do not start a second run in it",
+            file=sys.stderr,
+        )

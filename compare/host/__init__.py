@@ -1,0 +1,1 @@
+"""The machine: processors, files, disks, signals and exit codes."""

@@ -1,0 +1,80 @@
+"""JSON files of Structs: written whole, read with their types, and refused by name when they are garbled."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from compare.host.disk import write_atomically
+from compare.host.tensors import RecordError, garbled
+
+T = TypeVar("T")
+FolderName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$")]
+"""A folder beside the file that names it, and nowhere else: no path, and neither . nor .."""
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a Struct, or a list or dict of them, as indented JSON, atomically."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def read_json(path: Path, type: type[T]) -> T:
+    """Read what `write_json` wrote. Raises msgspec.DecodeError for any other content, OSError for no file."""
+    return decode_json(path.read_bytes(), type)
+
+
+def read_own_bytes(path: Path) -> bytes:
+    """A file of a record. Raises RecordError, which names it: there is none, or it is a pipe or a device."""
+    if path.exists() and not path.is_file():  # which might be read for ever
+        raise RecordError(f"{path} cannot be read: it is no file")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise garbled(path, error) from None
+
+
+def read_own_json(path: Path, type: type[T]) -> T:
+    """`read_json` of a file of a record. Raises RecordError, which names the file."""
+    try:
+        return decode_json(read_own_bytes(path), type)
+    except msgspec.DecodeError as error:
+        raise garbled(path, error) from None
+
+
+def read_result(path: Path, type: type[T], *, command: str) -> T:
+    """What a command saved of its run.
+
+    Args:
+        path: of the file, in the run's folder.
+        type: that was saved.
+        command: which saves it, such as `bench`.
+
+    Raises:
+        RecordError: there is none, or it is garbled.
+    """
+    if not path.is_file():
+        raise RecordError(
+            f"{path.parent} has no {path.name}: it is not the folder of a `shardpair {command}`"
+        )
+    return read_own_json(path, type)
+
+
+def decode_json(content: bytes, type: type[T]) -> T:
+    """Decode a Struct whose only nulls are numbers that were not finite, which JSON cannot write.
+
+    They come back as NaN: a run that diverged has a record too, and must fail every comparison.
+    """
+    try:
+        return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def _null_to_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _null_to_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_null_to_nan(item) for item in value]
+    return math.nan if value is None else value

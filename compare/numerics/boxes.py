@@ -1,0 +1,119 @@
+"""Shards as boxes: what a file of tensors holds, and what the shards of two layouts have in common.
+
+A range of a tensor's elements is a few boxes: of a matrix the end of a row, whole rows, and the beginning
+of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+import numpy as np
+from msgspec import Struct
+
+from compare.numerics.shards import Shard
+
+Limits = list[tuple[int, int]]
+"""Where a box begins and ends, for each dim."""
+
+
+class Box(Struct, frozen=True):
+    """A part of a tensor with nothing missing in it."""
+
+    offset: tuple[int, ...]
+    """Where it begins, for each dim of the tensor."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the tensor."""
+        return tuple(slice(o, o + size) for o, size in zip(self.offset, self.shape, strict=True))
+
+    def within(self, other: "Box") -> tuple[slice, ...]:
+        """The same elements as slices of an array that holds another box, which has them all."""
+        return tuple(
+            slice(own - start, own - start + size)
+            for own, start, size in zip(self.offset, other.offset, self.shape, strict=True)
+        )
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """What two boxes of a tensor have in common; None if that is nothing."""
+        pairs = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        limits = [(max(a, b), min(a + m, b + n)) for a, m, b, n in pairs]
+        return _box(limits) if all(start < stop for start, stop in limits) else None
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+    """What a device holds of a tensor, box by box; nothing for an empty shard.
+
+    Args:
+        shard: describes it.
+        held: of `shard.held_shape`.
+    """
+    for box, part, shape, back in _boxes(shard):
+        yield box, held if part is None else held[part].reshape(shape).transpose(back)
+
+
+def from_boxes(shard: Shard, read: Callable[[Box], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """The inverse: what a device is to hold of a tensor, from what `read` gives for each of its boxes."""
+    held = np.zeros(shard.held_shape, dtype)
+    for box, part, _, back in _boxes(shard):
+        if part is None:
+            held[...] = read(box)
+        else:
+            held[part] = read(box).transpose(np.argsort(back)).reshape(-1)
+    return held
+
+
+def _boxes(shard: Shard) -> Iterator[tuple[Box, slice | None, tuple[int, ...], tuple[int, ...]]]:
+    """Boxes; of a range also its place in what is held, its shape there, and its dims in canonical order."""
+    if shard.elements is None:
+        if prod(shard.shape):
+            yield Box(shard.offset, shard.shape), None, shard.shape, ()
+        return
+    order = shard.dim_order or tuple(range(len(shard.shape)))
+    back = tuple(int(dim) for dim in np.argsort(order))
+    first, stop = shard.elements
+    for start, limits in _runs([shard.shape[dim] for dim in order], first, stop):
+        shape = tuple(b - a for a, b in limits)
+        placed = [limits[dim] for dim in back]
+        box = _box([(o + a, o + b) for o, (a, b) in zip(shard.offset, placed, strict=True)])
+        yield box, slice(start - first, start - first + box.size), shape, back
+
+
+def _runs(sizes: list[int], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Limits]]:
+    """A range of elements, counted row by row, as boxes one after the other: with their first number."""
+    if start >= stop:
+        return
+    if len(sizes) <= 1:
+        yield base + start, [(start, stop)][: len(sizes)]
+        return
+    inner = prod(sizes[1:])
+    row, last = start // inner, stop // inner
+    if start % inner or row == last:
+        end = min(stop, (row + 1) * inner)
+        yield from _in_row(sizes, row, start, end, base)
+        row += 1
+    if row < last:
+        yield base + row * inner, [(row, last), *((0, size) for size in sizes[1:])]
+    if row <= last and stop % inner:
+        yield from _in_row(sizes, last, last * inner, stop, base)
+
+
+def _in_row(sizes: list[int], row: int, start: int, stop: int, base: int) -> Iterator[tuple[int, Limits]]:
+    before = row * prod(sizes[1:])
+    for number, limits in _runs(sizes[1:], start - before, stop - before, base + before):
+        yield number, [(row, row + 1), *limits]
+
+
+def _box(limits: Limits) -> Box:
+    return Box(tuple(start for start, _ in limits), tuple(stop - start for start, stop in limits))

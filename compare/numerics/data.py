@@ -1,0 +1,237 @@
+"""The data stream: `Corpus.batch(experiment, step)` is a pure function of the corpus, seed and step.
+
+Every engine draws the same global batch at the same step, whatever its layout; a device takes its rows
+from it. Tokens are validated once, when the corpus is opened: JAX's gather would clamp an id beyond the
+vocabulary without a word. Nothing is ever unpickled.
+
+Sources (`data.source`): `stdlib`, the bytes of the running Python's own standard-library sources, which
+is real text and on every machine; `synthetic`, a seeded walk; a folder with nanoGPT's `train.bin` and
+`val.bin`, or one `.bin` file (uint16, little endian); any other file, read as bytes. Text keeps its last
+tenth for validation, as nanoGPT does.
+"""
+
+import hashlib
+import mmap
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from compare.host.files import why_not_readable
+from compare.spec.experiment import Experiment, ExperimentError
+
+STDLIB_BYTES = 4_000_000
+SYNTHETIC_TOKENS = 1_000_000
+VALIDATION_FRACTION = 0.1
+SAMPLE_TOKENS = 1_000_000  # of a .bin file, which tell how wide its tokens are
+WIDEST = 2**16  # ids that 16 bits tell apart
+SPLITS = ("train", "validation")
+EVALUATION = 3  # of Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
+NUMPY_MAGIC = b"\x93NUMPY"
+TRAINING = "train.bin"
+WHAT_TO_GIVE = "give stdlib, synthetic, a text or .bin file, or a folder with train.bin"
+_NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+
+
+class Corpus:
+    """Tokens in memory or mapped from a file, validated against the vocabulary.
+
+    Attributes:
+        train: uint8, uint16 or uint32 tokens (n,) that training batches are cut from.
+        validation: the same, held out; may be empty.
+        sha256: hex digest of the training tokens' bytes.
+        origin: where they came from, for the record.
+    """
+
+    def __init__(self, train: np.ndarray, validation: np.ndarray, *, origin: str, sha256: str):
+        self.train = train
+        self.validation = validation
+        self.origin = origin
+        self.sha256 = sha256
+
+    def batch(self, experiment: Experiment, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The global batch of one optimizer step.
+
+        Args:
+            experiment: its seed keys the draw; train and model give the sizes.
+            step: optimizer steps already taken.
+
+        Returns:
+            Inputs and targets (the inputs shifted by one token), int32 of shape (A, B, T): A =
+            gradient_accumulation_steps, B = batch_size, T = block_size. Data-parallel rank r of R
+            takes the rows r B/R to (r+1) B/R of every A.
+        """
+        return self._draw(experiment, self.train, [0, 0, step, 0])
+
+    def evaluation_batch(
+        self, experiment: Experiment, split: str, step: int, index: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One of the batches that weights are evaluated on: other windows than those that are trained on.
+
+        Args:
+            experiment: as for `batch`.
+            split: one of `SPLITS`.
+            step: optimizer steps already taken.
+            index: which of the evaluation's batches.
+
+        Returns:
+            As `batch`.
+        """
+        tokens = self.train if split == "train" else self.validation
+        return self._draw(experiment, tokens, [0, index, step, EVALUATION + SPLITS.index(split)])
+
+    def _draw(
+        self, experiment: Experiment, tokens: np.ndarray, counter: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        train, length = experiment.train, experiment.model.block_size
+        shape = (train.gradient_accumulation_steps, train.batch_size)
+        # Raw Philox words: NumPy promises that their stream stays, and not that of Generator.integers.
+        words = np.random.Philox(key=train.seed, counter=counter).random_raw(shape)
+        self._require_whole_file()
+        starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(tokens) - length)).astype(np.int64)
+        window_ABT = starts_AB[:, :, None] + np.arange(length)
+        return tokens[window_ABT].astype(np.int32), tokens[window_ABT + 1].astype(np.int32)
+
+    def _require_whole_file(self) -> None:
+        """Refuse a mapped file that has shrunk: to read beyond its end kills the process without a word."""
+        mapped: object = self.train
+        while mapped is not None and not isinstance(mapped, mmap.mmap):
+            mapped = getattr(mapped, "base", None)
+        if mapped is not None and mapped.size() < len(mapped):
+            raise ExperimentError(
+                f"data.source: {self.origin} had {len(mapped)} bytes and has {mapped.size()} now: it must "
+                f"not change while it is trained on"
+            )
+
+
+def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus:
+    """Open the experiment's data, and validate and hash it unless that was done before.
+
+    Args:
+        experiment: `data.source`, and the sizes that the tokens must fit.
+        validated_sha256: the digest from an earlier opening of the same data: a launcher reads all of
+            a 17 GB train.bin once, and every rank after that maps it at once.
+
+    Raises:
+        ExperimentError: a missing, empty or too short file, what is no file, a .bin file with an odd number
+            of bytes or wider tokens, or a token id outside the vocabulary. The message names the file and
+            what to do.
+    """
+    source = experiment.data.source
+    if source == "stdlib":
+        train, validation = _split(np.frombuffer(standard_library_text(), dtype=np.uint8))
+    elif source == "synthetic":
+        train, validation = _split(_synthetic(experiment))
+    else:
+        train, validation = _read(Path(source))
+    sha256 = validated_sha256
+    if not sha256:
+        _validate(train, validation, experiment)
+        sha256 = hashlib.sha256(train.data).hexdigest()
+    return Corpus(train, validation, origin=source, sha256=sha256)
+
+
+def standard_library_text(limit: int = STDLIB_BYTES) -> bytes:
+    """The first `limit` bytes of the running Python's own library sources, in order of their paths."""
+    text = bytearray()
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = sorted(set(subfolders) - _NOT_PROSE)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                text += Path(folder, name).read_bytes()
+        if len(text) >= limit:
+            break
+    return bytes(text[:limit])
+
+
+def _synthetic(experiment: Experiment) -> np.ndarray:
+    """A walk that mostly steps by one: learnable, so that a loss curve has a shape. uint16 or uint32 (n,)."""
+    vocab = experiment.model.vocab_size
+    words = np.random.Philox(key=experiment.train.seed, counter=[0, 0, 0, 1]).random_raw(SYNTHETIC_TOKENS)
+    jumps = np.where(words % np.uint64(8) == 0, (words >> np.uint64(32)) % np.uint64(vocab), 1)
+    return (np.cumsum(jumps.astype(np.int64)) % vocab).astype(np.uint16 if vocab <= WIDEST else np.uint32)
+
+
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    if why_not_readable(path).startswith("is a folder"):
+        train_file, validation_file = path / TRAINING, path / "val.bin"
+        if why_not_readable(train_file) == "does not exist":
+            raise ExperimentError(f"data.source: {path} is a folder without train.bin; {WHAT_TO_GIVE}")
+        train = _read_bin(train_file)
+        has_validation = why_not_readable(validation_file) != "does not exist"
+        return train, _read_bin(validation_file) if has_validation else train[:0]
+    if path.suffix == ".bin":
+        return _split(_read_bin(path))
+    return _split(_map(path, np.uint8))
+
+
+def _read_bin(path: Path) -> np.ndarray:
+    size = _size(path)
+    if size % 2:
+        raise ExperimentError(
+            f"data.source: {path} has an odd number of bytes ({size}); a .bin file holds "
+            f"uint16 tokens: write it again, or rename it if it is text"
+        )
+    return _map(path, np.dtype("<u2"))
+
+
+def _map(path: Path, dtype: np.dtype | type) -> np.ndarray:
+    """The file as an array that is read only where it is looked at."""
+    _size(path)
+    try:
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise ExperimentError(f"data.source: {path} cannot be read ({error.strerror})") from None
+    if tokens[:6].tobytes().startswith(NUMPY_MAGIC):
+        raise ExperimentError(
+            f"data.source: {path} is a file of numpy.save; write its tokens alone: "
+            f"array.astype('<u2').tofile('train.bin')"
+        )
+    return tokens
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file that can be read, of which there are some."""
+    if wrong := why_not_readable(path):
+        raise ExperimentError(f"data.source: {path} {wrong}; {WHAT_TO_GIVE}")
+    size = path.stat().st_size
+    if not size:
+        raise ExperimentError(f"data.source: {path} is empty; give a file with text or tokens in it")
+    return size
+
+
+def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    boundary = len(tokens) - int(len(tokens) * VALIDATION_FRACTION)
+    return tokens[:boundary], tokens[boundary:]
+
+
+def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment) -> None:
+    source = experiment.data.source
+    length, vocab = experiment.model.block_size, experiment.model.vocab_size
+    if len(train) <= length:
+        raise ExperimentError(
+            f"data.source: {source} has {len(train)} training tokens, too few for model.block_size = "
+            f"{length}: give more text or a smaller block_size"
+        )
+    for tokens in (train, validation):
+        origin = tokens.filename if isinstance(tokens, np.memmap) and tokens.filename else source
+        _validate_width(tokens, vocab, origin)
+        largest = int(tokens.max()) if len(tokens) else 0
+        if largest >= vocab:
+            raise ExperimentError(
+                f"data.source: {origin} holds token {largest}, beyond model.vocab_size = {vocab}: "
+                f"set --model.vocab_size {largest + 1} or more, or give other data"
+            )
+
+
+def _validate_width(tokens: np.ndarray, vocab: int, origin: object) -> None:
+    """Refuse a .bin file of 32- or 64-bit tokens: read in halves, every second one or so would be 0."""
+    sample = tokens[: min(len(tokens), SAMPLE_TOKENS) // 2 * 2]
+    if tokens.dtype.itemsize != 2 or not isinstance(tokens, np.memmap) or not sample.any():
+        return
+    if int(np.ascontiguousarray(sample).view("<u4").max()) < vocab:
+        raise ExperimentError(
+            f"data.source: {origin} holds 32- or 64-bit tokens: read so, all are below model.vocab_size = "
+            f"{vocab}; write them as 16 bits each: tokens.astype('<u2').tofile('train.bin')"
+        )

@@ -1,0 +1,108 @@
+"""Dropout that is the same everywhere: which element is dropped is a function of what and where it is.
+
+No stream is drawn from, so that it does not matter who draws first: not the framework, the layout, the order
+of microbatches, or that a forward is run again. An element's bits are Threefry-2x32 with 20 rounds (Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), of
+
+    key        the sequence's own: of the seed, the step, and its number among those of the step
+    counter    the site (a layer, and a place in it), and the element's number in the sequence
+
+A sequence's key is two words that come with its tokens, and are split over devices as these are; nothing else
+has to be known where x is. Four elements that follow each other in the last dim share a counter: its 64 bits
+are four times 16. An element is dropped if its 16 bits are below `threshold`, so that the rate is a multiple
+of 2^-16, and what is kept is divided by the share that is really kept. Here is the oracle, in NumPy; each
+side has the same in its framework.
+
+Legend: A accumulated passes, B sequences of one, 2 the words of a key.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from compare.spec.dropout_rate import BITS, LANES, threshold
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
+ROUNDS = 20
+OUTSIDE = 0
+"""The layer of what is in none; layers count from 1."""
+
+Words = tuple[np.ndarray, np.ndarray]
+
+
+class Site(IntEnum):
+    """Where nanoGPT drops: in its order."""
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    """Weights of attention (B, H, T, S)."""
+    ATTENTION_OUT = 2
+    MLP_OUT = 3
+
+
+def site_number(layer: Any, site: Site) -> Any:
+    """The first word of a counter. A layer is a number or an array of them, counted from 1, or `OUTSIDE`."""
+    return layer * len(Site) + site
+
+
+def kept_scale(rate: float) -> float:
+    """What kept elements are multiplied by: one over the share that is kept."""
+    return 2**BITS / (2**BITS - threshold(rate))
+
+
+def sequence_keys(seed: int, step: int, passes: int, sequences: int) -> np.ndarray:
+    """The keys of all sequences of a step: uint32 (A, B, 2).
+
+    Args:
+        seed: `train.seed`.
+        step: the batch's number.
+        passes: A.
+        sequences: B, of the global batch.
+    """
+    key = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+    number_AB = np.arange(passes * sequences, dtype=np.uint32).reshape(passes, sequences)
+    return np.stack(threefry(key, np.uint32(step & 0xFFFFFFFF), number_AB), axis=-1)
+
+
+def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+    """Which elements are kept: bool (B, *shape).
+
+    Args:
+        keys_B2: of the sequences.
+        site: from `site_number`.
+        shape: of a whole sequence's elements.
+        rate: of what is dropped.
+    """
+    groups = -(-shape[-1] // LANES)
+    rows = int(np.prod(shape[:-1]))
+    words = threefry(keys_B2.T[..., None], np.uint32(site), np.arange(rows * groups, dtype=np.uint32)[None])
+    lanes = [half for word in words for half in (word & 0xFFFF, word >> BITS)]
+    bits = np.stack(lanes, axis=-1).reshape(len(keys_B2), *shape[:-1], groups * LANES)
+    return bits[..., : shape[-1]] >= threshold(rate)
+
+
+def threefry(key: np.ndarray | Sequence[np.ndarray], first: ArrayLike, second: ArrayLike) -> Words:
+    """Threefry-2x32: two words of random bits for each pair of counter words.
+
+    Args:
+        key: two words, or two arrays of them.
+        first, second: the counters; all uint32, and broadcast against each other.
+    """
+    keys = [np.asarray(key[0], np.uint32), np.asarray(key[1], np.uint32)]
+    keys.append(keys[0] ^ keys[1] ^ np.uint32(PARITY))
+    counters = (np.asarray(word, np.uint32) for word in (first, second))
+    x, y, _ = np.broadcast_arrays(*counters, keys[0])
+    with np.errstate(over="ignore"):
+        x, y = x + keys[0], y + keys[1]
+        for block in range(ROUNDS // 4):
+            for rotation in ROTATIONS[block % 2]:
+                x = x + y
+                y = (y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))
+                y = y ^ x
+            x = x + keys[(block + 1) % 3]
+            y = y + keys[(block + 2) % 3] + np.uint32(block + 1)
+    return x, y

@@ -1,0 +1,72 @@
+"""Evaluation: the mean loss over fresh batches of both splits, without an update: nanoGPT's way."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from compare.numerics.data import SPLITS, Corpus
+from compare.numerics.stream import OwnBatches
+from compare.spec.experiment import Experiment, ExperimentError
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    """One evaluation. Losses are mean cross-entropies in nats."""
+
+    step: int
+    """How many steps were done."""
+    train: float
+    """Over batches of the training split, other ones than it is trained on."""
+    validation: float
+
+
+def is_due(experiment: Experiment, step: int) -> bool:
+    """Whether weights are evaluated after so many steps of the whole training."""
+    train = experiment.train
+    return bool(train.eval_interval) and (step % train.eval_interval == 0 or step == train.max_iters)
+
+
+def steps_due(experiment: Experiment, first_step: int = 0) -> list[int]:
+    """After which steps a run is to evaluate."""
+    return [step for step in range(first_step, experiment.train.max_iters + 1) if is_due(experiment, step)]
+
+
+def require_validation(experiment: Experiment, corpus: Corpus | OwnBatches) -> None:
+    """Refuse to evaluate where there is nothing to evaluate on. Raises ExperimentError."""
+    if not experiment.train.eval_interval:
+        return
+    if isinstance(corpus, OwnBatches):
+        raise ExperimentError(
+            f"train.eval_interval = {experiment.train.eval_interval}: batches given from Python have no "
+            f"validation split: set it to 0"
+        )
+    if len(corpus.validation) <= experiment.model.block_size:
+        raise ExperimentError(
+            f"train.eval_interval = {experiment.train.eval_interval}: data.source = {experiment.data.source} "
+            f"has {len(corpus.validation)} tokens to validate on, too few for model.block_size = "
+            f"{experiment.model.block_size}: give a val.bin beside train.bin, or more text"
+        )
+
+
+def evaluate(
+    experiment: Experiment, corpus: Corpus | OwnBatches, step: int, loss_of: Callable[..., Any]
+) -> Evaluation:
+    """Evaluate the weights as they are.
+
+    Args:
+        experiment: how many batches.
+        corpus: has both splits.
+        step: how many steps were done.
+        loss_of: (inputs, targets), int32 (A, B, T) -> the mean loss: a scalar, which is not waited for before
+            the last one is asked for.
+    """
+    assert isinstance(corpus, Corpus)
+    passes = math.ceil(experiment.train.eval_iters / experiment.train.gradient_accumulation_steps)
+    means = {}
+    for split in SPLITS:
+        losses = [
+            loss_of(*corpus.evaluation_batch(experiment, split, step, index)) for index in range(passes)
+        ]
+        means[split] = sum(float(loss) for loss in losses) / passes
+    return Evaluation(step=step, train=means["train"], validation=means["validation"])

@@ -1,0 +1,97 @@
+"""Initial weights: drawn from the seed, or a user's own, checked before anything runs.
+
+from compare.spec.experiment import Experiment
+from compare.numerics.initial_weights import checked_weights
+from compare.numerics.parameters import initial_parameters
+
+weights = initial_parameters(Experiment())      # canonical name -> array: what the seed gives
+weights["embedding.token"] *= 0.5
+checked_weights(weights, Experiment())          # raises ExperimentError, which says what does not fit
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from compare.host.disk import write_atomically
+from compare.host.files import why_not_readable
+from compare.host.tensors import RecordError, Tensors
+from compare.numerics.parameters import parameter_table, storage_dtype
+from compare.spec.experiment import Experiment, ExperimentError
+
+INIT = "init.safetensors"
+LISTED = 3
+
+
+def read_weights(path: Path, experiment: Experiment) -> dict[str, np.ndarray]:
+    """Weights from a safetensors file with canonical names. Raises ExperimentError: see `checked_weights`."""
+    if why := why_not_readable(path):
+        raise ExperimentError(f"init_from: {path} {why}")
+    try:
+        return checked_weights(Tensors(path), experiment, origin=f"init_from: {path}")
+    except RecordError as error:
+        raise ExperimentError(f"init_from: {error}: give a safetensors file of float weights") from None
+
+
+def checked_weights(
+    weights: Mapping[str, np.ndarray], experiment: Experiment, *, origin: str = "weights"
+) -> dict[str, np.ndarray]:
+    """Weights in the dtype in which the experiment keeps them.
+
+    Args:
+        weights: by canonical name, of `parameter_table(experiment.model)`'s shapes, of any float dtype.
+        origin: what to call them in a message.
+
+    Raises:
+        ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.
+    """
+    require_fit({name: np.shape(weights[name]) for name in weights}, _shapes(experiment), origin)
+    dtype, checked = storage_dtype(experiment), {}
+    for name in _shapes(experiment):
+        given = np.asarray(weights[name])
+        if given.dtype.kind != "f":
+            raise ExperimentError(f"{origin}: {name} is {given.dtype}: give float16, float32 or float64")
+        with np.errstate(over="ignore"):  # what overflows is found below
+            array = np.ascontiguousarray(given, dtype)
+        if bad := int(array.size - np.isfinite(array).sum()):
+            raise ExperimentError(
+                f"{origin}: {bad} of {array.size} entries of {name} are not finite as {dtype}: give others"
+            )
+        checked[name] = array
+    return checked
+
+
+def require_fit(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], origin: str
+) -> None:
+    """Refuse tensors of other names or shapes than expected. Raises ExperimentError, one line with both."""
+    wrong = []
+    for what, odd in (
+        ("it lacks", [name for name in expected if name not in found]),
+        ("the model has no", [name for name in found if name not in expected]),
+    ):
+        if odd:
+            more = f" and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
+            wrong.append(f"{what} {', '.join(odd[:LISTED])}{more}")
+    if wrong:
+        raise ExperimentError(
+            f"{origin} has {len(found)} tensors and the model {len(expected)}: {'; '.join(wrong)}: "
+            f"set --model.* as these weights need"
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ExperimentError(
+                f"{origin}: {name} has shape {found[name]} and the model's {shape}: set --model.* as these "
+                f"weights need"
+            )
+
+
+def write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
+    """Write weights by canonical name as safetensors, atomically."""
+    write_atomically(path, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
+
+
+def _shapes(experiment: Experiment) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for parameter in parameter_table(experiment.model)}

@@ -1,0 +1,113 @@
+"""Definition of one optimizer step, which both sides implement: the harness's oracle.
+
+AdamW (Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW), with g the clipped gradient,
+t = step + 1 and lr from `learning_rate`:
+
+    w <- w (1 - lr * weight_decay)                    where the parameter decays
+    m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2
+    w <- w - lr * (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+SGD (as in torch.optim.SGD): g <- g + weight_decay w, m <- momentum m + g, w <- w - lr m.
+
+Clipping: every gradient times min(1, grad_clip / (norm + 1e-6)), with norm over all parameters, each
+counted once. This is torch.nn.utils.clip_grad_norm_; optax has no 1e-6.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.parameters import Parameter, decays
+from compare.spec.experiment import Optimizer
+
+CLIP_EPS = 1e-6
+
+
+class StepScalars(Struct, frozen=True, kw_only=True):
+    """Scalars of the optimizer that vary from step to step, in Python's doubles.
+
+    Computed on the host because 1 - beta^t in float32 is off by 1e-5 at t = 1 for beta = 0.999.
+    """
+
+    learning_rate: float
+    bias_correction1: float
+    """1 - beta1^t."""
+    bias_correction2: float
+    """1 - beta2^t."""
+
+
+def step_scalars(optimizer: Optimizer, step: int) -> StepScalars:
+    """The scalars of step `step`, counted from 0; t = step + 1."""
+    return StepScalars(
+        learning_rate=learning_rate(optimizer, step),
+        bias_correction1=1.0 - optimizer.beta1 ** (step + 1),
+        bias_correction2=1.0 - optimizer.beta2 ** (step + 1),
+    )
+
+
+def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
+    """The moments that the optimizer keeps: m and v for AdamW, m for SGD with momentum, else none."""
+    if optimizer.name == "adamw":
+        return ("m", "v")
+    return ("m",) if optimizer.momentum else ()
+
+
+def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
+    """The Euclidean norm over all gradients, accumulated in float64."""
+    return float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients.values())))
+
+
+def reference_step(
+    optimizer: Optimizer,
+    table: tuple[Parameter, ...],
+    weights: Mapping[str, np.ndarray],
+    gradients: Mapping[str, np.ndarray],
+    moments: Mapping[str, Mapping[str, np.ndarray]],
+    step: int,
+    *,
+    norm: float | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+    """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
+
+    Args:
+        optimizer: which one, and its hyperparameters.
+        table: the canonical parameters; decides what decays.
+        weights: by canonical name.
+        gradients: by canonical name, before clipping.
+        moments: m and v by name of the moment, then by canonical name; {} before the first step.
+        step: optimizer steps already taken.
+        norm: of all gradients, where `gradients` are only some of them.
+
+    Returns:
+        The new weights and the new moments.
+    """
+    scalars = step_scalars(optimizer, step)
+    scale = 1.0
+    if optimizer.grad_clip:
+        norm = global_norm(gradients) if norm is None else norm
+        scale = min(1.0, optimizer.grad_clip / (norm + CLIP_EPS))
+    new_weights, new_moments = {}, {name: {} for name in moment_names(optimizer)}
+    for parameter in table:
+        name = parameter.name
+        weight, gradient = weights[name], gradients[name] * scale
+        decay = optimizer.weight_decay if decays(parameter, optimizer.decay) else 0.0
+        before = {which: moments[which][name] if moments else np.zeros_like(weight) for which in new_moments}
+        if optimizer.name == "adamw":
+            m = optimizer.beta1 * before["m"] + (1 - optimizer.beta1) * gradient
+            v = optimizer.beta2 * before["v"] + (1 - optimizer.beta2) * gradient**2
+            denominator = np.sqrt(v) / np.sqrt(scalars.bias_correction2) + optimizer.eps
+            update = (m / scalars.bias_correction1) / denominator
+            weight = weight * (1 - scalars.learning_rate * decay)
+            after = {"m": m, "v": v}
+        else:
+            update = gradient + decay * weight
+            if "m" in before:
+                update = optimizer.momentum * before["m"] + update
+            after = {"m": update}
+        new_weights[name] = weight - scalars.learning_rate * update
+        for which in new_moments:
+            new_moments[which][name] = after[which]
+    return new_weights, new_moments

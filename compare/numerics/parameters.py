@@ -1,0 +1,139 @@
+"""The canonical parameter table: ONE declaration per weight, and its initial value.
+
+Both sides map their own names and layouts to this table in one place each (`weights.py`), so that a
+gradient of one can be laid over a gradient of the other. The fused query-key-value projection keeps
+its own axis, and heads keep theirs: a split over heads is then a slice of one axis.
+
+Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, mlp M = 4C.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from compare.spec.experiment import Experiment, Model
+
+QKV = 3
+MLP_RATIO = 4
+
+
+class Parameter(Struct, frozen=True, kw_only=True):
+    """One weight of the model: its name, shape, what each axis means, how it starts, whether it decays."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """A logical axis name for each dimension: a layout says which mesh axis it is split over."""
+    init_std: float | None = None
+    """Standard deviation of the normal it is drawn from; None for a constant."""
+    init_constant: float = 0.0
+    """Initial value where init_std is None: 1 for LayerNorm scales, 0 for biases."""
+    is_matrix: bool = True
+    """Whether nanoGPT's parameter has two or more dimensions, and so decays. Decided here, because a
+    stacked or flattened layout changes the number of dimensions but must not change what decays."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def parameter_table(model: Model) -> tuple[Parameter, ...]:
+    """Every weight of the model in canonical order: embeddings, blocks 0 to L-1, final norm."""
+    embeddings, final_norm = end_parameters(model)
+    blocks = [parameter for layer in range(model.n_layer) for parameter in block_parameters(model, layer)]
+    return (*embeddings, *blocks, *final_norm)
+
+
+def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
+    """Parameters before the blocks, and those after them."""
+    width, std = model.n_embd, 0.02
+    token = _matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
+    position = _matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
+    return [token, position], _norm(model, "norm")
+
+
+def block_parameters(model: Model, layer: int) -> list[Parameter]:
+    """The weights of one block, which are as large in every other."""
+    width, heads, mlp = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
+    head_dim = width // heads
+    std = 0.02
+    residual_std = 0.02 / math.sqrt(2 * model.n_layer)  # GPT-2: two residual additions per block
+    block = f"blocks.{layer}"
+    qkv_axes, out_axes = ("qkv", "heads", "head_dim"), ("heads", "head_dim", "embed")
+    return [
+        *_norm(model, f"{block}.norm1"),
+        _matrix(f"{block}.attention.qkv.weight", (width, QKV, heads, head_dim), ("embed", *qkv_axes), std),
+        *_bias(model, f"{block}.attention.qkv.bias", (QKV, heads, head_dim), qkv_axes),
+        _matrix(f"{block}.attention.out.weight", (heads, head_dim, width), out_axes, residual_std),
+        *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
+        *_norm(model, f"{block}.norm2"),
+        _matrix(f"{block}.mlp.up.weight", (width, mlp), ("embed", "mlp"), std),
+        *_bias(model, f"{block}.mlp.up.bias", (mlp,), ("mlp",)),
+        _matrix(f"{block}.mlp.down.weight", (mlp, width), ("mlp", "embed"), residual_std),
+        *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
+    ]
+
+
+def parameter_count(model: Model) -> int:
+    """Number of weights, the tied head counted once; in closed form, so that any size is counted at once."""
+    embeddings, final_norm = end_parameters(model)
+    ends = sum(parameter.size for parameter in (*embeddings, *final_norm))
+    return ends + model.n_layer * sum(parameter.size for parameter in block_parameters(model, 0))
+
+
+def decays(parameter: Parameter, decay: str) -> bool:
+    """True if weight decay applies: to matrices only, or to `all`."""
+    return decay == "all" or parameter.is_matrix
+
+
+def initial_parameters(experiment: Experiment) -> dict[str, np.ndarray]:
+    """The initial weights by canonical name, in the dtype the experiment keeps its weights in.
+
+    Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the
+    value does not depend on the order of the table, the layout, or the framework.
+    """
+    dtype = storage_dtype(experiment)
+    return {
+        parameter.name: _draw(parameter, experiment.train.seed).astype(dtype)
+        for parameter in parameter_table(experiment.model)
+    }
+
+
+def storage_dtype(experiment: Experiment) -> np.dtype:
+    """The dtype of weights, gradients and moments: float64 under float64 compute, else float32."""
+    return np.dtype("float64" if experiment.precision.dtype == "float64" else "float32")
+
+
+def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 over names, shapes and values: equal if and only if the tensors are bitwise equal."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype.str} {tensors[name].shape}".encode())
+        digest.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _draw(parameter: Parameter, seed: int) -> np.ndarray:
+    if parameter.init_std is None:
+        return np.full(parameter.shape, parameter.init_constant)
+    key = int.from_bytes(hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()[:16], "little")
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return generator.normal(0.0, parameter.init_std, parameter.shape)
+
+
+def _matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init_std: float) -> Parameter:
+    return Parameter(name=name, shape=shape, axes=axes, init_std=init_std)
+
+
+def _bias(model: Model, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> list[Parameter]:
+    return [Parameter(name=name, shape=shape, axes=axes, is_matrix=False)] if model.bias else []
+
+
+def _norm(model: Model, name: str) -> list[Parameter]:
+    shape, axes = (model.n_embd,), ("embed",)
+    scale = Parameter(name=f"{name}.scale", shape=shape, axes=axes, init_constant=1.0, is_matrix=False)
+    return [scale, *_bias(model, f"{name}.bias", shape, axes)]

@@ -1,0 +1,89 @@
+"""Drawing text from a model, the same in every framework: which token comes next is decided here, in NumPy.
+
+A side gives the logits of the last position; temperature, top-k and the draw are this module's, in float64.
+The uniform number of a token is a function of the seed, the sample and the token's place: nothing depends on
+how many were drawn before, or on who draws. So the same weights give the same text, as long as rounding does
+not move a uniform number across the border of two tokens.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from compare.spec.experiment import ExperimentError
+
+MAX_TOKENS, MAX_SAMPLES = 1_000_000, 1_000
+Logits = Callable[[np.ndarray], np.ndarray]
+"""Token ids (N, t), t at most T, int32 -> logits of the last position (N, V), of any float dtype."""
+
+
+class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is to be drawn."""
+
+    checkpoint: str
+    """Its folder, an absolute path."""
+    prompt: list[int]
+    """Token ids to begin with: one or more."""
+    samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
+    tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 200
+    """Of each sample, without the prompt."""
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.8
+    """Divides the logits; 0 takes the likeliest token every time."""
+    top_k: Annotated[int, Meta(ge=0)] = 200
+    """Only so many of the likeliest tokens are drawn from; 0 for all."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
+
+
+def read_sample_request(text: str) -> SampleRequest:
+    """The request from JSON. Raises ExperimentError for any other text."""
+    try:
+        return msgspec.json.decode(text, type=SampleRequest)
+    except msgspec.MsgspecError as error:
+        raise ExperimentError(f"--sample: {' '.join(str(error).split())}") from None
+
+
+def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> list[list[int]]:
+    """Draw every sample, token by token. Returns their token ids, each with the prompt before it.
+
+    Args:
+        request: what.
+        logits_of: the model.
+        block_size: T, how many tokens it looks back on.
+    """
+    drawn = np.tile(np.array(request.prompt, np.int32), (request.samples, 1))
+    for place in range(request.tokens):
+        logits_NV = np.asarray(logits_of(drawn[:, -block_size:]), np.float64)
+        if np.isnan(logits_NV).any():
+            raise ExperimentError(f"{request.checkpoint}: its weights give logits that are not numbers")
+        uniform_N = uniform(request.seed, place, request.samples)
+        drawn = np.concatenate([drawn, next_tokens(logits_NV, uniform_N, request)[:, None]], axis=1)
+    return drawn.tolist()
+
+
+def next_tokens(logits_NV: np.ndarray, uniform_N: np.ndarray, request: SampleRequest) -> np.ndarray:
+    """The next token of each sample, int32 (N,): the one in whose share of [0, 1) the uniform number lies.
+
+    Args:
+        logits_NV: of the last position, float64.
+        uniform_N: in [0, 1).
+        request: its temperature and top_k.
+    """
+    if not request.temperature:
+        return logits_NV.argmax(axis=1).astype(np.int32)
+    scaled_NV = logits_NV / request.temperature
+    if 0 < request.top_k < logits_NV.shape[1]:
+        least_N1 = np.partition(scaled_NV, -request.top_k, axis=1)[:, -request.top_k, None]
+        scaled_NV = np.where(scaled_NV < least_N1, -np.inf, scaled_NV)
+    share_NV = np.exp(scaled_NV - scaled_NV.max(axis=1, keepdims=True))
+    ends_NV = share_NV.cumsum(axis=1)
+    found_N = (ends_NV <= uniform_N[:, None] * ends_NV[:, -1:]).sum(axis=1)
+    return np.minimum(found_N, logits_NV.shape[1] - 1).astype(np.int32)
+
+
+def uniform(seed: int, place: int, samples: int) -> np.ndarray:
+    """Uniform numbers in [0, 1) for one place of every sample, float64 (N,): 53 bits of Philox's words."""
+    words = np.random.Philox(key=seed, counter=[0, 0, place, 2]).random_raw(samples)
+    return (words >> np.uint64(11)) * 2.0**-53

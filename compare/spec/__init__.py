@@ -1,0 +1,1 @@
+"""What an experiment is: its sections, mesh axes and engines."""

@@ -1,0 +1,95 @@
+"""The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
+
+from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
+from compare.spec.engines.peers import JAX_PEERS
+
+NO_TWIN = "a collective is an operation of XLA's program: to leave it out makes another program"
+INSERTED_BY_XLA = (
+    "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
+)
+
+
+JAX = Side(
+    name="jaxpar",
+    python_flag="jax_python",
+    packages=("jax", "flax", "optax"),
+    converts=("orbax",),
+    # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
+    # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
+    environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    environment_on_cpu={"JAX_PLATFORMS": "cpu"},
+    before_first_step="setting up and compiling",  # the record is opened before that
+    peers=JAX_PEERS,
+    engines=(
+        Engine(
+            name="jax-compiler",
+            sends_by="xla",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            offloads=True,
+            profiles=True,
+            tells_work=True,
+            no_twin=NO_TWIN,
+            dtypes=LOSS_SCALED,
+            side="jaxpar",
+            keeps=Keeps(residuals="scan"),
+            folder="compiler",
+            gradient_sync=("xla",),
+            decides="XLA: jit with Mesh and NamedSharding",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "interleaved"),
+            no_other_schedule="under jit autodiff orders the backward passes, after all forward ones: choose "
+            "one of these",
+            ends_on_every_stage=True,
+            impossible_faults={
+                "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                "ignored_schedule": "it has one schedule, GPipe",
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "XLA buckets gradients as it likes"
+                ),
+                **dict.fromkeys(
+                    (
+                        "dropped_all_reduce",
+                        "sum_for_mean",
+                        "dropped_tp_all_reduce",
+                        "doubled_row_bias",
+                        "missing_norm_psum",
+                        "norm_counts_replicas_twice",
+                        "wrong_optimizer_shard",
+                        "overwritten_microbatch",
+                        "stale_tied_copy",
+                        "same_dropout_on_every_rank",
+                    ),
+                    INSERTED_BY_XLA,
+                ),
+            },
+        ),
+        Engine(
+            name="jax-manual",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            offloads=True,
+            profiles=True,
+            tells_work=True,
+            no_twin=NO_TWIN,
+            dtypes=LOSS_SCALED,
+            side="jaxpar",
+            keeps=Keeps(residuals="scan"),
+            folder="manual",
+            gradient_sync=("naive", "flat", "bucketed"),
+            decides="we do: shard_map and lax collectives",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "1f1b", "interleaved"),
+            no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
+            "these",
+            ends_on_every_stage=True,
+            impossible_faults={
+                "kept_gradients": "gradients are values of a function: there is nothing to clear"
+            },
+        ),
+    ),
+)

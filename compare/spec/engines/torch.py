@@ -1,0 +1,102 @@
+"""The side torchpar and its engines: torch-manual and torch-library; its peers are in `peers`."""
+
+from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
+from compare.spec.engines.peers import TORCH_PEERS
+from compare.spec.experiment import Layout
+
+FSDP2 = "fsdp2"
+"""What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
+
+
+def _not_in_pytorch(layout: Layout) -> str:
+    """Limits of torch.distributed.pipelining (2.13) beside a schedule, found out by running it."""
+    if layout.pp == 1 or layout.schedule != "zero_bubble":
+        return ""
+    if layout.data_parallel > 1:
+        return (
+            "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
+            "word, and FSDP2 not at all: choose another schedule"
+        )
+    if layout.tp > 1:
+        return "layout.schedule = zero_bubble cannot halve the backward of a DTensor: choose another schedule"
+    if layout.remat == "dots":
+        return (
+            "layout.schedule = zero_bubble goes through the graph twice, which selective recomputation does "
+            "not allow: choose layout.remat = none or full"
+        )
+    return ""
+
+
+TORCH = Side(
+    name="torchpar",
+    python_flag="torch_python",
+    packages=("torch",),
+    converts=("nanogpt",),
+    environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
+    peers=TORCH_PEERS,
+    engines=(
+        Engine(
+            name="torch-manual",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            profiles=True,
+            tells_work=True,
+            falls_silent=True,
+            offloads=True,
+            dtypes=LOSS_SCALED,
+            side="torchpar",
+            folder="manual",
+            is_reference=True,  # on one device: the plain module, no container, no collective
+            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
+            decides="we do: torch.distributed collectives",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+            counts_own_calls=True,
+            # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
+            keeps=Keeps(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
+        ),
+        Engine(
+            name="torch-library",
+            sends_by="pytorch",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            profiles=True,
+            tells_work=True,
+            falls_silent=True,
+            no_offload="PyTorch moves moments to the host only along with parameters, gradients and update "
+            "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
+            dtypes=LOSS_SCALED,
+            side="torchpar",
+            folder="library",
+            gradient_sync=("ddp",),
+            decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+            no_zero_with_tp={
+                1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
+                "takes no DTensor: choose layout.zero = 2 or 3"
+            },
+            gradient_sync_with_tp=FSDP2,
+            shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
+            # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
+            keeps=Keeps(
+                residuals="autograd",
+                logits=4,
+                logits_with_tp=5,
+                logits_with_pp=4,
+                buckets=True,
+                gathers_ahead=True,
+            ),
+            refuses=_not_in_pytorch,
+            impossible_faults={
+                "doubled_row_bias": "PyTorch adds the bias, not we",
+                "ignored_gradient_sync": "DDP has one way",
+                "ignored_offload": "it offloads no moments",
+            },
+        ),
+    ),
+)

@@ -1,0 +1,196 @@
+"""One experiment: reading it, and refusing what cannot work before any process starts.
+
+The file format is TOML, one table per section (`compare.spec.sections`). Reading is strict: an unknown
+key or a wrong type is an error that names the key.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from compare.host.files import why_not_readable
+from compare.spec.checks import ExperimentError, check, check_tasks
+from compare.spec.sections import (
+    Checkpoints,
+    Data,
+    Experiment,
+    Layout,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
+)
+
+__all__ = [
+    "MAX_CPU_DEVICES",
+    "Checkpoints",
+    "Data",
+    "Experiment",
+    "ExperimentError",
+    "Layout",
+    "Model",
+    "Optimizer",
+    "Precision",
+    "Train",
+    "check",
+    "check_tasks",
+    "layout_fields",
+    "load",
+    "named_experiments",
+    "parse",
+    "revalidate",
+    "to_toml",
+]
+
+MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
+MAX_FILE_BYTES = (
+    16_384  # a longer file is no experiment; Python's TOML reader takes minutes for 100 kB of dots
+)
+
+
+def named_experiments() -> dict[str, Path]:
+    """The experiments that ship with the package, by name."""
+    folder = Path(__file__).parent.parent / "experiments"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load(name_or_path: str) -> Experiment:
+    """Read an experiment: the name of one that ships with the package, or a TOML file.
+
+    Raises:
+        ExperimentError: no such name or file, not TOML, an unknown key, a wrong type, a bad value.
+    """
+    return parse(_read(name_or_path), origin=name_or_path)
+
+
+def layout_fields(name_or_path: str) -> frozenset[str]:
+    """The fields of the layout that an experiment's file gives, whatever their values. Raises as `load`."""
+    load(name_or_path)  # says what is wrong with a file that is none
+    found: dict[str, dict[str, object]] = msgspec.toml.decode(_read(name_or_path))
+    return frozenset(found.get("layout", {}))
+
+
+def _read(name_or_path: str) -> bytes:
+    """An experiment's file, as far as one may go. Raises ExperimentError if there is none."""
+    known = named_experiments()
+    path = known.get(name_or_path, Path(name_or_path))
+    wrong = why_not_readable(path) if name_or_path else "is empty"
+    if wrong == "does not exist":
+        raise ExperimentError(f"{name_or_path}: no such file or named experiment (named: {', '.join(known)})")
+    if wrong:
+        raise ExperimentError(
+            f"{name_or_path or 'the name of the experiment'} {wrong}: give a TOML file or a named "
+            f"experiment (named: {', '.join(known)})"
+        )
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
+
+
+def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
+    """Read an experiment from TOML text (bytes: UTF-8).
+
+    Raises:
+        ExperimentError: whose message begins with `origin`.
+    """
+    if len(text) > MAX_FILE_BYTES:
+        raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes, which no experiment is")
+    try:
+        return checked(msgspec.toml.decode(text))
+    except ExperimentError as error:
+        raise ExperimentError(f"{origin}: {error}") from None
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, a number of 5000 digits
+        raise ExperimentError(f"{origin}: {_one_line(error)}") from None
+    except RecursionError:
+        raise ExperimentError(f"{origin}: nested too deeply: an experiment has tables of fields") from None
+
+
+def revalidate(experiment: Experiment) -> Experiment:
+    """Apply the bounds on types again and `check`: for a spec that was built or edited in Python."""
+    return checked(msgspec.to_builtins(experiment))
+
+
+def checked(fields: Any) -> Experiment:
+    """An experiment from its tables of fields. Raises ExperimentError, which names the key and its value."""
+    for section, table in fields.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ExperimentError(f"{section}.{key} = {value} must be a finite number")
+    try:
+        return check(msgspec.convert(fields, Experiment))
+    except msgspec.ValidationError as error:
+        raise ExperimentError(_in_our_words(_one_line(error), fields)) from None
+
+
+def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:
+    """The experiment with other values in some fields, unchecked: `{"train": {"max_iters": 2}}`."""
+    sections = {
+        section: msgspec.structs.replace(getattr(experiment, section), **fields)
+        for section, fields in edits.items()
+    }
+    return msgspec.structs.replace(experiment, **sections)
+
+
+def to_toml(experiment: Experiment) -> str:
+    """The resolved spec as TOML text, every field spelled out."""
+    return msgspec.toml.encode(experiment).decode()
+
+
+def _one_line(error: Exception) -> str:
+    """msgspec's message with its `$.model.n_layer` path as we write keys: `model.n_layer`."""
+    return " ".join(str(error).split()).replace("`$.", "`").replace("- at `$`", "at the top level")
+
+
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "object": "a table of fields",
+}
+_LONGEST = 60
+
+
+def _in_our_words(message: str, fields: Any) -> str:
+    """msgspec's complaint as `check` would put it: the key, its value, and what it must be."""
+    if found := re.search(r"^Object contains unknown field `(.*?)`(?: - at `(\w+)`)?$", message):
+        name, section = found.groups()
+        known = getattr(Experiment(), section).__struct_fields__ if section else Experiment.__struct_fields__
+        close = difflib.get_close_matches(name, known, n=1)
+        has_no = f"[{section}] has no field" if section else "there is no field"
+        return f"{has_no} {name[:_LONGEST]}{f' (did you mean {close[0]}?)' if close else ''}"
+    found = re.search(r"^(?:Expected|Invalid) (?:enum value )?(.*) - at `(\w+(?:\.\w+)?)`$", message)
+    if not found:
+        return message
+    said, key = found.groups()
+    value: Any = fields
+    for part in key.split("."):
+        value = value[part]
+    return f"{key} = {_short(value)} must be {_must_be(said, key)}"
+
+
+def _must_be(said: str, key: str) -> str:
+    """What a value must be, from msgspec's words: "`int` >= 1", "`int`, got `str`"."""
+    if bound := re.search(r"^`\w+` ([<>]=?) (\S+)$", said):
+        sign, number = bound.groups()
+        return f"{_BOUNDS[sign]} {number}"
+    section, _, field = key.partition(".")
+    hints = get_type_hints(type(getattr(Experiment(), section)))
+    if get_origin(hints.get(field)) is Literal:
+        return f"one of {', '.join(map(str, get_args(hints[field])))}"
+    expected = said.split(",")[0].strip("`").split(" | ")[0]
+    return _TYPES.get(expected, said)
+
+
+def _short(value: object) -> str:
+    """A value as a message repeats it; a table or list is only named."""
+    if isinstance(value, dict | list):
+        return "[...]" if isinstance(value, list) else "{...}"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return f'"{text}"' if isinstance(value, str) else text

@@ -1,0 +1,71 @@
+"""nanoGPT's settings by the names of its train.py, as an experiment, and back.
+
+One table for all that has a meaning here. What has none, such as where nanoGPT logs, is named and left out.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from compare.spec.experiment import Experiment, ExperimentError, checked
+
+FIELDS = {
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout"), "model"),
+    **dict.fromkeys(
+        (
+            "learning_rate",
+            "decay_lr",
+            "warmup_iters",
+            "lr_decay_iters",
+            "min_lr",
+            "weight_decay",
+            "beta1",
+            "beta2",
+            "grad_clip",
+        ),
+        "optimizer",
+    ),
+    **dict.fromkeys(("max_iters", "batch_size", "gradient_accumulation_steps"), "train"),
+    "dtype": "precision",
+}
+"""The section that a setting of nanoGPT is in here, under the same name."""
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+"""What nanoGPT's checkpoints say of the model, in its order."""
+SEED = 1337
+"""nanoGPT's, which is no setting."""
+
+
+def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Experiment, list[str]]:
+    """The experiment that nanoGPT's settings describe.
+
+    Args:
+        settings: by nanoGPT's names.
+        base: for what they do not say.
+
+    Returns:
+        The experiment, and the names of settings that have no meaning here.
+
+    Raises:
+        ExperimentError: a value of the wrong type, or that cannot work.
+    """
+    sections = msgspec.to_builtins(base)
+    sections["optimizer"]["name"] = "adamw"
+    for name, section in FIELDS.items():
+        if name in settings:
+            sections[section][name] = settings[name]
+    try:
+        experiment = checked(sections)
+    except ExperimentError as error:
+        raise ExperimentError(f"nanoGPT's settings: {error}") from None
+    return experiment, sorted(settings.keys() - FIELDS.keys())
+
+
+def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str, Any]:
+    """The settings of nanoGPT that describe an experiment, as far as it has them."""
+    sections = msgspec.to_builtins(experiment)
+    if only_model:
+        return {name: sections["model"][name] for name in MODEL_ARGS}
+    settings = {name: sections[section][name] for name, section in FIELDS.items()}
+    return {**settings, "dataset": Path(experiment.data.source).name}  # a folder in nanoGPT's data/

@@ -1,0 +1,124 @@
+"""Checkpoints: what is saved comes back in any part, whatever ends the saving."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from checkpoints import random_state
+from small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
+
+from compare.checkpoint import saver as savers
+from compare.checkpoint.description import (
+    DESCRIPTION,
+    checkpoints_in,
+    folder_name,
+    key,
+    tensor_shapes,
+)
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Saver, remove_unfinished
+from compare.host.disk import DiskFull
+from compare.numerics.boxes import Box
+from compare.numerics.parameters import parameter_table
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("saved"), 20)
+
+
+def test_what_is_saved_comes_back_whole_and_in_any_part(saved):
+    reader = CheckpointReader(saved)
+    reader.verify()
+    found = reader.description
+    assert (found.step, found.updates, found.corpus_sha256, found.experiment) == (20, 19, "c", EXPERIMENT)
+    for (group, name), tensor in random_state(EXPERIMENT).items():
+        np.testing.assert_array_equal(reader.read(group, name), tensor)
+    qkv = random_state(EXPERIMENT)["v", "blocks.0.attention.qkv.weight"]
+    box = Box((1, 0, 1, 0), (2, 3, 1, 2))
+    np.testing.assert_array_equal(reader.read("v", "blocks.0.attention.qkv.weight", box), qkv[box.slices])
+    assert dict(reader.group("weights")).keys() == {row.name for row in parameter_table(EXPERIMENT.model)}
+
+
+def test_pytorch_reads_it_too(saved):
+    """torch.distributed.checkpoint takes the folder for one of its own."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed import checkpoint as dcp
+
+    into = {
+        key(*name): torch.zeros(tensor.shape, dtype=torch.float64)
+        for name, tensor in random_state(EXPERIMENT).items()
+    }
+    dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
+    for name, tensor in random_state(EXPERIMENT).items():
+        np.testing.assert_array_equal(into[key(*name)].numpy(), tensor)
+
+
+def test_the_newest_are_kept_and_nothing_else_is_left(tmp_path):
+    save(tmp_path, 5, 10, 15, 20, keep=2)
+    assert list(checkpoints_in(tmp_path)) == [15, 20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(15), folder_name(20)]
+    names = {path.name for path in (tmp_path / folder_name(20)).iterdir()}
+    assert names == {DESCRIPTION, *CheckpointReader(tmp_path / folder_name(20)).description.files}
+
+
+def test_a_save_that_was_cut_off_is_no_checkpoint_and_the_one_before_is_whole(tmp_path):
+    save(tmp_path, 5)
+    alone = Saver(tmp_path, [1], of=DEVICES, keep=2)  # the others were killed
+    alone.save(checkpoint(10), parts(1))
+    alone.finish()
+    assert list(checkpoints_in(tmp_path)) == [5]
+    CheckpointReader(tmp_path / folder_name(5)).verify()
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), savers._write_device
+
+    def slowly(*args):
+        assert may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(savers, "_write_device", slowly)
+    saver = Saver(tmp_path, [0], of=1, keep=1)
+    held = [
+        (
+            group,
+            msgspec.structs.replace(shard, elements=None, dim_order=()),
+            random_state(EXPERIMENT)[group, shard.name],
+        )
+        for group, shard, _ in parts(0)
+        if not shard.replica
+    ]
+    saver.save(checkpoint(5), held)  # returns, though nothing is written yet
+    assert not checkpoints_in(tmp_path)
+    may_write.set()
+    saver.finish()
+    assert list(checkpoints_in(tmp_path)) == [5]
+
+
+def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+
+    def full(tensors, path, metadata):
+        raise savers.SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(savers, "save_file", full)
+    saver = Saver(tmp_path, [0], of=1, keep=1)
+    saver.save(checkpoint(10), parts(0))
+    with pytest.raises(DiskFull, match="no space left on the device"):
+        saver.finish()
+    assert list(checkpoints_in(tmp_path)) == [5]
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]  # room was made
+    saver.finish()  # it is said once
+
+
+def test_shapes_are_those_of_weights_and_moments():
+    shapes = tensor_shapes(EXPERIMENT)
+    assert len(shapes) == 3 * len(parameter_table(EXPERIMENT.model))
+    assert shapes["v/embedding.token"] == (5, 4)

@@ -1,0 +1,87 @@
+"""Shards as boxes and back, and what boxes have in common: by brute force."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compare.numerics.boxes import Box, from_boxes, to_boxes, whole
+from compare.numerics.shards import Shard, cut
+
+
+@st.composite
+def shards(draw) -> tuple[tuple[int, ...], Shard]:
+    """A shape and any shard of it: a box, or a range of a box's elements in any order of its dims."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    limits = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    box = tuple(stop - start for start, stop in limits)
+    is_flat = draw(st.booleans())
+    ends = st.integers(0, math.prod(box))
+    return shape, Shard(
+        name="w",
+        device=0,
+        offset=tuple(start for start, _ in limits),
+        shape=box,
+        elements=tuple(sorted(draw(st.tuples(ends, ends)))) if is_flat else None,
+        dim_order=tuple(draw(st.permutations(range(len(shape))))) if is_flat else (),
+    )
+
+
+@given(shards())
+def test_boxes_are_the_shard_and_the_shard_is_its_boxes(case):
+    shape, shard = case
+    tensor = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
+    held = cut(tensor, shard)
+    boxes = list(to_boxes(shard, held))
+    assert sum(box.size for box, _ in boxes) == held.size
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    for box, array in boxes:
+        assert box.size
+        np.testing.assert_array_equal(array, tensor[box.slices])
+    assert sorted(x for _, array in boxes for x in array.ravel()) == sorted(held.ravel())
+    read = from_boxes(shard, lambda box: tensor[box.slices], tensor.dtype)
+    np.testing.assert_array_equal(read, held)
+
+
+@given(st.integers(0, 3), st.data())
+def test_what_two_boxes_have_in_common(dims, data):
+    limits = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
+    first, second = (
+        Box(tuple(a for a, _ in found), tuple(b - a for a, b in found))
+        for found in (data.draw(st.lists(limits, min_size=dims, max_size=dims)) for _ in range(2))
+    )
+    inside = [
+        set(itertools.product(*(range(part.start, part.stop) for part in box.slices)))
+        for box in (first, second)
+    ]
+    common, both = first.overlap(second), inside[0] & inside[1]
+    assert (common is None) == (not both)
+    if common:
+        assert common.size == len(both)
+        tensor = np.zeros((4,) * dims)
+        tensor[first.slices] = np.arange(first.size).reshape(first.shape)
+        np.testing.assert_array_equal(tensor[first.slices][common.within(first)], tensor[common.slices])
+
+
+def test_all_of_a_tensor():
+    assert whole((2, 3)) == Box((0, 0), (2, 3))
+    assert whole(()).size == 1
+
+
+@pytest.mark.parametrize(
+    ("elements", "boxes"),
+    [
+        ((0, 12), [((0, 0), (3, 4))]),
+        ((2, 12), [((0, 2), (1, 2)), ((1, 0), (2, 4))]),
+        ((2, 9), [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]),
+        ((5, 7), [((1, 1), (1, 2))]),
+        ((4, 4), []),
+    ],
+)
+def test_a_range_of_a_matrix_by_hand(elements, boxes):
+    shard = Shard(name="w", device=0, offset=(0, 0), shape=(3, 4), elements=elements, dim_order=(0, 1))
+    found = [box for box, _ in to_boxes(shard, cut(np.zeros((3, 4)), shard))]
+    assert found == [Box(offset, shape) for offset, shape in boxes]

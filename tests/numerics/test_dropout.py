@@ -1,0 +1,109 @@
+"""Dropout by counters: Threefry's published numbers, and the same masks in NumPy, JAX and PyTorch."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from compare.numerics.dropout import (
+    Site,
+    is_kept,
+    kept_scale,
+    sequence_keys,
+    site_number,
+    threefry,
+    threshold,
+)
+from compare.numerics.stream import keys_of_step
+from compare.spec.experiment import Experiment
+from compare.spec.sections import Model, Train
+from jaxpar import dropout as in_jax
+from torchpar import dropout as in_torch
+from torchpar.model import GPT
+
+KNOWN = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+]
+"""Key, counter and bits of Random123's known-answer tests."""
+
+
+def signed(words: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(words.view(np.int32))
+
+
+@pytest.mark.parametrize(("key", "counter", "bits"), KNOWN)
+def test_threefry_is_the_published_one(key, counter, bits):
+    key, counter = ([np.array([word], np.uint32) for word in words] for words in (key, counter))
+    assert tuple(int(word[0]) for word in threefry(key, *counter)) == bits
+    of_jax = in_jax.threefry(tuple(map(jnp.asarray, key)), *map(jnp.asarray, counter))
+    assert tuple(int(word[0]) for word in of_jax) == bits
+    of_torch = in_torch.threefry(tuple(map(signed, key)), *map(signed, counter))
+    assert tuple(int(word[0]) % 2**32 for word in of_torch) == bits
+
+
+def test_every_sequence_of_every_step_has_a_key_of_its_own():
+    """Threefry of the seed's two words, and of (step, number in the step), in jaxpar's form of it."""
+    seed = 2**32 + 5
+    train = Train(seed=seed, batch_size=3, gradient_accumulation_steps=2)
+    experiment = Experiment(model=Model(dropout=0.1), train=train)
+    drawn = {step: keys_of_step(experiment, step)["keys"] for step in (0, 1, 7)}
+    seen = {tuple(key) for keys_AB2 in drawn.values() for key in keys_AB2.reshape(-1, 2).tolist()}
+    assert len(seen) == 3 * 6
+    for step, keys_AB2 in drawn.items():
+        counter = jnp.full(6, step, jnp.uint32), jnp.arange(6, dtype=jnp.uint32)
+        expected = in_jax.threefry((jnp.uint32(5), jnp.uint32(1)), *counter)
+        np.testing.assert_array_equal(keys_AB2.reshape(-1, 2), np.stack(expected, axis=-1))
+    np.testing.assert_array_equal(drawn[0].reshape(-1, 2)[0], sequence_keys(seed, 0, 1, 1)[0, 0])
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 5), (7,), (1, 1)])
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+def test_masks_are_the_same_everywhere(shape, rate):
+    keys, site = sequence_keys(2**40 + 7, 5, 2, 3)[1], site_number(3, Site.MLP_OUT)
+    kept = is_kept(keys, site, shape, rate)
+    assert kept.shape == (3, *shape)
+    x = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
+    expected = np.where(kept, x * np.float32(kept_scale(rate)), 0)
+    of_torch = in_torch.Dropout(rate, Site.MLP_OUT, 3)(torch.from_numpy(x), signed(keys))
+    np.testing.assert_array_equal(of_torch.numpy(), expected)
+    noise = in_jax.Noise.of(jnp.asarray(keys), 2).next_layer
+    of_jax = in_jax.Dropout(rate, Site.MLP_OUT)(jnp.asarray(x), noise)
+    np.testing.assert_array_equal(np.asarray(of_jax), expected)
+    assert in_jax.Dropout(rate, Site.MLP_OUT)(x, None) is x
+    assert in_torch.Dropout(rate, Site.MLP_OUT, 3)(x) is x
+
+
+def test_a_part_of_a_batch_or_of_a_sequence_has_its_part_of_the_mask():
+    keys, site = sequence_keys(1, 2, 1, 2)[0], site_number(1, Site.ATTENTION_OUT)
+    whole = is_kept(keys, site, (6, 10), 0.3)
+    part = in_torch.is_kept(signed(keys), site, (2, 10), rate=0.3, first_row=4)
+    np.testing.assert_array_equal(part.numpy(), whole[:, 4:])
+    part = in_jax.is_kept(jnp.asarray(keys), site, (2, 10), rate=0.3, first_row=4)
+    np.testing.assert_array_equal(np.asarray(part), whole[:, 4:])
+    np.testing.assert_array_equal(is_kept(keys[1:], site, (6, 10), 0.3), whole[1:])
+
+
+def test_tensor_parallelism_says_which_rows_are_here():
+    model = Model(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=16, dropout=0.5)
+    gpt = GPT(model)
+    for sequence_parallel, sites in ((False, {Site.ATTENTION}), (True, set(Site))):
+        in_torch.split_rows(gpt, 1, sequence_parallel=sequence_parallel)
+        drops = [module for module in gpt.modules() if isinstance(module, in_torch.Dropout)]
+        assert len(drops) == 1 + 3 * model.n_layer
+        assert len({drop.number for drop in drops}) == len(drops)
+        assert {drop.site for drop in drops if drop.part == 1} == sites
+
+
+def test_the_rate_is_met_and_nothing_repeats():
+    keys = np.concatenate(
+        [sequence_keys(seed, step, 2, 3).reshape(-1, 2) for seed in (1, 2**33) for step in (0, 1)]
+    )
+    assert len({tuple(key) for key in keys.tolist()}) == 2 * 2 * 2 * 3
+    assert len({site_number(layer, site) for layer in range(5) for site in Site}) == 5 * len(Site)
+    kept = is_kept(sequence_keys(0, 0, 1, 50)[0], 0, (100, 64), 0.2)
+    assert abs(kept.mean() - (1 - threshold(0.2) / 2**16)) < 2e-3
+    assert abs(np.corrcoef(kept[:-1].ravel(), kept[1:].ravel())[0, 1]) < 5e-3
+    assert abs(np.corrcoef(kept[..., :-1].ravel(), kept[..., 1:].ravel())[0, 1]) < 5e-3
+    assert kept_scale(0.5) == 2.0

@@ -1,0 +1,54 @@
+"""Data that is not what it seems: wider tokens, a larger vocabulary, a file that changes under the run."""
+
+import os
+
+import msgspec
+import numpy as np
+import pytest
+
+from compare.numerics.data import open_corpus
+from compare.spec.experiment import Data, Experiment, ExperimentError, Model
+
+SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8))
+
+
+def test_real_tokens_are_not_taken_for_wide_ones(tmp_path):
+    random = np.random.default_rng(0)
+    for ids in (random.integers(0, 256, 5000), np.zeros(5000), np.tile([7, 0, 1], 2000)):
+        ids.astype("<u2").tofile(tmp_path / "train.bin")
+        open_corpus(msgspec.structs.replace(SMALL, data=Data(source=str(tmp_path))))
+
+
+def test_wide_tokens_of_a_large_vocabulary_are_noticed(tmp_path):
+    model = msgspec.structs.replace(SMALL.model, vocab_size=128_256)
+    np.random.default_rng(0).integers(0, 128_000, 5000).astype("<u4").tofile(tmp_path / "train.bin")
+    with pytest.raises(ExperimentError, match="holds 32- or 64-bit tokens"):
+        open_corpus(msgspec.structs.replace(SMALL, model=model, data=Data(source=str(tmp_path))))
+
+
+def test_synthetic_tokens_of_a_large_vocabulary_are_not_cut_to_16_bits():
+    model = msgspec.structs.replace(SMALL.model, vocab_size=100_000)
+    corpus = open_corpus(msgspec.structs.replace(SMALL, model=model, data=Data(source="synthetic")))
+    assert 2**16 < corpus.train.max() < 100_000
+
+
+@pytest.mark.parametrize("name", ["train.bin", "text.txt"])
+def test_a_file_that_shrinks_is_named(tmp_path, name):
+    """To read it would be SIGBUS: the process would be gone without a word."""
+    path = tmp_path / name
+    path.write_bytes(bytes(20_000))
+    experiment = msgspec.structs.replace(SMALL, data=Data(source=str(path)))
+    corpus = open_corpus(experiment)
+    corpus.batch(experiment, 0)
+    os.truncate(path, 10)
+    with pytest.raises(ExperimentError, match=rf"{name} had \d+ bytes and has 10 now"):
+        corpus.batch(experiment, 1)
+
+
+def test_a_file_that_is_removed_goes_on_being_read(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"to be or not to be" * 100)
+    experiment = msgspec.structs.replace(SMALL, data=Data(source=str(path)))
+    corpus = open_corpus(experiment)
+    path.unlink()
+    corpus.batch(experiment, 0)

@@ -1,0 +1,141 @@
+"""Loss scaling: the rule, what a step leaves of it, and that a record is held to it."""
+
+import math
+
+import msgspec
+import pytest
+from msgspec import UNSET
+from records import make_record, make_steps
+
+from compare.contract.divergence import DivergedError
+from compare.contract.progress import Place, Progress
+from compare.contract.request import Request, Resume
+from compare.judge.ladder import LOSS_SCALE, OF_FIRST_STEP, REQUEST, climb
+from compare.numerics.loss_scale import LossScale, first_scale, next_scale
+from compare.spec.experiment import Experiment, ExperimentError, Precision, edited, revalidate
+from compare.spec.sections import LARGEST_LOSS_SCALE
+
+HALF = Precision(
+    dtype="float16", loss_scale=64.0, loss_scale_window=3, loss_scale_hysteresis=2, min_loss_scale=16.0
+)
+
+
+def scales(overflows: str, precision: Precision = HALF) -> list[float]:
+    """The scale of each step: `x` overflows, `.` does not."""
+    scale, found = first_scale(precision), []
+    assert scale
+    for overflow in overflows:
+        found.append(scale.scale)
+        scale = next_scale(scale, precision, overflowed=overflow == "x")
+    return found
+
+
+def test_an_overflow_halves_and_a_window_without_one_doubles():
+    assert scales("......") == [64, 64, 64, 128, 128, 128]
+    forgiven = scales("..x....")  # the first overflow is, and counting begins anew
+    assert forgiven == [64, 64, 64, 64, 64, 64, 128]
+    assert scales("xx.xx.") == [64, 64, 32, 32, 32, 16]
+    scale = LossScale(scale=64.0, good_steps=5)  # of a training whose window was longer
+    assert next_scale(scale, HALF, overflowed=False).scale == 128
+    impatient = Precision(dtype="float16", loss_scale=64.0)
+    assert scales("xx.", impatient) == [64, 32, 16]
+
+
+def test_the_smallest_scale_ends_it_and_the_largest_stays():
+    with pytest.raises(OverflowError, match="at the smallest loss scale, 16"):
+        scales("xxxxx")
+    high = LossScale(scale=LARGEST_LOSS_SCALE, good_steps=2)
+    assert next_scale(high, HALF, overflowed=False).scale == LARGEST_LOSS_SCALE
+
+
+def test_a_skipped_step_is_none_for_adam_and_the_schedule():
+    spec = Experiment(precision=HALF)
+    state = Progress(loss_scale=first_scale(HALF))
+    seen = []
+    for norm in (2.0, math.inf, 3.0, math.nan, 1.0):
+        seen.append(state.place.record(spec, loss=5.0, grad_norm=norm, seconds=0.1))
+        state.move_on("jax-manual", spec, grad_norm=norm)
+    assert [(one.step, one.skipped, one.loss_scale) for one in seen] == [
+        (0, False, 64), (1, True, 64), (2, False, 64), (3, True, 64), (4, False, 32),
+    ]  # fmt: skip
+    assert [one.grad_norm for one in seen] == [2, 0, 3, 0, 1]
+    assert seen[1].lr == seen[2].lr != seen[0].lr
+    assert (state.step, state.updates) == (5, 3)
+    state.loss_scale = LossScale(scale=16.0)
+    with pytest.raises(DivergedError, match="jax-manual diverged at step 5: its gradients overflow"):
+        state.move_on("jax-manual", spec, grad_norm=math.inf)
+
+
+def test_without_float16_there_is_none():
+    spec = Experiment(precision=Precision(dtype="bfloat16"))
+    assert first_scale(spec.precision) is None
+    step = Place(step=3, updates=3).record(spec, loss=5.0, grad_norm=math.inf, seconds=0.1)
+    assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("precision", "says"),
+    [
+        (Precision(dtype="bfloat16", loss_scale=8.0), "precision.dtype = bfloat16 has no loss scale"),
+        (Precision(dtype="float16", loss_scale=0.5), "min_loss_scale = 1 is more than precision.loss_scale"),
+        (Precision(dtype="float16", loss_scale=2.0**41), "loss_scale"),
+    ],
+)
+def test_what_has_no_effect_or_sense_is_refused(precision, says):
+    with pytest.raises(ExperimentError, match=says):
+        revalidate(Experiment(precision=precision))
+
+
+def test_a_resumed_run_begins_with_the_scale_of_its_checkpoint():
+    spec = Experiment(precision=HALF)
+    assert Request(engine="jax-manual", experiment=spec).first_loss_scale == first_scale(HALF)
+    found = LossScale(scale=32.0, good_steps=1)
+    resume = Resume(checkpoint="there", step=1, updates=1, loss_scale=found)
+    assert Request(engine="jax-manual", experiment=spec, resume=resume).first_loss_scale == found
+    wide = edited(spec, {"precision": {"dtype": "float32"}})
+    assert Request(engine="jax-manual", experiment=wide, resume=resume).first_loss_scale is None
+
+
+def scaled_steps(spec: Experiment, overflows: str) -> list:
+    """Steps as an engine would leave them."""
+    state, found = Progress(loss_scale=first_scale(spec.precision)), []
+    for plain, overflow in zip(make_steps(spec), overflows, strict=True):
+        norm = math.inf if overflow == "x" else plain.grad_norm
+        found.append(state.place.record(spec, loss=plain.loss, grad_norm=norm, seconds=0.1))
+        state.move_on("", spec, grad_norm=norm)
+    return found
+
+
+def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
+    spec = edited(tiny, {"precision": {"dtype": "float16", "loss_scale": 64.0}, "train": {"max_iters": 4}})
+
+    def record(name: str, steps: list):
+        return make_record(tmp_path / name, spec, steps=steps)
+
+    right = record("right", scaled_steps(spec, ".x.."))
+    assert climb(right, record("same", scaled_steps(spec, ".x.."))).error(LOSS_SCALE) == 0
+    other = climb(right, record("other", scaled_steps(spec, "..x.")))
+    assert other.error(LOSS_SCALE) == math.inf
+    (found,) = (rung for rung in other.rungs if rung.rung == LOSS_SCALE)
+    assert found.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
+
+    broken = scaled_steps(spec, "....")  # nothing follows from the overflow
+    broken[1] = scaled_steps(spec, ".x..")[1]
+    assert "the learning rate of step 2 is" in climb(right, record("late", broken)).failure.worst
+    constant = edited(spec, {"optimizer": {"decay_lr": False}})
+    broken = scaled_steps(constant, "....")
+    broken[1] = scaled_steps(constant, ".x..")[1]
+    kept = make_record(tmp_path / "kept", constant, steps=broken)
+    assert "the loss scale of step 2 is 64.0 instead of 32" in climb(kept, kept).failure.worst
+
+    lowest = edited(constant, {"precision": {"dtype": "float16", "loss_scale": 1.0}})
+    broken = scaled_steps(lowest, "....")
+    broken[2] = msgspec.structs.replace(broken[2], skipped=True, grad_norm=0.0)
+    went_on = make_record(tmp_path / "went-on", lowest, steps=broken)
+    assert "it went on after step 2, whose gradients overflow" in climb(went_on, went_on).failure.worst
+
+    first = [record(name, scaled_steps(spec, "x...")) for name in ("one", "two")]
+    verdict = climb(*first)
+    assert set(verdict.skipped) == set(OF_FIRST_STEP)
+    assert "lower precision.loss_scale" in verdict.skipped["gradients"]
+    assert verdict.failure is None or verdict.failure.rung != REQUEST

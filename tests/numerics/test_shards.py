@@ -1,0 +1,140 @@
+"""Cuts of a tensor, and the tensor from its cuts: every way back, and every planted mistake."""
+
+import itertools
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compare.numerics.shards import Shard, ShardError, assemble, cut
+
+
+def arange(*shape: int) -> np.ndarray:
+    return np.arange(1.0, math.prod(shape) + 1).reshape(shape)
+
+
+@st.composite
+def cut_tensors(draw) -> tuple[tuple[int, ...], list[Shard]]:
+    """A shape, and shards that cover it: slabs of dim 0, some cut into ranges, some held twice."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    ends = st.integers(0, shape[0] if shape else 0)
+    bounds = [0, *sorted(draw(st.lists(ends, max_size=2))), shape[0]] if shape else [0, 0]
+    shards: list[Shard] = []
+    for start, stop in itertools.pairwise(bounds):
+        box = (stop - start, *shape[1:]) if shape else ()
+        offset = (start, *(0 for _ in shape[1:])) if shape else ()
+        order, size = tuple(draw(st.permutations(range(len(shape))))), math.prod(box)
+        is_flat = draw(st.booleans())
+        middle = draw(st.integers(0, size))
+        for elements in ((0, middle), (middle, size)) if is_flat else (None,):
+            for replica in range(draw(st.integers(1, 2))):
+                shards.append(
+                    Shard(
+                        name="w",
+                        device=len(shards),
+                        offset=offset,
+                        shape=box,
+                        elements=elements,
+                        dim_order=order if is_flat else (),
+                        replica=replica,
+                    )
+                )
+    return shape, draw(st.permutations(shards))
+
+
+@given(cut_tensors())
+def test_a_tensor_comes_together_from_its_cuts(case):
+    shape, shards = case
+    tensor = arange(*shape)
+    parts = [(shard, cut(tensor, shard)) for shard in shards]
+    for shard, held in parts:
+        assert held.shape == shard.held_shape
+        assert not np.shares_memory(held, tensor)
+    np.testing.assert_array_equal(assemble(shape, parts), tensor)
+    once = [(shard, held) for shard, held in parts if shard.replica == 0]
+    assert sum(held.size for _, held in once) == tensor.size
+    np.testing.assert_array_equal(assemble(shape, once), tensor)
+
+
+@given(cut_tensors(), st.data())
+def test_a_lost_part_and_a_changed_copy_are_noticed(case, data):
+    shape, shards = case
+    tensor = arange(*shape)
+    parts = [(shard, cut(tensor, shard)) for shard in shards]
+    lost = data.draw(st.integers(0, len(parts) - 1))
+    shard, held = parts[lost]
+    keys = [(s.offset, s.shape, s.elements) for s in shards]
+    has_copy = keys.count(keys[lost]) > 1
+    rest = parts[:lost] + parts[lost + 1 :]
+    if held.size and not has_copy:
+        with pytest.raises(ShardError, match="no shard"):
+            assemble(shape, rest)
+    elif held.size:
+        with pytest.raises(ShardError, match="differs from another shard"):
+            assemble(shape, [*rest, (shard, -held)])
+
+
+def test_elements_count_in_the_order_of_dims_within_the_box():
+    tensor = arange(4, 3)
+    shard = Shard(name="w", device=1, offset=(2, 0), shape=(2, 3), elements=(1, 5), dim_order=(1, 0))
+    box = tensor[2:].T
+    assert cut(tensor, shard).tolist() == box.reshape(-1)[1:5].tolist() == [10, 8, 11, 9]
+    rows = msgspec.structs.replace(shard, dim_order=())
+    assert cut(tensor, rows).tolist() == tensor[2:].reshape(-1)[1:5].tolist()
+
+
+def test_copies_of_a_nan_agree_and_zeros_of_two_signs_do_not():
+    shards = [Shard(name="w", device=device, offset=(0,), shape=(2,), replica=device) for device in (0, 1)]
+    nan = np.array([np.nan, 1.0])
+    np.testing.assert_array_equal(assemble((2,), [(shard, nan) for shard in shards]), nan)
+    with pytest.raises(ShardError, match=r"w on device 1 differs from another shard"):
+        assemble((2,), list(zip(shards, (np.array([0.0, 1.0]), np.array([-0.0, 1.0])), strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "array", "message"),
+    [
+        ({}, arange(3), r"w on device 1 is \(3,\) float64, and should be \(2,\) float64"),
+        ({}, arange(2).astype(np.float32), "is .2,. float32, and should be .2,. float64"),
+        ({"name": "b"}, arange(2), "b on device 1 is no shard of w"),
+        ({"offset": (3,)}, arange(2), r"\(2,\) at \(3,\) is not within \(4,\)"),
+        ({"offset": (1,)}, arange(2), "differs from another shard"),
+        ({"shape": (1,)}, arange(1), r"w: 1 of 4 elements are in no shard, such as \(3,\)"),
+        ({"offset": (0, 0), "shape": (2, 1)}, arange(2, 1), r"is not within \(4,\)"),
+    ],
+)
+def test_what_does_not_fit_is_said(changes, array, message):
+    first = Shard(name="w", device=0, offset=(0,), shape=(2,))
+    second = msgspec.structs.replace(first, device=1, offset=(2,))
+    assert assemble((4,), [(first, arange(2)), (second, arange(2))]).tolist() == [1, 2, 1, 2]
+    with pytest.raises(ShardError, match=message):
+        assemble((4,), [(first, arange(2)), (msgspec.structs.replace(second, **changes), array)])
+
+
+def test_no_shards_make_no_tensor():
+    with pytest.raises(ShardError, match=r"no shards for a tensor of shape \(4,\)"):
+        assemble((4,), [])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offset": (0,)},
+        {"offset": (0, -1)},
+        {"elements": (4, 7)},
+        {"elements": (4, 3)},
+        {"dim_order": (0, 0)},
+        {"replica": -1},
+    ],
+)
+def test_a_shard_that_contradicts_itself_cannot_be_made_or_read(wrong):
+    right = {"name": "w", "device": 0, "offset": (0, 0), "shape": (2, 3), "elements": (0, 6)}
+    shard = Shard(**right)
+    assert msgspec.json.decode(msgspec.json.encode(shard), type=Shard) == shard
+    with pytest.raises(ShardError, match="w on device 0"):
+        Shard(**right | wrong)
+    with pytest.raises(msgspec.ValidationError, match="w on device 0"):
+        msgspec.json.decode(msgspec.json.encode(right | wrong), type=Shard)

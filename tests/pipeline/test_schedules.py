@@ -1,0 +1,180 @@
+"""Pipeline schedules without a network: order, progress, memory and time, for p in 1..8 and m in 1..16."""
+
+import itertools
+import json
+from functools import cache
+
+import pytest
+
+from compare.cli import main
+from compare.pipeline.rendezvous import check_rendezvous, in_one_order
+from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
+from compare.pipeline.simulator import (
+    ScheduleError,
+    bubble_fraction,
+    check_complete,
+    makespan,
+    peak_in_flight,
+    prerequisites,
+    run,
+    with_communication,
+)
+from compare.spec.experiment import ExperimentError
+
+CASES = [
+    *((name, p, 1) for name in ("gpipe", "1f1b", "zero_bubble") for p in range(1, 9)),
+    *(("interleaved", p, v) for p in range(1, 9) for v in (1, 2, 3)),
+]
+
+
+@cache
+def schedules(name: str, p: int, v: int) -> dict[int, Schedule]:
+    """By number of microbatches, up to 16."""
+    return {
+        m: make_schedule(name, ranks=p, microbatches=m, chunks=v)
+        for m in range(1, 17)
+        if name != "interleaved" or m % p == 0
+    }
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request):
+    return *request.param, schedules(*request.param)
+
+
+def test_every_task_is_done_once_after_its_prerequisites(case):
+    _, p, v, of_m = case
+    for m, schedule in of_m.items():
+        assert check_complete(schedule) == p * v, m
+        slots = run(schedule)
+        ended = {slot.task: slot.end for slot in slots}
+        assert len(ended) == len(slots) == sum(map(len, schedule)), m
+        for slot in slots:
+            assert all(ended[need] <= slot.start for need in prerequisites(slot.task, p * v)), (m, slot)
+        for rank in range(p):
+            own = [slot for slot in slots if slot.rank == rank]
+            assert all(before.end <= after.start for before, after in itertools.pairwise(own)), (m, rank)
+
+
+def test_makespan_is_the_closed_form(case):
+    name, p, v, of_m = case
+    for m, schedule in of_m.items():
+        expected = {
+            "gpipe": 3 * (m + p - 1),
+            "1f1b": 3 * (m + p - 1),
+            "interleaved": 3 * m + 3 * (p - 1) / v,
+            "zero_bubble": max(3 * m + p - 1, 2 * (p + m) - 1),  # the second only where m < p
+        }[name]
+        assert makespan(schedule) == pytest.approx(expected), m
+        assert bubble_fraction(schedule) == pytest.approx(1 - 3 * m / expected), m
+
+
+def test_activations_held_are_the_closed_form(case):
+    name, p, v, of_m = case
+    for m, schedule in of_m.items():
+        held = [peak_in_flight(own) for own in schedule]
+        if name == "gpipe":
+            assert held == [m] * p, m
+        elif name == "1f1b" or (v == 1 and name == "interleaved"):
+            assert held == [min(m, p - rank) for rank in range(p)], m
+        elif name == "zero_bubble":
+            assert held == [min(m, p)] * p, m
+        else:  # interleaved: its warm-up, and one more
+            assert held == [min(v * m, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)], m
+
+
+def test_messages_pair_up_in_order(case):
+    """One rank sends to another, in order, what the other receives: a plain channel is enough."""
+    _, p, _, of_m = case
+    for m, schedule in of_m.items():
+        actions = with_communication(schedule)
+        for sender, receiver in itertools.product(range(p), repeat=2):
+            for what, step in (("activation", 1), ("gradient", -1)):
+                sent = [
+                    (task.stage + step, task.microbatch)
+                    for kind, task, peer in actions[sender]
+                    if kind == f"send_{what}" and peer == receiver
+                ]
+                received = [
+                    (task.stage, task.microbatch)
+                    for kind, task, peer in actions[receiver]
+                    if kind == f"receive_{what}" and peer == sender
+                ]
+                assert sent == received, (m, sender, receiver, what)
+
+
+def test_messages_of_all_ranks_are_in_one_order(case):
+    """A network without tags, where each rank's messages go one by one and a send waits for its receive."""
+    for schedule in case[-1].values():
+        actions = in_one_order(schedule)
+        check_rendezvous(actions)
+        for own, spelled_out in zip(actions, with_communication(schedule), strict=True):
+            assert sorted(own) == sorted(spelled_out)
+            computed = [action for action in own if action.what == "compute"]
+            assert computed == [action for action in spelled_out if action.what == "compute"]
+
+
+def test_messages_in_another_order_are_noticed():
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    with pytest.raises(ScheduleError, match="deadlock of messages: rank 0 in send_activation"):
+        check_rendezvous(with_communication(schedule))  # both ends of a channel send first, and then receive
+    actions = in_one_order(schedule)
+    first, second = [i for i, action in enumerate(actions[1]) if action.what == "receive_activation"][:2]
+    actions[1][first], actions[1][second] = actions[1][second], actions[1][first]
+    with pytest.raises(ScheduleError, match="deadlock of messages"):
+        check_rendezvous(actions)
+
+
+def test_no_case_is_lost():
+    """Every schedule of 8 ranks and 16 microbatches: interleaved where the ranks divide the microbatches."""
+    assert len(CASES) == 48
+    assert sum(len(schedules(*case)) for case in CASES) == 3 * 8 * 16 + 3 * sum(16 // p for p in range(1, 9))
+
+
+def test_a_deadlock_is_found():
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    schedule[0][0], schedule[0][-1] = schedule[0][-1], schedule[0][0]  # backward before its forward
+    with pytest.raises(ScheduleError, match="deadlock: rank 0 at"):
+        run(schedule)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda schedule: schedule[1].pop(), "is done 0 times, not 1"),
+        (lambda schedule: schedule[1].append(schedule[1][0]), "is done 2 times, not 1"),
+        (lambda schedule: schedule[0].append(Task(Kind.FORWARD, 1, 0)), "belongs to rank 1"),
+        (lambda schedule: schedule[0].append(Task(Kind.BACKWARD_WEIGHT, 0, 0)), "is done 1 times, not 0"),
+    ],
+)
+def test_an_incomplete_schedule_is_refused(damage, says):
+    schedule = make_schedule("gpipe", ranks=2, microbatches=2)
+    damage(schedule)
+    with pytest.raises(ScheduleError, match=says):
+        check_complete(schedule)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": "nosuch", "ranks": 2, "microbatches": 2}, "no such schedule"),
+        (
+            {"name": "interleaved", "ranks": 4, "microbatches": 6, "chunks": 2},
+            "= 6 are not divisible by stages = 4",
+        ),
+        ({"name": "1f1b", "ranks": 2, "microbatches": 2, "chunks": 2}, "use interleaved"),
+        ({"name": "gpipe", "ranks": 0, "microbatches": 2}, "stages = 0 must be at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(arguments, says):
+    with pytest.raises(ExperimentError, match=says):
+        make_schedule(**arguments)
+
+
+def test_picture_and_trace(tmp_path, capsys):
+    picture, trace = tmp_path / "schedules.png", tmp_path / "trace.json"
+    assert main(["schedule", "--picture", str(picture), "--trace", str(trace)]) == 0
+    assert "zero_bubble" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) == 4 * 8 * (2 + 2 + 2 * 2 + 3)

@@ -1,0 +1,175 @@
+"""Schedules in lock-step, carried out without a device: order, arrivals, slots and time."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+
+from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
+from compare.pipeline.simulator import ScheduleError, peak_in_flight
+from compare.pipeline.ticks import BACKWARD, FORWARD, IDLE, Ticks, lock_step
+
+CASES = [
+    *itertools.product(("gpipe", "1f1b"), range(1, 9), (1,)),
+    *itertools.product(("interleaved",), range(1, 9), (2, 3)),
+]
+KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
+
+
+@cache
+def tables(name: str, p: int, v: int) -> dict[int, tuple[Schedule, Ticks]]:
+    """By number of microbatches, up to 16: the schedule, and it in lock-step."""
+    of_m = {}
+    for m in range(1, 17):
+        if name != "interleaved" or m % p == 0:
+            schedule = make_schedule(name, ranks=p, microbatches=m, chunks=v)
+            of_m[m] = schedule, lock_step(schedule)
+    return of_m
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request):
+    return *request.param, tables(*request.param)
+
+
+def tasks_of(ticks: Ticks) -> Schedule:
+    """Tasks of each rank, in order, read back from the table."""
+    tasks = ticks.tasks
+    return [
+        [
+            Task(KINDS[kind], int(tasks.stage[tick, rank]), int(tasks.microbatch[tick, rank]))
+            for tick, kind in enumerate(tasks.kind[:, rank])
+            if kind != IDLE
+        ]
+        for rank in range(ticks.ranks)
+    ]
+
+
+def test_every_rank_keeps_the_schedules_order(case):
+    _, p, v, of_m = case
+    for m, (schedule, ticks) in of_m.items():
+        assert tasks_of(ticks) == schedule
+        assert (ticks.ranks, ticks.stages, ticks.microbatches) == (p, p * v, m)
+
+
+def test_number_of_ticks(case):
+    """v m forwards and v m backwards, and p - 1 ticks to fill the pipeline each way: none is wasted."""
+    _, p, v, of_m = case
+    for m, (_, ticks) in of_m.items():
+        assert {len(array) for array in ticks.tasks} == {2 * (v * m + p - 1)}
+
+
+def test_slots(case):
+    """The first stage keeps no input; what else is in flight is kept, and for v = 1 never a message more."""
+    name, p, v, of_m = case
+    for m, (_, ticks) in of_m.items():
+        inputs = {
+            "gpipe": m,
+            "1f1b": min(m, p),  # in lock-step 2p - 1 would do
+            "interleaved": min(v * m, 2 * (p - 1) + (v - 1) * p),
+        }[name]
+        if p > 1:
+            assert ticks.input_slots == inputs
+        else:
+            assert ticks.input_slots <= (v - 1) * m
+        if v == 1:
+            assert ticks.gradient_slots == min(1, p - 1)  # it is used as soon as it comes
+        else:
+            assert ticks.gradient_slots <= p // 2 + 1
+
+
+@dataclass
+class Rank:
+    """A rank's slots: what lies where, the scratch slot last."""
+
+    inputs: list
+    gradients: list
+    kept: list
+
+
+def carry_out(ticks: Ticks) -> None:
+    """A step with labels for numbers: what a task reads must be what the stage beside it sent."""
+    p, tasks, last = ticks.ranks, ticks.tasks, ticks.stages - 1
+    slots = ticks.input_slots + 1, ticks.gradient_slots + 1, ticks.kept_slots
+    ranks = [Rank(*([None] * count for count in slots)) for _ in range(p)]
+    for tick in range(len(tasks.kind)):
+        sent = [(None, None)] * p
+        for rank, own in enumerate(ranks):
+            stage, microbatch = tasks.stage[tick, rank], tasks.microbatch[tick, rank]
+            x, g = own.inputs[tasks.input_slot[tick, rank]], own.gradients[tasks.gradient_slot[tick, rank]]
+            if tasks.kind[tick, rank] == IDLE:
+                continue
+            if stage > 0 and (tasks.kind[tick, rank] == FORWARD or not ticks.kept_slots):
+                assert x == (stage, microbatch)
+            if ticks.kept_slots and tasks.kind[tick, rank] == FORWARD:
+                own.kept[tasks.kept_slot[tick, rank]] = (stage, microbatch)
+            elif ticks.kept_slots:
+                assert own.kept[tasks.kept_slot[tick, rank]] == (stage, microbatch)
+            if tasks.kind[tick, rank] == FORWARD:
+                sent[rank] = ((stage + 1, microbatch), None)
+            else:
+                if stage < last:
+                    assert g == (stage, microbatch)
+                sent[rank] = (None, (stage - 1, microbatch))
+        for rank, own in enumerate(ranks):
+            activation, gradient = sent[(rank - 1) % p][0], sent[(rank + 1) % p][1]
+            own.inputs[tasks.arriving_input[tick, rank]] = activation
+            own.gradients[tasks.arriving_gradient[tick, rank]] = gradient
+            own.inputs[-1] = own.gradients[-1] = None  # the scratch slot
+
+
+def test_every_stage_finds_what_was_meant_for_it(case):
+    *_, of_m = case
+    for _, ticks in of_m.values():
+        carry_out(ticks)
+
+
+def test_what_a_forward_keeps_is_there_for_its_backward_and_no_longer(case):
+    """As many slots as the schedule has activations in flight, and inputs only until they are used."""
+    *_, of_m = case
+    for schedule, ticks in of_m.values():
+        keeping = lock_step(schedule, keeps=True)
+        carry_out(keeping)
+        assert keeping.kept_slots == max(map(peak_in_flight, schedule))
+        assert keeping.input_slots <= ticks.input_slots
+        assert not ticks.kept_slots
+
+
+def test_a_slot_given_twice_is_noticed():
+    """The check above can fail: with three slots where 1F1B needs four, an input is lost while alive."""
+    ticks = tables("1f1b", 4, 1)[8][1]
+    tasks = ticks.tasks
+    squeezed = {}
+    for name in ("input_slot", "arriving_input"):
+        slots = getattr(tasks, name)
+        assert set(slots.flat) == {0, 1, 2, 3, 4}  # the last is the scratch slot
+        squeezed[name] = np.where(slots == 3, 2, slots)
+    with pytest.raises(AssertionError):
+        carry_out(ticks._replace(tasks=tasks._replace(**squeezed)))
+    keeping = lock_step(tables("1f1b", 4, 1)[8][0], keeps=True)
+    shared = np.where(keeping.tasks.kept_slot == 3, 2, keeping.tasks.kept_slot)
+    with pytest.raises(AssertionError):
+        carry_out(keeping._replace(tasks=keeping.tasks._replace(kept_slot=shared)))
+
+
+def test_whether_anybody_sends(case):
+    """GPipe sends activations at its first ticks, gradients at its last; the ends send nothing outwards."""
+    name, p, _, of_m = case
+    for m, (_, ticks) in of_m.items():
+        tasks, last = ticks.tasks, ticks.stages - 1
+        activations = (tasks.kind == FORWARD) & (tasks.stage < last)
+        gradients = (tasks.kind == BACKWARD) & (tasks.stage > 0)
+        np.testing.assert_array_equal(ticks.sends_activations, activations.any(axis=1))
+        np.testing.assert_array_equal(ticks.sends_gradients, gradients.any(axis=1))
+        if name == "gpipe" and p > 1:
+            assert ticks.sends_activations.sum() == ticks.sends_gradients.sum() == m + p - 2
+
+
+def test_what_cannot_be_put_on_ticks():
+    with pytest.raises(ScheduleError, match="backward is one task"):
+        lock_step(make_schedule("zero_bubble", ranks=2, microbatches=4))
+    forwards, backwards = ([Task(kind, 0, 0), Task(kind, 0, 1)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        lock_step([backwards + forwards])

@@ -1,0 +1,244 @@
+"""The contract: strict specs, deterministic weights and data, one schedule, one optimizer step."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compare.contract.communication import ring_wire_bytes
+from compare.numerics.data import open_corpus
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import reference_step, step_scalars
+from compare.numerics.parameters import fingerprint, initial_parameters, parameter_count, parameter_table
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import (
+    Data,
+    Experiment,
+    ExperimentError,
+    Layout,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
+    load,
+    named_experiments,
+    parse,
+    to_toml,
+)
+
+SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model]\nn_layr = 2", "[model] has no field n_layr (did you mean n_layer?)"),
+        ("[modle]\nn_layer = 2", "there is no field modle (did you mean model?)"),
+        ("[model]\nn_layer = 2.5", "model.n_layer = 2.5 must be a whole number"),
+        ('[train]\nbatch_size = "8"', 'train.batch_size = "8" must be a whole number'),
+        ("[model]\nbias = 1", "model.bias = 1 must be true or false"),
+        ("[model]\nn_layer = 0", "model.n_layer = 0 must be at least 1"),
+        ('[layout]\ngradient_sync = "magic"', 'layout.gradient_sync = "magic" must be one of'),
+        ("[model]\nn_head = 3", "model.n_head = 3 does not divide model.n_embd = 128"),
+        ("[model]\ndropout = 1e-6", "model.dropout = 1e-06 would drop nothing, or everything"),
+        ("[model]\ndropout = 0.1\nblock_size = 131072", "more weights of attention than counters"),
+        ("[train]\nloss_chunks = 3", "train.loss_chunks = 3 does not divide model.block_size = 128"),
+        ("[train]\nloss_chunks = 2\n[layout]\npp = 2", "raise layout.microbatches instead"),
+        (
+            "[train]\nloss_chunks = 2\n[layout]\ntp = 2\nsequence_parallel = true",
+            "train.loss_chunks = 2 with layout.sequence_parallel = true",
+        ),
+        ("[layout]\ndp_replicate = 3", "train.batch_size = 16 is not divisible by layout.dp_replicate = 3"),
+        (
+            "[layout]\ndp_replicate = 2\ndp_shard = 16\nzero = 3",
+            "layout.dp_replicate = 2 x layout.dp_shard = 16",
+        ),
+        ("[layout]\nzero = 3", "layout.zero = 3 with layout.dp_shard = 1"),
+        ("[layout]\ndp_shard = 2", "layout.dp_shard = 2 with layout.zero = 0"),
+        (
+            "[layout]\nreshard_after_forward = false",
+            "layout.reshard_after_forward = false with layout.zero = 0",
+        ),
+        ("[layout]\ntp = 3", "layout.tp = 3 does not divide model.n_head = 4"),
+        ("[layout]\nsequence_parallel = true", "layout.sequence_parallel = true with layout.tp = 1"),
+        ("[layout]\ntp = 4\nsequence_parallel = true\n[model]\nblock_size = 30", "model.block_size = 30"),
+        ("[layout]\nmicrobatches = 4", "layout.microbatches = 4 with layout.pp = 1"),
+        ("[layout]\npp = 8", "stages do not divide model.n_layer = 4"),
+        ("[layout]\npp = 4\nmicrobatches = 3", "layout.microbatches = 3 does not divide the 16 sequences"),
+        ("[layout]\npp = 4\nmicrobatches = 2", "has 2 microbatches for layout.pp = 4 stages"),
+        ('[layout]\npp = 2\nschedule = "interleaved"', "interleaved has 2 or more chunks"),
+        ("[layout]\npp = 2\nchunks = 2\nmicrobatches = 4", "layout.schedule = 1f1b with layout.chunks = 2"),
+        ("[model\n", "line 1"),
+    ],
+)
+def test_bad_specs_are_refused_in_one_line_that_names_the_key(text, says):
+    with pytest.raises(ExperimentError) as caught:
+        parse(text, origin="my.toml")
+    message = str(caught.value)
+    assert says in message
+    assert message.startswith("my.toml: ")
+    assert "\n" not in message
+
+
+def test_a_spec_survives_its_own_toml():
+    for name in named_experiments():
+        experiment = load(name)
+        assert parse(to_toml(experiment)) == experiment
+
+
+def test_gpt2_has_the_published_number_of_parameters():
+    model = Model(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True)
+    assert parameter_count(model) == 124_439_808  # GPT-2 small, head tied
+
+
+def test_initial_weights_have_nanogpts_distribution():
+    model = Model(n_layer=2, n_head=4, n_embd=256, block_size=64, bias=True)
+    weights = initial_parameters(Experiment(model=model, precision=Precision(dtype="float64")))
+    assert weights["embedding.token"].std() == pytest.approx(0.02, rel=0.02)
+    assert weights["blocks.1.attention.out.weight"].std() == pytest.approx(0.02 / 2, rel=0.02)
+    assert (weights["blocks.0.norm1.scale"] == 1).all()
+    assert not weights["blocks.0.attention.qkv.bias"].any()
+    assert weights["blocks.0.attention.qkv.weight"].shape == (256, 3, 4, 64)
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    def with_model(**fields):
+        return msgspec.structs.replace(SMALL, model=msgspec.structs.replace(SMALL.model, **fields))
+
+    weights = initial_parameters(SMALL)
+    assert fingerprint(weights) == fingerprint(initial_parameters(SMALL))
+    other_seed = msgspec.structs.replace(SMALL, train=Train(seed=1))
+    assert fingerprint(weights) != fingerprint(initial_parameters(other_seed))
+    without_bias = initial_parameters(with_model(bias=False))
+    assert all((weights[name] == tensor).all() for name, tensor in without_bias.items())
+    assert (weights["embedding.token"][0] != weights["embedding.token"][1]).any()
+
+
+def test_initial_weights_never_change():
+    """The values themselves: a record made years ago must stay comparable."""
+    weights = initial_parameters(msgspec.structs.replace(SMALL, precision=Precision(dtype="float64")))
+    np.testing.assert_allclose(
+        weights["embedding.token"][0, :3], GOLDEN_WEIGHTS, rtol=1e-14, err_msg="initial weights moved"
+    )
+
+
+def test_data_never_changes():
+    experiment = msgspec.structs.replace(SMALL, data=Data(source="synthetic"))
+    corpus = open_corpus(experiment)
+    inputs, _ = corpus.batch(experiment, 7)
+    assert inputs[0, 0].tolist() == GOLDEN_ROW
+
+
+@given(step=st.integers(0, 10**6), accumulation=st.integers(1, 3), batch_size=st.integers(1, 5))
+def test_batches_are_pure_and_targets_are_the_next_tokens(step, accumulation, batch_size):
+    experiment = msgspec.structs.replace(
+        SMALL,
+        data=Data(source="synthetic"),
+        train=Train(batch_size=batch_size, gradient_accumulation_steps=accumulation),
+    )
+    inputs, targets = SYNTHETIC.batch(experiment, step)
+    again, _ = SYNTHETIC.batch(experiment, step)
+    assert inputs.shape == targets.shape == (accumulation, batch_size, 8)
+    assert inputs.dtype == targets.dtype == np.int32
+    assert (inputs == again).all()
+    assert (inputs[..., 1:] == targets[..., :-1]).all()
+
+
+def test_every_step_has_another_batch():
+    """Of many sequences: two windows of a walk may well hold the same eight tokens."""
+    experiment = msgspec.structs.replace(SMALL, train=Train(batch_size=64))
+    batches = [SYNTHETIC.batch(experiment, step)[0] for step in range(5)]
+    assert len({batch.tobytes() for batch in batches}) == len(batches)
+
+
+def test_rows_do_not_depend_on_how_the_batch_is_cut():
+    """Twelve sequences a step are the same twelve, however they are spread over passes."""
+    flat = msgspec.structs.replace(SMALL, train=Train(batch_size=12))
+    cut = msgspec.structs.replace(SMALL, train=Train(batch_size=4, gradient_accumulation_steps=3))
+    assert (SYNTHETIC.batch(flat, 5)[0].reshape(12, 8) == SYNTHETIC.batch(cut, 5)[0].reshape(12, 8)).all()
+
+
+def test_bin_files_and_text_files(tmp_path):
+    tokens = np.arange(200, dtype="<u2")
+    tokens.tofile(tmp_path / "train.bin")
+    tokens[:50].tofile(tmp_path / "val.bin")
+    folder = open_corpus(msgspec.structs.replace(SMALL, data=Data(source=str(tmp_path))))
+    assert (folder.train == tokens).all()
+    assert len(folder.validation) == 50
+    (tmp_path / "words.txt").write_bytes(b"to be or not to be, that is the question" * 3)
+    text = open_corpus(msgspec.structs.replace(SMALL, data=Data(source=str(tmp_path / "words.txt"))))
+    assert bytes(text.train[:5]) == b"to be"
+    assert len(text.train) + len(text.validation) == 120
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("missing.txt", None, "does not exist"),
+        ("empty.txt", b"", "is empty"),
+        ("short.txt", b"12345678", "too few for model.block_size = 8"),
+        ("odd.bin", b"x" * 33, "odd number of bytes (33)"),
+        ("big.bin", np.full(64, 300, "<u2").tobytes(), "token 300, beyond model.vocab_size = 256"),
+    ],
+)
+def test_bad_data_is_refused_in_one_line_that_names_the_file(tmp_path, name, content, says):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ExperimentError) as caught:
+        open_corpus(msgspec.structs.replace(SMALL, data=Data(source=str(path))))
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_learning_rate_is_nanogpts(name):
+    optimizer = Optimizer(name=name, learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=14)
+    rates = [learning_rate(optimizer, step) for step in range(20)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[9] == pytest.approx(0.55)  # halfway down the cosine
+    assert rates[14:] == [0.1] * 6
+    assert learning_rate(Optimizer(name=name, decay_lr=False, learning_rate=0.3), 0) == 0.3
+
+
+def test_adamw_by_hand():
+    """One scalar weight, one step, worked out on paper."""
+    optimizer = Optimizer(
+        learning_rate=0.1, decay_lr=False, weight_decay=0.5, beta1=0.9, beta2=0.99, eps=0.0001, grad_clip=1.0
+    )
+    table = (parameter_table(SMALL.model)[0],)
+    name = table[0].name
+    weights, moments = reference_step(optimizer, table, {name: np.array(2.0)}, {name: np.array(-4.0)}, {}, 0)
+    clipped = -4.0 / (4.0 + 1e-6)
+    assert moments["m"][name] == pytest.approx(0.1 * clipped)
+    assert moments["v"][name] == pytest.approx(0.01 * clipped**2)
+    assert weights[name] == pytest.approx(2.0 * (1 - 0.05) - 0.1 * clipped / (abs(clipped) + 0.0001))
+
+
+def test_bias_corrections_are_exact_in_doubles():
+    scalars = step_scalars(Optimizer(beta1=0.9, beta2=0.999), 0)
+    assert scalars.bias_correction2 == pytest.approx(0.001, rel=1e-12)
+
+
+def test_engines_refuse_what_they_cannot_do():
+    overlapped = Layout(dp_replicate=2, gradient_sync="overlapped")
+    with pytest.raises(ExperimentError, match="jax-manual offers naive, flat, bucketed"):
+        ENGINES["jax-manual"].gradient_sync_for(overlapped)
+    assert ENGINES["torch-manual"].gradient_sync_for(overlapped) == "overlapped"
+    assert ENGINES["torch-library"].gradient_sync_for(overlapped) == "ddp"
+    assert ENGINES["jax-manual"].gradient_sync_for(Layout(gradient_sync="overlapped")) == "none"
+
+
+def test_wire_bytes_at_four_devices():
+    """Four, because at two the all-reduce factor is 1 and a wrong one would not show."""
+    assert ring_wire_bytes("all_reduce", 1000, 4) == 1500
+    assert ring_wire_bytes("all_gather", 1000, 4) == 750
+    assert ring_wire_bytes("broadcast", 1000, 4) == 1000
+    assert ring_wire_bytes("all_reduce", 1000, 1) == 0
+
+
+SYNTHETIC = open_corpus(msgspec.structs.replace(SMALL, data=Data(source="synthetic")))
+GOLDEN_WEIGHTS = [0.010027022973517232, -0.016681803206707233, 0.022362824111007536]
+GOLDEN_ROW = [5, 6, 235, 236, 237, 234, 235, 236]
