@@ -177,9 +177,7 @@ class Problem:
                 leaf.shape,
                 axes,
                 split=split,
-                tp=layout.tp,
-                shards=layout.dp_shard,
-                pp=layout.pp,
+                degrees=layout.axes,
                 chunks=layout.chunks,
             )
 

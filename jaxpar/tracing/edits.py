@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from compare.spec.axes import DP_SHARD, TP
 from compare.spec.experiment import Layout
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import Placement
@@ -47,10 +48,8 @@ def require_edits(
 
     def labels(path: tuple[Any, ...], p: Placement) -> frozenset[Label]:
         name = dotted(tuple(key.key for key in path))
-        is_shard = gathers_layers and path[0].key == problem.stacked and p.shard_dim is not None
-        return frozenset(
-            (kind, name) for kind, holds in ((SHARD, is_shard), (PART, p.tp_dim is not None)) if holds
-        )
+        is_shard = gathers_layers and path[0].key == problem.stacked and DP_SHARD in p.dims
+        return frozenset((kind, name) for kind, holds in ((SHARD, is_shard), (PART, TP in p.dims)) if holds)
 
     of_leaves = jax.tree.leaves(
         jax.tree_util.tree_map_with_path(labels, placements), is_leaf=lambda x: isinstance(x, frozenset)
