@@ -21,7 +21,7 @@ from compare.commands.bench import Bench
 from compare.commands.buckets import Buckets
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
-from compare.commands.command_line import read_line, shortened, suggestion
+from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
@@ -41,7 +41,7 @@ from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
 from compare.commands.sweep import Sweep
 from compare.contract.engines.registry import OBJECTIONS
-from compare.contract.experiment import ExperimentError, load, named_experiments
+from compare.contract.experiment import ExperimentError, load, named_experiments, shortened
 from compare.contract.tensors import RecordError
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
