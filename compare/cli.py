@@ -21,7 +21,7 @@ from compare.commands.bench import Bench
 from compare.commands.buckets import Buckets
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
-from compare.commands.command_line import read_line, shortened, suggestion
+from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
@@ -44,7 +44,7 @@ from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
-from compare.spec.experiment import ExperimentError, load, named_experiments
+from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
 from compare.studies.golden import EXPERIMENT as GOLDEN
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.terminal import standard_output

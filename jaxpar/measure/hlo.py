@@ -172,9 +172,7 @@ class _Module:
             self._object(
                 f"a branch with a collective in it ({kinds}), which counts as if it were always taken", text
             )
-        yield from max(
-            unsaid, key=lambda branch: sum(sum(found.arrays) * found.calls for found in branch), default=[]
-        )
+        yield from max(unsaid, key=_bytes_sent, default=[])
 
     def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
         try:
