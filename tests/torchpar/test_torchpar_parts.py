@@ -12,11 +12,13 @@ from modules import double, normal, share
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import prune
 
 from compare.contract.schedules import make_schedule
 from torchpar.comm.collectives import Axis
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.pipeline.weight_gradients import Factors, add_up
 from torchpar.manual.pipeline_parallel import PipelineParallel
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
@@ -201,9 +203,25 @@ def test_only_plain_layers_are_split(rank: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    for layer in (Doubled(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))):
-        with pytest.raises(TypeError, match=r"is made from nn\.Linear, not from"):
-            ColumnParallelLinear.from_linear(layer, Axis.of(None))
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(ids)
+
+    split_linear, split_embedding = ColumnParallelLinear.from_linear, VocabParallelEmbedding.from_embedding
+    normed = nn.utils.parametrizations.weight_norm
+    for make, layer, name in (
+        (split_linear, Doubled(8, 8), "Linear"),
+        (RowParallelLinear.from_linear, normed(nn.Linear(8, 8)), "Linear"),
+        (split_embedding, Scaled(8, 8), "Embedding"),
+        (split_embedding, normed(nn.Embedding(8, 8)), "Embedding"),
+    ):
+        with pytest.raises(TypeError, match=rf"is made from nn\.{name}, not from"):
+            make(layer, Axis.of(None))
+    hooked = nn.Linear(8, 8)
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    for layer in (hooked, prune.identity(nn.Linear(8, 8), "weight"), nn.utils.spectral_norm(nn.Linear(8, 8))):
+        with pytest.raises(TypeError, match="ColumnParallelLinear would not run the hooks of this Linear"):
+            split_linear(layer, Axis.of(None))
 
 
 def test_weight_gradients_of_complex_layers():
