@@ -84,10 +84,10 @@ def test_a_sharded_optimizer_that_reduces_itself_refuses_a_scaler(rank: int) -> 
 
 @on_ranks
 def test_clipping_takes_the_norm_of_all_parts(rank: int) -> None:
-    """By PyTorch's function and by FSDP's: over shards, over parts of layers, and over shards of parts."""
+    """By PyTorch's function and by the wrappers': over shards, parts of layers, and shards of parts."""
     x = normal(8, 8)
     two = Axis.of(torch.distributed.new_subgroups(2)[0]), across(rank)
-    for way in ("fsdp", "tp", "tp and fsdp"):
+    for way in ("fsdp", "tp", "tp and fsdp", "tp and zero 1"):
         reference = net()
         reference(x).square().mean().backward()
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)
@@ -96,6 +96,18 @@ def test_clipping_takes_the_norm_of_all_parts(rank: int) -> None:
             module(x).square().mean().backward()
             norm = nn.utils.clip_grad_norm_(module.parameters(), 1e-2)
             torch.testing.assert_close(module[3].weight.grad, reference[3].weight.grad)
+        elif way == "tp and zero 1":
+            tp, dp = two
+            module = split(net(), tp)
+            parameters = module.parameters()
+            optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=1.0, group=dp, reduce_gradients=True)
+            module(x.chunk(2)[dp.rank]).square().mean().backward()
+            with pytest.raises(RuntimeError, match=r"go to a ShardedOptimizer: call its own clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(module.parameters(), 1e-2)
+            optimizer.finish_gradient_synchronization()
+            norm = optimizer.clip_grad_norm_(1e-2)
+            whole = optimizer.gather({p: optimizer.piece_of(p).grad for p in module.parameters()})
+            torch.testing.assert_close(whole[module[3].weight], reference[3].weight.grad)
         else:
             tp, dp = two
             inner = net() if way == "fsdp" else split(net(), tp)
@@ -127,7 +139,7 @@ def clip(module: FSDP) -> torch.Tensor:
 def test_clipping_gradients_of_one_rank_alone_is_refused(rank: int) -> None:
     replicas = DataParallel(net())
     replicas(normal(2, 8)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+    with pytest.raises(RuntimeError, match=r"finish_gradient_synchronization\(\) before clip_grad_norm_\(\)"):
         nn.utils.clip_grad_norm_(replicas.parameters(), 1.0)
     replicas.finish_gradient_synchronization()
     assert nn.utils.clip_grad_norm_(replicas.parameters(), 1.0) > 0
