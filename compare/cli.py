@@ -153,7 +153,7 @@ def _require_utf8(arguments: list[str]) -> None:
     """Records are JSON, and their names UTF-8: other bytes could be read, but not written down."""
     for argument in arguments:
         if not is_utf8(argument):
-            raise ExperimentError(f"{argument} is not UTF-8: rename the file or folder")
+            raise ExperimentError(f"{argument} is not UTF-8: write it so, or rename the file or folder")
 
 
 def _described(error: OSError) -> str:

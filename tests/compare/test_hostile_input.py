@@ -121,6 +121,7 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "--data.source", NOT_UTF8], r"caf\udce9 is not UTF-8"),
         (["run", "--run_dir", NOT_UTF8], r"caf\udce9 is not UTF-8"),
         (["report", NOT_UTF8], r"caf\udce9 is not UTF-8"),
+        (["sample", "somewhere", "--prompt", NOT_UTF8], r"caf\udce9 is not UTF-8: write it so, or rename"),
         (["run", "--run_dir", LONG], "cannot be created (File name too long)"),
         (["run", "--run_dir", "file"], "file exists already"),
         (["run", "--run_dir", "fifo"], "fifo exists already"),

@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 from msgspec import UNSET
+from msgspec.structs import replace
 from records import make_record, make_steps
 
 from compare.contract.divergence import DivergedError
@@ -114,7 +115,10 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
 
     right = record("right", scaled_steps(spec, ".x.."))
     assert climb(right, record("same", scaled_steps(spec, ".x.."))).error(LOSS_SCALE) == 0
-    other = climb(right, record("other", scaled_steps(spec, "..x.")))
+    steps = scaled_steps(spec, "..x.")
+    steps[2:] = [replace(step, loss=step.loss * 1.1) for step in steps[2:]]  # of other weights
+    other = climb(right, record("other", steps))
+    assert other.failure.rung == LOSS_SCALE  # and not the losses, which differ for that reason
     assert other.error(LOSS_SCALE) == math.inf
     assert other.failure.rung == LOSS_SCALE  # before all that follows from it
     assert other.failure.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"

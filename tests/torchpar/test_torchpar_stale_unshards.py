@@ -57,6 +57,20 @@ def test_weights_written_while_they_are_gathered(rank: int, options: dict) -> No
 
 @each_way
 @on_ranks
+def test_evaluations_see_what_averages_of_weights_wrote_past_all_versions(rank: int, options: dict) -> None:
+    """Why zero=2, too, gathers for each of them: nothing tells of a write through `data`."""
+    reference, module = Odd(), Odd()
+    sharded = FSDP(module, **options)
+    with torch.no_grad():
+        for each in (reference, sharded):
+            each(ids())
+            for parameter in each.parameters():
+                parameter.data.mul_(0.5)
+        close(sharded(ids(1)), reference(ids(1)))
+
+
+@each_way
+@on_ranks
 def test_a_step_between_forward_and_backward_is_an_error_as_without_sharding(
     rank: int, options: dict
 ) -> None:

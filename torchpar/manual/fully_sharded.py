@@ -136,13 +136,16 @@ class FSDP(nn.Module):
         >>> {name: tuple(weight.shape) for name, weight in model.full_state_dict().items()}
         {'0.weight': (32, 8), '0.bias': (32,), '2.weight': (8, 32), '2.bias': (8,)}
 
-    Every rank must run the same units in the same order, and use the same parameters, but for
-    `find_unused_parameters`. A parameter is unsharded only while a module of its unit runs, which means: is
-    called, not by another method. A model that reads another layer's weight directly wants both in one
-    unit. Backward must enter a unit through what one of its modules returned: a loss kept in an attribute
-    would find the weights freed. After a backward with create_graph=True all that it read stays unsharded
-    until `finish_gradient_synchronization`. Pieces may be written to at any time, but through `.data`, which
-    nothing counts, not between a forward with gradients and the next finish or step.
+    Every rank must run the same units in the same order: nobody notices if one gathers another unit than the
+    others, and what comes is made of both. So give no units where ranks choose their layers for themselves
+    (LayerDrop, experts), but `find_unused_parameters`; without it all use the same parameters. A parameter is
+    unsharded only while a module of its unit runs, which means: is called, not by another method. A model
+    that reads another layer's weight directly wants both in one unit. Backward must enter a unit through
+    what one of its modules returned: a loss kept in an attribute would find the weights freed. After a
+    backward with create_graph=True all that it read stays unsharded until
+    `finish_gradient_synchronization`. Pieces may be written to at any time, but through `.data`, which
+    nothing counts, not between a forward with gradients and the next finish or step. What forward itself
+    writes to weights (nn.Embedding's max_norm) is lost with zero=3, where they are freed.
 
     Args:
         module: tied and frozen parameters, custom layers, mixed dtypes, fewer elements than ranks are fine.

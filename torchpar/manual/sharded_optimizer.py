@@ -19,6 +19,7 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
+from torchpar.manual.any_module.parts import axes_of
 from torchpar.manual.any_module.weak_hooks import weakly
 from torchpar.manual.fully_sharded import finish_mean, gather_full, reduce_scatter_gradients, unshard
 from torchpar.manual.zero.elementwise import require_elementwise
@@ -54,8 +55,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     With `bucket_size_mb` too, gradients leave in buckets while backward goes on; put every pass of a step but
     the last in `no_sync()`.
 
-    An optimizer has to do with parameters alone. Buffers, such as BatchNorm's statistics, DataParallel
-    broadcasts; where there is none call `buffers.broadcast_buffers(module)` before each forward.
+    An optimizer has to do with its parameters alone. Buffers, such as BatchNorm's statistics, and frozen
+    parameters that it is not given, DataParallel broadcasts; where there is none begin with the same frozen
+    ones on all ranks, and call `buffers.broadcast_buffers(module)` before each forward.
 
     Args:
         params: as for any optimizer: tensors, or groups. Their values become those of the first rank, and
@@ -237,8 +239,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._require_reduction()
         for flat in self._flats:
             flat.gradients.require_finished("clip_grad_norm_()")
-        pieces = {f"{i}.{j}": p for i, flat in enumerate(self._flats) for j, p in enumerate(flat.pieces)}
-        return clip_gradients(pieces, lambda name: (self.axis,), max_norm=max_norm)
+        of_all = [pair for flat in self._flats for pair in zip(flat.parameters, flat.pieces, strict=True)]
+        pieces = {str(number): piece for number, (_, piece) in enumerate(of_all)}
+        axes = {str(number): (self.axis, *axes_of(whole)) for number, (whole, _) in enumerate(of_all)}
+        return clip_gradients(pieces, axes.__getitem__, max_norm=max_norm)
 
     def gather(self, pieces: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Full tensors, by parameter, from every rank's pieces of them, such as moments; on all ranks."""
@@ -286,6 +290,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the gradients of {self._names[parameters[0]]} go to a ShardedOptimizer: step that, and no "
                 f"{type(optimizer).__name__}"
             )
+
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError: the gradients are gone from the parameters to this rank's pieces."""
+        raise RuntimeError(
+            f"the gradients of {self._names[parameters[0]]} go to a ShardedOptimizer: call its own "
+            f"clip_grad_norm_()"
+        )
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """The same, if it made gradients in a closure."""

@@ -32,7 +32,7 @@ from torchpar.manual.megatron.mappings import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from torchpar.manual.megatron.split import Split, SplitLayer, split_layers_of, take_parameter
+from torchpar.manual.megatron.split import Split, SplitLayer, require_plain, split_layers_of, take_parameter
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
@@ -130,10 +130,10 @@ class ColumnParallelLinear(SplitLayer):
             padded: let output features be padded with zeros where the ranks do not divide them.
 
         Raises:
-            TypeError: this is no nn.Linear, or of a class of its own.
+            TypeError: this is no plain nn.Linear: see `require_plain`.
             ValueError: the ranks do not divide the output features, or those of a group.
         """
-        _require_linear(cls, linear)
+        require_plain(cls, nn.Linear, linear)
         split = Split(dim=0, size=linear.out_features, groups=groups, padded=padded)
         return cls(linear, axis, split=split, sequence_dim=sequence_dim, gather_output=gather_output)
 
@@ -192,10 +192,10 @@ class RowParallelLinear(SplitLayer):
                 rank's share of it, to be summed over the axis: see `synchronize_replicated_gradients`.
 
         Raises:
-            TypeError: this is no nn.Linear, or of a class of its own.
+            TypeError: this is no plain nn.Linear: see `require_plain`.
             ValueError: the ranks do not divide the input features.
         """
-        _require_linear(cls, linear)
+        require_plain(cls, nn.Linear, linear)
         return cls(linear, axis, split_input=split_input, sequence_dim=sequence_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,11 +271,6 @@ class TensorParallel:
 
 def _splits(model: nn.Module) -> dict[str, Split]:
     return {name: layer.split for name, layer in split_layers_of(model).items()}
-
-
-def _require_linear(cls: type[nn.Module], linear: nn.Module) -> None:
-    if type(linear) is not nn.Linear:  # a subclass may compute something else: weight_norm, LoRA
-        raise TypeError(f"{cls.__name__} is made from nn.Linear, not from {type(linear).__name__}")
 
 
 def _require_targets(model: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -29,6 +29,10 @@ class Claimant(Protocol):
         """RuntimeError if the optimizer must not step now; not asked where a closure makes gradients."""
         ...
 
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError if PyTorch's own clipping would not find the gradients of these."""
+        ...
+
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer has updated these of the claimed parameters, or some of them."""
         ...

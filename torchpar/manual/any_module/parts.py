@@ -73,7 +73,7 @@ def _clipping_parts(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         given = [parameters] if torch.is_tensor(parameters) else list(parameters)
         for parameter in given:
             if claimant := claimant_of(parameter):
-                claimant.before_step(_NO_OPTIMIZER, [parameter])
+                claimant.before_clipping([parameter])
         if not any(axes_of(p) for p in given):
             return clip(given, max_norm, norm_type, error_if_nonfinite, foreach)
         if norm_type != 2.0:
@@ -85,7 +85,3 @@ def _clipping_parts(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return norm
 
     return clip_all
-
-
-_NO_OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
-"""For claimants, which name who asks: clipping, too, wants gradients that are finished."""

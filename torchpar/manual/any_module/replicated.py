@@ -74,16 +74,23 @@ class ReplicatedParameters:
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """RuntimeError if the gradient of one of them is still this rank's own."""
-        for parameter in parameters:
-            if parameter in self.own_gradients and parameter.grad is not None:
-                raise RuntimeError(
-                    f"call finish_gradient_synchronization() before step(): the gradient of "
-                    f"{self.own_gradients[parameter]} is still this rank's own"
-                )
+        self._require_finished(parameters, "step()")
+
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The same."""
+        self._require_finished(parameters, "clip_grad_norm_()")
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """The same, if a closure made them."""
         self.before_step(optimizer, parameters)
+
+    def _require_finished(self, parameters: Sequence[torch.Tensor], what: str) -> None:
+        for parameter in parameters:
+            if parameter in self.own_gradients and parameter.grad is not None:
+                raise RuntimeError(
+                    f"call finish_gradient_synchronization() before {what}: the gradient of "
+                    f"{self.own_gradients[parameter]} is still this rank's own"
+                )
 
     def _list_trainable(self) -> list[tuple]:
         return [(id(p), p.dtype, p.device, p.shape) for p in self._module.parameters() if p.requires_grad]

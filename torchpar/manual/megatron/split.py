@@ -70,6 +70,20 @@ class SplitLayer(nn.Module):
                 mark_part(parameter, self.axis)
 
 
+def require_plain(made: type[nn.Module], of: type[nn.Module], layer: nn.Module) -> None:
+    """TypeError if a layer is not what its parts would compute: of another class, or with hooks.
+
+    A subclass may compute something else (weight_norm, LoRA), and so may hooks (old weight_norm, pruning).
+    """
+    if type(layer) is not of:
+        raise TypeError(f"{made.__name__} is made from nn.{of.__name__}, not from {type(layer).__name__}")
+    if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        raise TypeError(
+            f"{made.__name__} would not run the hooks of this {of.__name__} (weight_norm, pruning, or your "
+            f"own): remove them, and put them on what is made"
+        )
+
+
 def split_layers_of(module: nn.Module) -> dict[str, SplitLayer]:
     """The layer of each part among a module's parameters, by the parameter's name."""
     return {

@@ -66,6 +66,11 @@ class FlatSteps:
         for flat in self._flats(parameters):
             flat.gradients.require_finished("step()")
 
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """RuntimeError if gradients are not there yet."""
+        for flat in self._flats(parameters):
+            flat.gradients.require_finished("clip_grad_norm_()")
+
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """Mark what is gathered as old, whether or not the optimizer's kernels tell (fused ones do not)."""
         flats = self._flats(parameters)
