@@ -7,22 +7,21 @@ from functools import cache, partial
 import msgspec
 from measured import Errors, Measured, read_measured
 from measured_tables import (
-    agreement,
     counts_agree,
     endings,
     memory,
     moves,
-    performance,
     precisions,
     profiles,
     recipes,
     refusals,
-    resolution,
     savings,
     sweep,
     torch_profiles,
 )
 from performance import BENCHES
+from performance_tables import agreement, method, one_device, performance, resolution
+from performance_tables import summary as performance_summary
 from recipes import SETTINGS
 from strategies import SWEEPS
 from summaries import ledger as ledger_summary
@@ -223,6 +222,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "parity-count": parity_count,
     "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
+    "performance-summary": performance_summary,
+    "performance-one-device": one_device,
+    "performance-method": method,
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},

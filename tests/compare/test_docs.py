@@ -39,6 +39,13 @@ def test_a_stale_number_is_noticed():
         make_docs.renewed("<!-- generated: nosuch --><!-- end -->")
 
 
+def test_the_ledgers_summary_counts_every_line():
+    cells = [line.split("|")[3:6] for line in SECTIONS["ledger-summary"]().splitlines()[2:]]
+    equal, by_pattern, unexplained = (sum(map(int, column)) for column in zip(*cells, strict=True))
+    lines = equal + by_pattern + unexplained
+    assert f"{equal} of {lines} lines are the closed form's" in PAGES["docs/generated/ledger.md"]
+
+
 def test_every_planted_fault_was_measured():
     wanted = {
         f"{fault}.{name}"
