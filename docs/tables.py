@@ -1,6 +1,5 @@
 """The tables and numbers that the docs quote: from the code, from measured.json, or from docs/generated."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 
@@ -29,9 +28,9 @@ from summaries import memory as memory_summary
 from summaries import parity, parity_count
 from table_text import markdown
 
-from compare.cli import COMMANDS
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS, lengths, lessons
+from compare.commands.overview import GROUPS
 from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
@@ -57,12 +56,13 @@ def mirror() -> str:
 
 
 def commands() -> str:
-    """Every command, with the first sentence of its help."""
-    rows = []
-    for word, command in COMMANDS.items():
-        first, *_ = (inspect.getdoc(command) or "").split("\n\n")
-        rows.append((f"`shardpair {word}`", " ".join(first.split()).rstrip(".")))
-    return markdown(["command", "what it does"], rows, numbers_from=2)
+    """Every command in the groups of `shardpair --help`; a group's name stands beside its first command."""
+    rows = [
+        (f"**{group}**" if place == 0 else "", f"`{word}`", does)
+        for group, words in GROUPS.items()
+        for place, (word, does) in enumerate(words.items())
+    ]
+    return markdown(["", "`shardpair`", "what it does"], rows, numbers_from=3)
 
 
 def experiments() -> str:
