@@ -1,4 +1,4 @@
-"""Who holds what in jaxpar, for both engines: read from the placements and shardings of a `ShardedStep`.
+"""Shards of jaxpar's engines, from the placements and shardings of a `ShardedStep`.
 
     weights at rest                   shards(step.placements, step.params, model)
     moments, and finished gradients   shards(step.placements, step.moments, model)

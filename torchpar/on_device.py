@@ -1,4 +1,4 @@
-"""What a rank's device is given, how it computes, and what time it is when it has."""
+"""Batch placement, autocast and a synchronised clock for one rank."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Who holds what in torchpar, for both engines: read from what a `ParallelModel` says of its parameters.
+"""Shards of torchpar's engines, from a `ParallelModel`'s description of its parameters.
 
 Tensor parallelism leaves a rank a box of the canonical tensor: its own heads, MLP features or rows of the
 vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor.

@@ -64,7 +64,7 @@ def default_cache() -> str:
 
 
 def check_python(flag: str, python: str) -> None:
-    """Refuse an interpreter that there is not. Raises ExperimentError, naming the flag."""
+    """Raise ExperimentError, naming the flag, if the interpreter does not exist."""
     if not shutil.which(python):
         raise ExperimentError(f"{flag} {python}: no such program; give the path of a Python")
 

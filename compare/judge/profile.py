@@ -47,30 +47,30 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
     """One engine's step."""
 
     name: str
-    """Of its case, and its folder."""
+    """Name of its case and of its folder."""
     step_ms: float
-    """The median of the steps that nobody watched."""
+    """Median of the unprofiled steps (ms)."""
     devices: list[DeviceTime] = []
     step: int | UnsetType = UNSET
-    """The one that was watched; unset, as what follows from it, if there is no timeline."""
+    """Index of the profiled step; without a timeline it is unset, like all fields that follow from it."""
     watched_ms: float | UnsetType = UNSET
-    """What the watched step took by the engine's own clock."""
+    """Time of the profiled step by the engine's own clock (ms)."""
     wall_ms: float | UnsetType = UNSET
-    """The same by the timeline, on the device that took longest."""
+    """Its wall time in the timeline, on the slowest device (ms)."""
     twin_ms: float | UnsetType = UNSET
-    """The median step of the silent twin, on the rank that took longest."""
+    """Median step of the silent twin, on the slowest rank (ms)."""
     no_twin: str = ""
-    """Why there is none."""
+    """Reason for a missing twin."""
     bubble: float | UnsetType = UNSET
-    """Of a pipeline: the share of its time in which devices wait, as it was measured."""
+    """Measured share of a pipeline's time in which devices wait."""
     planned_bubble: float | UnsetType = UNSET
-    """The same of the schedule on a clock, where a backward takes two forwards and messages take no time."""
+    """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
     method: str = ""
     """How the timeline was measured, or why there is none."""
 
     @property
     def exposed_by_twin_ms(self) -> float | UnsetType:
-        """What the step takes beyond that of its twin, which waits for nobody."""
+        """Step time less that of the twin, which waits for no message (ms)."""
         return UNSET if self.twin_ms is UNSET else self.step_ms - self.twin_ms
 
     @property

@@ -35,7 +35,7 @@ Words = tuple[np.ndarray, np.ndarray]
 
 
 class Site(IntEnum):
-    """Where nanoGPT drops: in its order."""
+    """Dropout sites in nanoGPT's order."""
 
     EMBEDDING = 0
     ATTENTION = 1

@@ -1,4 +1,4 @@
-"""Who holds what: the part of a canonical tensor that a device has, how to cut it out, and the way back.
+"""`Shard`: one device's part of a canonical tensor; cutting it out and putting the tensor together.
 
 Each side describes where its weights live in these terms (`jaxpar.shards`, `torchpar.shards`), whatever
 cut them:

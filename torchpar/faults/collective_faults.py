@@ -1,4 +1,4 @@
-"""Faults of collectives along an axis and for a purpose, planted at the door that all of them go through."""
+"""Faulty collectives, patched into `Axis` by mesh axis and purpose."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -35,7 +35,7 @@ class Keeps(Struct, frozen=True, kw_only=True):
     buckets: bool = False
     """Whether buckets of whole gradients stay from step to step."""
     gathers_ahead: bool = False
-    """Whether ZeRO-3 gathers the last block for backward before the loss is through its own."""
+    """Whether ZeRO-3 prefetches the last block before the loss's backward is done."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):
