@@ -48,7 +48,7 @@ def moment_shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Sha
 
 
 def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shard, np.ndarray]]:
-    """What this rank holds of every canonical tensor, without padding: one shard at a time, each a copy.
+    """This rank's shards of every canonical tensor, without padding: one shard at a time, each a copy.
 
     Args:
         tensors: `parallel.weights()` or `gradients()`, or `own_moments(key)`.

@@ -11,7 +11,7 @@ from compare.host.files import why_not_readable
 from compare.spec.experiment import ExperimentError
 
 RUNS = Path("runs")
-"""Where runs lie that were not told where."""
+"""Default folder of runs."""
 PICTURES = (".png", ".svg", ".pdf")
 NAME_BYTES = 255  # of a file or folder, on every file system in use
 

@@ -49,7 +49,7 @@ def contributions_times_ranks(*, axis: str, purpose: str) -> Generator[None]:
 
 @contextmanager
 def sent_zeros(*, axis: str, purpose: str) -> Generator[None]:
-    """What ranks of an axis send each other arrives as zeros: each goes on with its own part of a sum."""
+    """Messages along an axis arrive as zeros: each rank goes on with its own part of a sum."""
     right, wrong = Axis.start_send, (axis, purpose)
 
     def nothing(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:

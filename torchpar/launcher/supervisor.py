@@ -46,7 +46,7 @@ class RankFailure:
 
     @property
     def failure(self) -> Failure:
-        """As it goes on the record."""
+        """The failure as the record states it."""
         return Failure(message=self.message, traceback=self.traceback, rank=self.rank)
 
 

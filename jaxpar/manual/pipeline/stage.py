@@ -28,18 +28,18 @@ class EndSums(NamedTuple):
     """Sums over microbatches at the two ends of a pipeline."""
 
     loss: jax.Array
-    """The last one's."""
+    """Loss of the last stage."""
     gradients: Any
-    """Of all parameters that are in no layer: from the embedding on the first, from the loss on the last."""
+    """Gradients of all parameters outside the layers: embedding on the first stage, loss on the last."""
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for its backward."""
+    """Tensors that a forward keeps for its backward."""
 
     y: jax.Array
-    """The layers' output, of which the last stage's loss is computed."""
+    """Output of the layers, input of the last stage's loss."""
     arrays: list[jax.Array]
-    """What autodiff's backward of the layers needs, parameters aside."""
+    """Residuals of autodiff's backward of the layers, without parameters."""
 
 
 class Stage(NamedTuple):
