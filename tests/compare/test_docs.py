@@ -14,7 +14,7 @@ from compare.studies.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in make_docs.PAGES}
-LINK = re.compile(r"\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^]]*\]\(([^)#]*)(?:#([^)]*))?\)")
 SHARED = ("host", "spec", "numerics", "pipeline", "checkpoint", "contract")
 PACKAGES = (tuple(f"compare/{room}" for room in SHARED), ("jaxpar",), ("torchpar",))
 
@@ -70,9 +70,24 @@ def test_commands_that_are_spoken_of_are_there():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    for link in LINK.findall(PAGES[page]):
+    for link, anchor in LINK.findall(PAGES[page]):
         if "://" not in link:
-            assert ((ROOT / page).parent / link).exists(), link
+            target = (ROOT / page).parent / link if link else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text()), f"{link}#{anchor}"
+
+
+def anchors(page: str) -> list[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_a_dead_anchor_is_noticed():
+    assert anchors("# Why a cell is -\n## What is sent, and why\n") == [
+        "why-a-cell-is--",
+        "what-is-sent-and-why",
+    ]
 
 
 def test_names_in_the_glossary_are_in_the_code():
