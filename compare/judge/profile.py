@@ -38,7 +38,7 @@ class DeviceTime(Struct, frozen=True, kw_only=True):
     update_ms: float
     communication_ms: float
     exposed_ms: float
-    """Of the communication: with no compute beside it."""
+    """Communication without compute beside it."""
     idle_ms: float
     """Neither compute nor communication."""
 
@@ -66,7 +66,7 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
     planned_bubble: float | UnsetType = UNSET
     """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
     method: str = ""
-    """How the timeline was measured, or why there is none."""
+    """Method of the timeline, or the reason for a missing one."""
 
     @property
     def exposed_by_twin_ms(self) -> float | UnsetType:
@@ -75,7 +75,7 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
 
     @property
     def overhead(self) -> float | UnsetType:
-        """What watching costs, as a fraction of the step."""
+        """Cost of watching, as a fraction of the step."""
         return UNSET if self.watched_ms is UNSET else self.watched_ms / self.step_ms - 1.0
 
     def mean_ms(self, field: str) -> float | UnsetType:
@@ -85,7 +85,7 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True):
-    """What `shardpair profile` found."""
+    """Result of `shardpair profile`."""
 
     name: str
     experiment: Experiment
@@ -96,7 +96,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     git_commit: str
     git_dirty: bool
     engines: list[EngineProfile]
-    """Of every engine that finished."""
+    """Steps of the engines that finished."""
     failures: dict[str, str] = {}
     left_out: dict[str, str] = {}
     verdict: str = ""

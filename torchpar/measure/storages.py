@@ -164,7 +164,7 @@ class StorageMode(TorchDispatchMode):
         self._calls.append(call)
 
     def ends(self) -> None:
-        """It has been handed on."""
+        """The call has been handed on."""
         self._calls.pop()
 
     @property
