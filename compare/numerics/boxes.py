@@ -64,7 +64,7 @@ def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]
 
 
 def from_boxes(shard: Shard, read: Callable[[Box], np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """The inverse: what a device is to hold of a tensor, from what `read` gives for each of its boxes."""
+    """Inverse of `to_boxes`: a device's part of a tensor, `shard.held_shape`, from `read` of each box."""
     held = np.zeros(shard.held_shape, dtype)
     for box, part, _, back in _boxes(shard):
         if part is None:
