@@ -42,11 +42,11 @@ check: $(READY)  ## every engine and gradient synchronisation against one unshar
 faults: $(READY)  ## plant every known mistake; the ladder must catch each at its rung
 	$(BIN)/shardpair faults
 
-matrix: $(READY)  ## every layout on every engine against one device; writes docs/parity.md
-	$(BIN)/shardpair matrix --output docs/parity.md
+matrix: $(READY)  ## every layout on every engine against one device; docs/generated/parity.md
+	$(BIN)/shardpair matrix --output docs/generated/parity.md
 
-ledger: $(READY)  ## what every engine sends under every layout, beside the closed form; docs/ledger.md
-	$(BIN)/shardpair ledger check --presets all --fail_on_unexpected --output docs/ledger.md
+ledger: $(READY)  ## what every engine sends under every layout, beside the closed form; docs/generated/ledger.md
+	$(BIN)/shardpair ledger check --presets all --fail_on_unexpected --output docs/generated/ledger.md
 
 mirror: $(READY)  ## lines of code of each strategy in each engine, alone and with its helpers
 	$(BIN)/shardpair mirror

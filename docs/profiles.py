@@ -1,4 +1,4 @@
-"""`make profiles`: where the time of jaxpar's steps goes; docs/profiles.json, for docs/performance.md.
+"""`make profiles`: where the time of jaxpar's steps goes; docs/profiles.json, for docs/limits.md.
 
     python docs/profiles.py jax-manual zero1 4        # one of them, printed and not kept
     python docs/profiles.py jax-manual pp 4 8 16      # of 8 layers, with 16 microbatches

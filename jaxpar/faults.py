@@ -187,7 +187,7 @@ rounded_weights = partial(changed_update, _to_8_bits)
 
 
 def unscaled_dropout() -> AbstractContextManager:
-    """What is kept is not scaled up."""
+    """Kept elements are not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
 
 

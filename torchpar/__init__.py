@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def ledger(mesh: Any = None) -> "AbstractContextManager[Ledger]":
-    """What this rank communicates inside, with the lines and modules that cause it: `measure.places`."""
+    """Communication of this rank inside, with the lines and modules that cause it: `measure.places`."""
     from torchpar.measure.places import ledger_of  # the package itself stays light
 
     return ledger_of(mesh)

@@ -73,7 +73,7 @@ def is_plain(value: Any) -> bool:
 
 
 def read_pickle(source: Path) -> Any:
-    """What torch.save wrote, if it is tensors and plain values. Raises ExperimentError for anything else."""
+    """Content of a torch.save file of tensors and plain values. Raises ExperimentError for anything else."""
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:

@@ -28,7 +28,7 @@ from torchpar.weights import moment_keys, nanogpt_name, to_arrays, to_nanogpt
 
 ENGINE = "nanoGPT"
 _NANOGPTS = {"model.activation": "gelu", "model.norm_eps": 1e-5, "optimizer.decay": "matrices"}
-"""What a ckpt.pt has no field for."""
+"""Settings without a field in a ckpt.pt."""
 
 
 class _Group(Struct):
@@ -221,7 +221,7 @@ def _whole(number: Any) -> int:
 
 
 def _optimizer_state(experiment: Experiment, updates: int, tensor: Any) -> dict[str, Any]:
-    """As the `state_dict()` of nanoGPT's AdamW."""
+    """The `state_dict()` of nanoGPT's AdamW."""
     config, groups, state, number = experiment.optimizer, [], {}, 0
     for names, weight_decay in zip(_by_group(experiment), (config.weight_decay, 0.0), strict=True):
         groups.append(

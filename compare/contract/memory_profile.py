@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 MEMORY = "memory.json"
 POINTS = 300
-"""Of a curve: as many as a picture can show."""
+"""Most points of a curve: as many as a picture can show."""
 
 Class = Literal[
     "parameters",
@@ -58,11 +58,11 @@ class Peak(Struct, frozen=True, kw_only=True):
     """The moment at which most memory is in use."""
 
     position: int
-    """In the step, counted in operations."""
+    """Position in the step, counted in operations."""
     bytes: dict[Class, int]
     phase: Phase
     operation: str
-    """What runs there, by the framework's name."""
+    """Operation at that position, by the framework's name."""
     place: str
     """The module, or the operation's path and line in the program; '' if that cannot be told."""
 
@@ -98,7 +98,7 @@ class MemoryProfile(Struct, frozen=True, kw_only=True):
     devices: list[DeviceMemory]
     """In the order of the mesh; one alone stands for all, where they run one program."""
     method: str
-    """How it was found, in words, and what it cannot tell."""
+    """Method and its limits, in words."""
     planned_bytes: int = 0
     """What the compiler sets aside for the step, where one does; the peak is less by what lies idle."""
 
@@ -122,7 +122,7 @@ def usage(lifetimes: Iterable[Lifetime], length: int) -> dict[Class, np.ndarray]
 
 
 def peak_position(in_use: dict[Class, np.ndarray]) -> int:
-    """Where the sum over the classes is largest, the first of equals."""
+    """Point with the largest sum over the classes, the first of equals."""
     return int(np.argmax(np.sum(list(in_use.values()), axis=0)))
 
 

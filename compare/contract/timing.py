@@ -30,7 +30,7 @@ class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.warmup <= step < self.warmup + self.window * self.windows
 
     def together(self, step: int) -> int:
-        """How many steps run from this one on until the host waits for the devices."""
+        """Number of steps from this one until the host waits for the devices."""
         return self.window if self.is_in_window(step) else 1
 
 
@@ -39,7 +39,7 @@ class Window(Struct, frozen=True, kw_only=True):
 
     steps: int
     wall_s: float
-    """Of the slowest process."""
+    """Wall seconds of the slowest process."""
     cpu_s: float
     """User plus system CPU seconds, summed over the processes."""
 

@@ -22,7 +22,7 @@ ORDER: tuple[State, ...] = ("unexpected", "missing", "different", "expected")
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """What a device sends of one kind, along one axis, for one purpose in a step: as it should, and does."""
+    """Bytes of one kind, axis and purpose that a device sends in a step: expected and found."""
 
     kind: str
     axis: str
@@ -34,11 +34,11 @@ class Line(Struct, frozen=True, kw_only=True):
     found: int
     calls: int
     why: str = ""
-    """The known pattern that makes it so; empty if it is as expected, or nothing explains it."""
+    """The known pattern that gives these bytes; empty for the closed form's, and for unexplained ones."""
 
     @property
     def state(self) -> State:
-        """How the two stand to each other."""
+        """Relation of found to expected bytes."""
         if self.found == self.expected:
             return "expected"
         if not self.expected:

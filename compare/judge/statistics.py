@@ -21,7 +21,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     median: float
     rounds: int
     low: float | None = None
-    """None for fewer than `MIN_ROUNDS` rounds: from so few no interval can be told."""
+    """End of the interval; None for fewer than `MIN_ROUNDS` rounds, which give no interval."""
     high: float | None = None
 
     @property
@@ -60,7 +60,7 @@ def coverage(rounds: int, rank: int) -> float:
 
 
 CONFIDENCE = coverage(MIN_ROUNDS, 1)
-"""What every interval has at least: more rounds make it narrower, and never less sure."""
+"""Least coverage of every interval: more rounds make it narrower, never less sure."""
 
 
 def rank_of(rounds: int) -> int:
@@ -70,7 +70,7 @@ def rank_of(rounds: int) -> int:
 
 
 def coverage_text(rounds: int) -> str:
-    """How sure the interval of so many rounds is, `MIN_ROUNDS` or more: 93.8 %."""
+    """Coverage of the interval of so many rounds, `MIN_ROUNDS` or more: 93.8 %."""
     return f"{100 * coverage(rounds, rank_of(rounds)):.1f} %"
 
 
@@ -81,7 +81,7 @@ def told_by_all(estimates: Iterable[Estimate]) -> tuple[float, float] | None:
 
 
 def interval_words(estimates: Iterable[Estimate]) -> str:
-    """How sure the intervals of some estimates are, and of how many rounds: 93.8 % intervals of 5 rounds."""
+    """Coverage and rounds of some estimates' intervals: 93.8 % intervals of 5 rounds."""
     rounds = sorted({one.rounds for one in estimates if one.has_interval})
     if not rounds:
         return f"left out: fewer than {MIN_ROUNDS} rounds give no interval"

@@ -84,7 +84,7 @@ class Collective:
     name: str = ""
 
     def calls_at(self, stage: int) -> int:
-        """How often it runs in one step on a rank of a pipeline."""
+        """Number of runs in one step on a pipeline's rank."""
         if not self.calls:
             return 0
         return self.calls * self.turns[stage if len(self.turns) > 1 else 0] // max(self.turns)

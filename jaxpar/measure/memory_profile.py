@@ -173,7 +173,7 @@ def _phase(instruction: Instruction) -> Phase | None:
 
 
 def _split(phases: Sequence[Phase | None], before: Sequence[Phase], after: Sequence[Phase]) -> int:
-    """The position that parts two phases best: XLA draws some instructions of each into the other."""
+    """Split index with the fewest misplaced instructions: XLA interleaves the two phases."""
     steps = np.array([(phase in before) * 1 - (phase in after) * 1 for phase in phases])
     return int(np.argmax(np.concatenate([[0], steps.cumsum()])))
 

@@ -91,7 +91,7 @@ def mark_modules(problem: Problem, placements: Any, *, sequence_parallel: bool) 
 
 
 class MarkedColumn(Linear):
-    """In the place of a Linear whose outputs are split: only a row may use them."""
+    """Replaces a Linear with split outputs: only a row-parallel layer may use them."""
 
     def __init__(self, linear: Linear, name: str):
         self.contracted, self.compute = linear.contracted, linear.compute
@@ -103,14 +103,14 @@ class MarkedColumn(Linear):
 
 
 class MarkedRow(MarkedColumn):
-    """In the place of a Linear whose inputs are split: its outputs are whole."""
+    """Replaces a Linear with split inputs: its outputs are full."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return Linear.__call__(_marked(self), clears(x, OUTPUT))
 
 
 class MarkedEmbedding(Embedding):
-    """In the place of an Embedding: what it looks up is whole, its logits are split."""
+    """Replaces an Embedding: its vectors are full, its logits split."""
 
     def __init__(self, embedding: Embedding, name: str):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position

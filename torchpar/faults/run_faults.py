@@ -130,7 +130,7 @@ def zeroed_before_each_pass() -> AbstractContextManager:
 
 
 def unscaled_dropout() -> AbstractContextManager:
-    """What is kept is not scaled up."""
+    """Kept elements are not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
 
 

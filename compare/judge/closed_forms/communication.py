@@ -198,7 +198,7 @@ def _narrow(engine: str, experiment: Experiment) -> float:
 
 
 def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int]:
-    """What a rank of a pipeline sends in a step: activations on, and gradients back."""
+    """Messages of a pipeline's rank in a step: activations on, and gradients back."""
     layout, microbatches = experiment.layout, microbatches_of(experiment)
     if _is_one_program(engine):
         ticks = lock_step(

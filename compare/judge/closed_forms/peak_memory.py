@@ -50,7 +50,7 @@ class PeakForm(Struct, frozen=True, kw_only=True):
     """When that is."""
     bytes: dict[Class, float]
     otherwise: dict[Class, dict[str, float]] = field(default_factory=dict)
-    """What XLA is known to hold instead: bytes by the names in PATTERNS of what makes them so."""
+    """Bytes that XLA is known to hold instead, by the names of their causes in PATTERNS."""
 
     @property
     def is_of_state(self) -> bool:
