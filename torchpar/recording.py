@@ -21,8 +21,8 @@ from compare.host.facts import cpu_seconds, versions
 from compare.numerics.evaluation import Evaluation
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import ENGINES
+from torchpar.comm.devices import PACKAGES, device_kind
 from torchpar.divergence import first_gradient_not_finite
-from torchpar.measure.devices import PACKAGES, device_kind
 from torchpar.measure.ledger import LedgerMode, of_all_ranks
 from torchpar.measure.memory import (
     CPU_METHOD,
