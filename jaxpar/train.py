@@ -138,8 +138,9 @@ def train(
         drawn = [arrays_of_step(corpus, experiment, state.step + ahead) for ahead in range(together)]
         with profiling(request, recorder, state.step, run, list(mesh.devices.flat)):
             train_steps(run, sharded, state, recording, experiment, drawn)
-        evaluation = evaluate_if_due()
-        saving.step_is_done(state, evaluation)
+        state.evaluation = evaluate_if_due()
+        if experiment.checkpoint.every:
+            saving.between(state)
         progress(in_step=state.step < experiment.train.max_iters)
     saving.finish()
     recording.finish(step, list(mesh.devices.flat), compile_s=compile_s)

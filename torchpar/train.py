@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,31 +12,29 @@ import torch
 
 from compare.contract.communication import LOSS
 from compare.contract.inputs import open_stream, starting_parameters
+from compare.contract.observers import Done, Observer
 from compare.contract.progress import Progress
-from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.saving import Saving
-from compare.contract.timing import Window
-from compare.host.facts import cpu_seconds
+from compare.contract.timing import Stopwatch, merged
 from compare.numerics.evaluation import require_validation
 from compare.numerics.parameters import fingerprint
 from compare.numerics.stream import Batches, arrays_of_step
 from compare.spec.engines.torch import TORCH
-from torchpar.checkpoint import restore_moments, state_parts
+from torchpar.checkpoint import restore_moments
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
-from torchpar.comm.silence import fall_silent
-from torchpar.evaluation import evaluate_if_due
 from torchpar.host_memory import keep_freed_memory
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.model import GPT
+from torchpar.observers import observers_of
 from torchpar.on_device import autocast, now, to_device
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.recording import Recording
 from torchpar.state import Batch, Run
 from torchpar.weights import load_weights, read_weights
 
+Compute = Callable[[Batch], torch.Tensor]
+Update = Callable[[], torch.Tensor]
 PARALLELIZE = {e.name: importlib.import_module(f"torchpar.{e.folder}").parallelize for e in TORCH.engines}
 
 
@@ -64,30 +62,65 @@ def train(
     run = set_up(request, mesh, rank, weights=weights, batches=batches)
     if request.resume:
         restore_moments(run, Path(request.resume.checkpoint))
-    recording = Recording(run, Recorder(folder) if rank.rank == 0 else None, started_utc=started_utc)
-    saving = Saving(
-        request,
-        folder,
-        devices=[rank.rank],
-        corpus_sha256=run.corpus.sha256,
-        parts=functools.partial(state_parts, run),
-    )
-    if request.ladder:
-        recording.begin(to_device(run, arrays_of_step(run.corpus, run.experiment, run.state.step)))
     require_validation(run.experiment, run.corpus)
-    evaluate_if_due(run, recording)
-    while run.state.step < run.experiment.train.max_iters:
-        if request.silent and run.state.step == request.first_step + 1:
-            fall_silent(run.mesh.axes, run.mesh.device, run.parallel.module)
-        if request.timing and request.timing.is_in_window(run.state.step):
-            train_window(run, recording, steps=request.timing.window)
-        else:
-            train_step(run, recording)
-        evaluation = evaluate_if_due(run, recording)
-        saving.step_is_done(run.state, evaluation)
-    saving.finish()
-    recording.finish()
+    tell = observers_of(run, folder, started_utc=started_utc)
+    follow(run, functools.partial(compute_gradients, run), functools.partial(update_weights, run), tell)
     process_groups.leave_group()
+
+
+def follow(run: Run, compute: Compute, update: Update, tell: Observer) -> None:
+    """Train to the end.
+
+    Args:
+        run: this rank's.
+        compute: from a batch to the mean loss, a scalar; leaves the gradients on the parameters.
+        update: clips, updates the weights and drops the gradients. Returns the norm before, a scalar.
+        tell: what watches.
+
+    Raises:
+        DivergedError: the loss or the gradient norm of a step is not finite.
+    """
+    state = run.state
+    tell.begin(state)
+    while state.step < run.experiment.train.max_iters:
+        if (steps := run.request.together(state.step)) > 1:
+            train_window(run, compute, update, tell, steps=steps)
+        else:
+            train_step(run, compute, update, tell)
+        tell.between(state)
+    tell.finish()
+
+
+def train_step(run: Run, compute: Compute, update: Update, tell: Observer) -> None:
+    """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
+    place, clock = run.state.place, Stopwatch(functools.partial(now, run))
+    arrays = arrays_of_step(run.corpus, run.experiment, place.step)
+    with tell.around(place.step):
+        with clock:
+            loss = compute(to_device(run, arrays))
+        tell.gradients(place.step)
+        with clock:
+            norm = update()
+    run.rank.at(place.step, "record")
+    window = clock.window(1)
+    if run.request.silent:  # no rank waits for another but here
+        window = merged(run.mesh.world.all_gather_objects(window))
+    tell.steps([Done(place, loss, norm)], window)
+    move_on(run, norm)
+
+
+def train_window(run: Run, compute: Compute, update: Update, tell: Observer, *, steps: int) -> None:
+    """Steps with no synchronisation of host and device between them, timed together."""
+    first, clock = run.state.step, Stopwatch(functools.partial(now, run))
+    drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
+    done = []
+    with clock:
+        for arrays in drawn:
+            place, loss = run.state.place, compute(to_device(run, arrays))
+            norm = update()
+            done.append(Done(place, loss, norm))
+            move_on(run, norm)
+    tell.steps(done, clock.window(steps))
 
 
 def join_mesh(rank: Rank, request: Request) -> Mesh:
@@ -159,52 +192,6 @@ def starting_model(
     return model, fingerprint(read_weights(model))
 
 
-def train_step(run: Run, recording: Recording) -> None:
-    """One optimizer step, timed in two halves, so that what is recorded between them costs no time.
-
-    Raises:
-        DivergedError: the loss or the gradient norm is not finite.
-    """
-    state = run.state
-    arrays = arrays_of_step(run.corpus, run.experiment, state.step)
-    with recording.watch_step():
-        begun = now(run)
-        loss = compute_gradients(run, to_device(run, arrays))
-        gradients_s = now(run) - begun
-        recording.gradients_are_ready()
-        begun = now(run)
-        run.rank.at(state.step, "optimizer")
-        # A silent twin's numbers mean nothing: its norm must not keep it from an update.
-        norm = optimizer_step(
-            run.parallel, run.experiment.optimizer, state.updates, waits=not run.request.silent
-        )
-        update_s = now(run) - begun
-    recording.step_is_done(loss, norm, seconds=gradients_s + update_s)
-    move_on(run, norm)
-
-
-def train_window(run: Run, recording: Recording, *, steps: int) -> None:
-    """Steps with no synchronisation of host and device between them, timed together.
-
-    Raises:
-        DivergedError: the loss or the gradient norm of a step is not finite.
-    """
-    first = run.state.step
-    drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
-    done = []
-    # A CPU computes in the call itself: there is nothing to wait for. For a loss scale the host must.
-    waits = run.mesh.device.type == "cpu" or run.state.loss_scale is not None
-    begun, cpu_begun = now(run), cpu_seconds()
-    for arrays in drawn:
-        place, loss = run.state.place, compute_gradients(run, to_device(run, arrays))
-        run.rank.at(run.state.step, "optimizer")
-        norm = optimizer_step(run.parallel, run.experiment.optimizer, run.state.updates, waits=waits)
-        done.append((place, loss, norm))
-        move_on(run, norm)
-    window = Window(steps=steps, wall_s=now(run) - begun, cpu_s=cpu_seconds() - cpu_begun)
-    recording.window_is_done(done, window)
-
-
 def move_on(run: Run, norm: torch.Tensor) -> None:
     """After a step; one that overflowed has left its gradients, which go.
 
@@ -257,3 +244,16 @@ def run_passes(run: Run, batch: Batch) -> torch.Tensor:
             (mean / passes).backward()
         loss += mean.detach() / passes
     return loss
+
+
+def update_weights(run: Run) -> torch.Tensor:
+    """Clip the gradients, update the weights. Returns the norm before clipping, a scalar."""
+    request, state = run.request, run.state
+    run.rank.at(state.step, "optimizer")
+    # In a window the host does not wait for a GPU, unless the loss scale needs the norm. A silent twin's norm
+    # means nothing, and must not keep it from an update.
+    is_timed = request.together(state.step) > 1
+    waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
+    return optimizer_step(
+        run.parallel, run.experiment.optimizer, state.updates, waits=waits and not request.silent
+    )

@@ -38,6 +38,10 @@ class Rung(StrEnum):
     """After the last optimizer step of the run, if that is neither the first nor `Request.later_step`."""
 
 
+MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+"""By the moment's name (`compare.numerics.optimizer`)."""
+
+
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checkpoint to go on from, as it was when the run was asked for."""
 
@@ -102,6 +106,10 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def steps(self) -> int:
         """How many steps the run has."""
         return self.experiment.train.max_iters - self.first_step
+
+    def together(self, step: int) -> int:
+        """How many steps run from this one on until the host waits for the devices."""
+        return self.timing.together(step) if self.timing else 1
 
     @property
     def weights_due(self) -> dict[int, Rung]:
@@ -175,7 +183,6 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     """The rungs whose tensors a run must leave."""
     if not request.ladder:
         return ()
-    moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-    kept = [moments[name] for name in moment_names(request.experiment.optimizer)]
+    kept = [MOMENT_RUNGS[name] for name in moment_names(request.experiment.optimizer)]
     asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, *kept, *request.weights_due.values()}
     return tuple(rung for rung in Rung if rung in asked)

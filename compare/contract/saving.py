@@ -1,4 +1,4 @@
-"""When a run saves what: the observer that both sides' training loops call after each step."""
+"""When a run saves what."""
 
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -7,13 +7,13 @@ from msgspec import UNSET
 
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
+from compare.contract.observers import Observer
 from compare.contract.progress import Progress
 from compare.contract.request import Request
-from compare.numerics.evaluation import Evaluation
 
 
-class Saving:
-    """Saves the state after every `checkpoint.every` steps, and after the last; or never.
+class Saving(Observer):
+    """Saves the state after every `checkpoint.every` steps, and after the last.
 
     Args:
         request: what is run.
@@ -37,18 +37,10 @@ class Saving:
         self._every = choice.every
         self._saver = Saver(folder / CHECKPOINTS, devices, of=of, keep=choice.keep)
 
-    def step_is_done(self, progress: Progress, evaluation: Evaluation | None = None) -> None:
-        """After a step, when the state has moved on; the next one may begin when it returns.
-
-        Args:
-            progress: so far.
-            evaluation: of the weights as they are.
-
-        Raises:
-            DiskFull, OSError: the checkpoint before could not be written.
-        """
+    def between(self, progress: Progress) -> None:
+        """Save if that is due. Raises DiskFull or OSError: the checkpoint before could not be written."""
         experiment, step = self._request.experiment, progress.step
-        if not self._every or (step % self._every and step != experiment.train.max_iters):
+        if step % self._every and step != experiment.train.max_iters:
             return
         checkpoint = Checkpoint(
             engine=self._request.engine,
@@ -56,7 +48,7 @@ class Saving:
             step=step,
             updates=progress.updates,
             loss_scale=progress.loss_scale or UNSET,
-            validation_loss=evaluation.validation if evaluation else UNSET,
+            validation_loss=progress.evaluation.validation if progress.evaluation else UNSET,
             corpus_sha256=self._corpus_sha256,
         )
         self._saver.save(checkpoint, self._parts())
