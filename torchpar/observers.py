@@ -9,7 +9,7 @@ import numpy as np
 from compare.contract.observers import Evaluating, Ladder, Observer, Observers, Steps
 from compare.contract.progress import Progress
 from compare.contract.record import Recorder
-from compare.contract.request import Rung
+from compare.contract.request import MOMENTS, Rung
 from compare.contract.saving import Saving
 from compare.numerics.stream import arrays_of_step
 from torchpar.checkpoint import state_parts
@@ -22,8 +22,6 @@ from torchpar.on_device import to_device
 from torchpar.state import Run
 from torchpar.summary import Summary
 from torchpar.weights import moment_keys, to_arrays
-
-_MOMENTS = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
 
 
 def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
@@ -71,7 +69,7 @@ def tensors_of(run: Run, rung: Rung) -> Mapping[str, np.ndarray]:
         case Rung.GRADIENTS:
             pieces = parallel.gradients()
         case Rung.FIRST_M | Rung.FIRST_V:
-            pieces = parallel.moments(moment_keys(run.experiment.optimizer)[_MOMENTS[rung]])
+            pieces = parallel.moments(moment_keys(run.experiment.optimizer)[MOMENTS[rung]])
         case _:
             pieces = parallel.weights()
     with run.mesh.traffic.paused():

@@ -1,4 +1,4 @@
-"""Observers of a training: what watches it without being a part of it. Both sides' loops tell them alike.
+"""Observers of a training: they watch the loop and are no part of it. Both sides' loops tell them alike.
 
     begin       before the first step
     around      a context for a step that the host waits for
@@ -7,8 +7,8 @@
     between     before the next step, and after the last: evaluate, save
     finish      after the last step
 
-An observer is told only what it asks for; when it acts, and which file it writes, is decided here. A side
-gives the tensors, the losses and the bytes.
+Which steps are evaluated, saved and recorded is decided here, once. A side gives what only it knows: the
+tensors of a rung, the losses of an evaluation, the parts of a checkpoint.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -20,7 +20,7 @@ import numpy as np
 from compare.contract.divergence import end_if_diverged
 from compare.contract.progress import Place, Progress
 from compare.contract.record import Recorder
-from compare.contract.request import MOMENT_RUNGS, Request, Rung
+from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import MemoryUse
 from compare.numerics.evaluation import Evaluation, is_due
@@ -38,7 +38,7 @@ class Done(NamedTuple):
 
 
 class Observer:
-    """Watches a training; of what it is told each does nothing with what it does not override."""
+    """Watches a training. Every method does nothing until it is overridden."""
 
     def begin(self, progress: Progress) -> None:
         """Before the first step; the state is where the run begins."""
@@ -183,8 +183,9 @@ class Ladder(Observer):
         if rung := self._request.weights_due_after(step):
             self._leave(rung)
         if step == self._request.first_step:
-            for name in moment_names(self._request.experiment.optimizer):
-                self._leave(MOMENT_RUNGS[name])
+            names = moment_names(self._request.experiment.optimizer)
+            for rung in (rung for rung, name in MOMENTS.items() if name in names):
+                self._leave(rung)
 
     def _leave(self, rung: Rung) -> None:
         tensors = self._tensors(rung)

@@ -38,8 +38,8 @@ class Rung(StrEnum):
     """After the last optimizer step of the run, if that is neither the first nor `Request.later_step`."""
 
 
-MOMENT_RUNGS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-"""By the moment's name (`compare.numerics.optimizer`)."""
+MOMENTS = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
+"""The moment whose values are a rung (`compare.numerics.optimizer.moment_names`)."""
 
 
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,6 +183,7 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     """The rungs whose tensors a run must leave."""
     if not request.ladder:
         return ()
-    kept = [MOMENT_RUNGS[name] for name in moment_names(request.experiment.optimizer)]
+    names = moment_names(request.experiment.optimizer)
+    kept = [rung for rung, name in MOMENTS.items() if name in names]
     asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, *kept, *request.weights_due.values()}
     return tuple(rung for rung in Rung if rung in asked)

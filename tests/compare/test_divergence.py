@@ -19,7 +19,8 @@ from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import make_report
 from torchpar.observers import observers_of
-from torchpar.train import compute_gradients, set_up, train_step, update_weights
+from torchpar.setup import set_up
+from torchpar.train import compute_gradients, train_step, update_weights
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")

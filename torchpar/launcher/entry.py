@@ -26,7 +26,7 @@ from torchpar import peers
 from torchpar.comm.devices import PACKAGES, device_kind
 from torchpar.comm.rank import Rank
 from torchpar.launcher.local import bind_to_loopback, launch
-from torchpar.train import PARALLELIZE
+from torchpar.setup import PARALLELIZE
 
 
 def read_request(folder: Path) -> Request:

@@ -47,7 +47,7 @@ def follow(run: Run, peer: Peer, *, folder: Path, started_utc: str) -> None:
     def update() -> torch.Tensor:
         return peer.update(learning_rate(run.experiment.optimizer, run.state.updates))
 
-    train.follow(run, compute, update, MeanLosses(run, observers_of(run, folder, started_utc=started_utc)))
+    train.run_loop(run, compute, update, MeanLosses(run, observers_of(run, folder, started_utc=started_utc)))
 
 
 class MeanLosses(Observers):
