@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -38,28 +38,23 @@ class Profile(Observer):
     Args:
         run: what is trained.
         recorder: writes.
-
-    Attributes:
-        step: the number of the one that is watched.
     """
 
     def __init__(self, run: Run, recorder: Recorder):
         self._run, self._recorder = run, recorder
-        self.step = profiled_step(run.request.first_step, run.request.steps, NONE_INSTRUMENTED)
-
-    def around(self, step: int) -> AbstractContextManager:
-        """Watch, if this is the step; it is waited for inside."""
-        return self._watch() if step == self.step else nullcontext()
+        first, steps = run.request.first_step, run.request.steps
+        self.watched = profiled_step(first, steps, NONE_INSTRUMENTED)
 
     @contextmanager
-    def _watch(self) -> Generator[None]:
-        hlo, request = self._run.program(self.step).as_text(), self._run.request
+    def watch(self) -> Generator[None]:
+        """The step is waited for inside."""
+        hlo, request = self._run.program(self.watched).as_text(), self._run.request
         assert hlo, "XLA keeps no text of the compiled step"
         with recorded(hlo, self._run.devices) as found:
             yield
         engine, experiment = request.engine, request.experiment
         self._recorder.timeline(
-            make_timeline(found[0], hlo, engine=engine, experiment=experiment, step=self.step)
+            make_timeline(found[0], hlo, engine=engine, experiment=experiment, step=self.watched)
         )
 
 

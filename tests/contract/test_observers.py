@@ -1,6 +1,7 @@
 """Observers of a training: whom the loop tells, what they write and when, without a framework."""
 
 import math
+from collections.abc import Collection
 from contextlib import contextmanager
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from compare.contract.divergence import DivergedError
-from compare.contract.observers import Done, Evaluating, Ladder, Observer, Observers, Steps
+from compare.contract.observers import Done, Observer, Observers
 from compare.contract.progress import Place, Progress
 from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_steps, read_tensors
+from compare.contract.recording import Evaluating, Ladder, Steps
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.contract.timing import Stopwatch, Timing, Window
 from compare.host.facts import MemoryUse
@@ -23,9 +25,34 @@ def done(step: int, loss: float = 1.0, norm: float = 2.0) -> Done:
     return Done(Place(step=step, updates=step), loss, norm)
 
 
-def steps_of(request: Request, folder, **options) -> Steps:
-    memory = MemoryUse(now=1, peak=2)
-    return Steps(request, Recorder(folder), memory=lambda: memory, where=lambda: "here", **options)
+class SideOf:
+    """A side that notes what it is asked for."""
+
+    devices: Collection[int] = (0,)
+    corpus_sha256 = ""
+
+    def __init__(self, request: Request):
+        self.request, self.asked = request, list[object]()
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(now=1, peak=2)
+
+    def not_finite(self) -> str:
+        return "here"
+
+    def tensors(self, rung: Rung) -> dict[str, np.ndarray]:
+        self.asked.append(rung)
+        return {"w": np.ones(2)}
+
+    def evaluate(self, step: int) -> Evaluation:
+        self.asked.append(step)
+        return Evaluation(step=step, train=1.0, validation=2.0)
+
+    def parts(self) -> list:
+        return []
+
+    def costs(self, windows, recorder) -> dict:
+        return {}
 
 
 def test_all_are_told_in_their_order_and_nested_around_a_step():
@@ -53,7 +80,9 @@ def test_all_are_told_in_their_order_and_nested_around_a_step():
 def test_steps_are_written_with_their_share_of_the_time(tiny, tmp_path):
     timing = Timing(warmup=3, window=2, windows=1, single=1)
     request = Request(engine="torch-manual", experiment=tiny, timing=timing)
-    steps = steps_of(request, tmp_path, instrumented={2})
+    other = Observer()
+    other.watched = 2
+    steps = Steps(SideOf(request), Recorder(tmp_path), [other])
     for step in range(3):
         steps.steps([done(step)], ONE)
     window = Window(steps=2, wall_s=3.0, cpu_s=1.0)
@@ -67,7 +96,8 @@ def test_steps_are_written_with_their_share_of_the_time(tiny, tmp_path):
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_step_that_is_not_finite_is_written_and_ends_the_run_unless_silent(tiny, tmp_path, silent):
-    steps = steps_of(Request(engine="torch-manual", experiment=tiny, silent=silent), tmp_path)
+    request = Request(engine="torch-manual", experiment=tiny, silent=silent)
+    steps = Steps(SideOf(request), Recorder(tmp_path))
     if silent:
         steps.steps([done(0, norm=math.inf)], ONE)
     else:
@@ -79,36 +109,26 @@ def test_a_step_that_is_not_finite_is_written_and_ends_the_run_unless_silent(tin
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_ladder_leaves_the_rungs_that_are_asked_for(tiny, tmp_path, writes):
     request = Request(engine="torch-manual", experiment=tiny, ladder=True, later_step=2)
-    asked = []
-
-    def tensors(rung: Rung) -> dict[str, np.ndarray]:
-        asked.append(rung)
-        return {"w": np.ones(2)}
-
-    ladder = Ladder(request, Recorder(tmp_path) if writes else None, tensors)
+    side = SideOf(request)
+    ladder = Ladder(side, Recorder(tmp_path) if writes else None)
     ladder.begin(Progress())
     for step in range(request.steps):
         ladder.gradients(step)
         ladder.steps([done(step)], ONE)
-    assert sorted(asked) == sorted(rungs_asked_for(request))
-    assert all(bool(read_tensors(tmp_path, rung)) == writes for rung in asked)
+    assert sorted(map(str, side.asked)) == sorted(rungs_asked_for(request))
+    assert all(bool(read_tensors(tmp_path, rung)) == writes for rung in rungs_asked_for(request))
 
 
 def test_weights_are_evaluated_where_that_is_due(tiny, tmp_path):
     experiment = replace(tiny, train=replace(tiny.train, max_iters=5, eval_interval=2))
-    request, progress, evaluated = Request(engine="torch-manual", experiment=experiment), Progress(), []
-
-    def evaluate(step: int) -> Evaluation:
-        evaluated.append(step)
-        return Evaluation(step=step, train=1.0, validation=2.0)
-
-    observer = Evaluating(request, Recorder(tmp_path), evaluate)
+    side, progress = SideOf(Request(engine="torch-manual", experiment=experiment)), Progress()
+    observer = Evaluating(side, Recorder(tmp_path))
     observer.begin(progress)
     for step in range(1, 6):
         progress.move_on("torch-manual", experiment)
         observer.between(progress)
         assert bool(progress.evaluation) == (step in steps_due(experiment))
-    assert evaluated == steps_due(experiment) == [0, 2, 4, 5]
+    assert side.asked == steps_due(experiment) == [0, 2, 4, 5]
     assert len((tmp_path / EVALUATIONS).read_text().splitlines()) == 4
 
 

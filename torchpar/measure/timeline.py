@@ -6,7 +6,7 @@ begins, kernels of a GPU. Which phase or microbatch they belong to, `marks` tell
 
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -41,21 +41,16 @@ class Profile(Observer):
         run: this rank's.
         recorder: writes; None on all ranks but the first.
         instruments: know the axes of collectives that are not our own, of which a trace tells nothing.
-
-    Attributes:
-        step: the one that is watched.
     """
 
     def __init__(self, run: Run, recorder: Recorder | None, instruments: Instruments):
         self._run, self._recorder, self._ledger = run, recorder, instruments.ledger
-        self.step = profiled_step(run.request.first_step, run.request.steps, instruments.step)
-
-    def around(self, step: int) -> AbstractContextManager:
-        """Watch, if this is the step: all ranks together, which begin it together."""
-        return self._watch() if step == self.step else nullcontext()
+        first, steps = run.request.first_step, run.request.steps
+        self.watched = profiled_step(first, steps, instruments.watched)
 
     @contextmanager
-    def _watch(self) -> Generator[None]:
+    def watch(self) -> Generator[None]:
+        """All ranks together, which begin the step together."""
         run, on_gpu = self._run, self._run.mesh.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities) as profiler:
@@ -69,7 +64,7 @@ class Profile(Observer):
             profiler.export_chrome_trace(str(path))
             own = read_trace(path.read_bytes(), on_gpu=on_gpu, library_calls=self._ledger.library_calls)
         method = GPU_METHOD if on_gpu else CPU_METHOD
-        timeline = put_together(run.mesh.world.all_gather_objects(own), step=self.step, method=method)
+        timeline = put_together(run.mesh.world.all_gather_objects(own), step=self.watched, method=method)
         if self._recorder:
             self._recorder.timeline(timeline)
 
