@@ -143,7 +143,7 @@ def measure(engine: str, preset: str, devices: int, layers: int = 6, microbatche
     from jaxpar.comm.mesh import make_mesh
     from jaxpar.compilation import compile_step, device_scalars
     from jaxpar.remat import resolve_remat
-    from jaxpar.train import prepare
+    from jaxpar.setup import prepare
 
     mesh = make_mesh(experiment.layout, platform="cpu")
     remat = resolve_remat(experiment.layout)

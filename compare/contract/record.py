@@ -208,11 +208,14 @@ class Recorder:
         """Leave what the watched step computed."""
         write_json(self.folder / WORK, work)
 
-    def finish(self, manifest: Manifest, ledger: Ledger) -> None:
+    def ledger(self, ledger: Ledger) -> None:
+        """Leave what the watched step communicated."""
+        write_json(self.folder / LEDGER, ledger)
+
+    def finish(self, manifest: Manifest) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
         os.replace(self.folder / STEPS_PART, self.folder / STEPS)
-        write_json(self.folder / LEDGER, ledger)
         write_json(self.folder / MANIFEST, manifest)
 
 

@@ -38,6 +38,10 @@ class Rung(StrEnum):
     """Weights after the last optimizer step, if it is neither the first nor `Request.later_step`."""
 
 
+MOMENTS = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
+"""The moment whose values are a rung (`compare.numerics.optimizer.moment_names`)."""
+
+
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checkpoint to continue from, as it was at the time of the request."""
 
@@ -102,6 +106,10 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def steps(self) -> int:
         """Number of steps of the run."""
         return self.experiment.train.max_iters - self.first_step
+
+    def together(self, step: int) -> int:
+        """How many steps run from this one on until the host waits for the devices."""
+        return self.timing.together(step) if self.timing else 1
 
     @property
     def weights_due(self) -> dict[int, Rung]:
@@ -175,7 +183,7 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     """The rungs whose tensors a run must leave."""
     if not request.ladder:
         return ()
-    moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-    kept = [moments[name] for name in moment_names(request.experiment.optimizer)]
+    names = moment_names(request.experiment.optimizer)
+    kept = [rung for rung, name in MOMENTS.items() if name in names]
     asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, *kept, *request.weights_due.values()}
     return tuple(rung for rung in Rung if rung in asked)

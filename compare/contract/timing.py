@@ -4,7 +4,12 @@ A host that waits for each step, to time it or to fetch its loss, leaves the dev
 run waits once a window of steps; the steps after the windows are waited for one by one, for their median.
 """
 
+import time
+from collections.abc import Callable, Sequence
+
 from msgspec import Struct
+
+from compare.host.facts import cpu_seconds
 
 MIN_WARMUP = 3
 
@@ -44,7 +49,33 @@ class Window(Struct, frozen=True, kw_only=True):
     """User plus system CPU seconds, summed over the processes."""
 
 
-def merged(windows: tuple[Window, ...]) -> Window:
+class Stopwatch:
+    """Adds up wall and CPU time of what runs while it is entered.
+
+    Args:
+        now: seconds, when the devices have done what they were asked to do.
+
+    Attributes:
+        wall_s, cpu_s: so far.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self.wall_s = self.cpu_s = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = self._now(), cpu_seconds()
+
+    def __exit__(self, *error: object) -> None:
+        self.wall_s += self._now() - self._begun[0]
+        self.cpu_s += cpu_seconds() - self._begun[1]
+
+    def window(self, steps: int) -> Window:
+        """So many steps, and what they cost."""
+        return Window(steps=steps, wall_s=self.wall_s, cpu_s=self.cpu_s)
+
+
+def merged(windows: Sequence[Window]) -> Window:
     """One window of several processes, as the whole run saw it."""
     return Window(
         steps=windows[0].steps,

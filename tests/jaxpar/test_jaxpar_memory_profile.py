@@ -13,7 +13,7 @@ from jaxpar.compilation import compile_step
 from jaxpar.measure.memory_profile import memory_profile
 from jaxpar.measure.usage import planned_memory
 from jaxpar.measure.wire import UnreadableError, fields
-from jaxpar.train import prepare
+from jaxpar.setup import prepare
 
 MODEL = Model(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=512, bias=True)
 LAYOUTS = {

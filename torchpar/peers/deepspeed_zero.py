@@ -28,8 +28,8 @@ from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.peers.loop import follow
 from torchpar.peers.nanogpt_loop import configure_optimizers
+from torchpar.setup import join_mesh, starting_model
 from torchpar.state import Run
-from torchpar.train import join_mesh, starting_model
 
 FLOAT32_BYTES = 4
 NEVER = 2**31

@@ -28,11 +28,11 @@ from compare.host.json_files import write_json
 from compare.spec.engines.torch import TORCH
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
+from torchpar.comm.devices import PACKAGES, device_kind
 from torchpar.comm.rank import Rank
 from torchpar.comm.stock_collectives import StockAxis
 from torchpar.launcher.entry import require_gpus
 from torchpar.launcher.local import bind_to_loopback, launch
-from torchpar.measure.devices import PACKAGES, device_kind
 
 AXES = {"gloo": StockAxis, "nccl": StockAxis, "ours": Axis}
 """By the implementation's name (`compare.contract.collective_bench`)."""
