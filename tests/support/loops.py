@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchpar.manual.data_parallel import DataParallel
+from torchpar import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 
 WAYS = {

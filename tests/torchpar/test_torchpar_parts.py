@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from compare.pipeline.schedules import make_schedule
+from torchpar import DataParallel
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.pipeline.weight_gradients import Factors, add_up
 from torchpar.manual.pipeline_parallel import PipelineParallel

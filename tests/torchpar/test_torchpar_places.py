@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchpar
 from compare.contract.ledger import UnexpectedCommunicationError, assert_communication, differences
-from torchpar.manual.data_parallel import DataParallel
+from torchpar import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 
 C = 64

@@ -11,8 +11,8 @@ from loops import AdamW, assert_same_weights, each_way, no_finish
 from modules import normal, share, stack
 from ranks import on_ranks
 
+from torchpar import DataParallel
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP, finish_mean, reduce_scatter_gradients
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.zero.flat_parameters import flatten_parameters

@@ -115,3 +115,8 @@ def test_a_run_imports_faults_only_if_it_asks_for_one(entry):
 
 def test_compare_is_empty_at_the_top():
     assert (ROOT / "compare" / "__init__.py").read_text() == ""
+
+
+@pytest.mark.parametrize("path", ["data_parallel.py", "buckets.py", "packs.py", "replicate.py"])
+def test_a_lesson_imports_no_guard(path):
+    assert not any(name.startswith("torchpar.guards") for name in imports(ROOT / "torchpar/manual" / path))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchpar.comm.handles import Work
-from torchpar.manual.any_module.packs import pack
+from torchpar.manual.packs import pack
 
 
 class Bucket:
@@ -50,22 +50,11 @@ class Bucket:
         With several parameters the gradient moves into the buffer and becomes a view of it: one copy, in
         which it is divided, none back, and no second gradient in memory. A single one is its own buffer, if
         it can be.
-
-        Raises:
-            RuntimeError: it is in already, or sparse, or a hook has taken it away.
         """
-        if index not in self._pending:
-            raise RuntimeError(
-                f"the gradient of {self.names[index]} was ready twice: call "
-                f"finish_gradient_synchronization() after each backward, or put all but the last in no_sync()"
-            )
         parameter = self.parameters[index]
         gradient = parameter.grad
-        if gradient is None:
-            raise RuntimeError(f"a hook on {self.names[index]} takes its gradient away: remove the hook")
+        assert gradient is not None, f"{self.names[index]} has no gradient"
         self._pending.remove(index)
-        if gradient.is_sparse:
-            raise RuntimeError(f"{self.names[index]} has a sparse gradient: use a dense embedding")
         if len(self.parameters) == 1 and gradient.is_contiguous():
             self._buffer = gradient.view(-1).div_(ranks)
             return

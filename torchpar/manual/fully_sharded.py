@@ -23,10 +23,10 @@ from torch import nn
 
 from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.any_module.buffers import Buffers
-from torchpar.manual.any_module.claims import require_unclaimed
-from torchpar.manual.any_module.parts import axes_of
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
+from torchpar.guards.buffers import Buffers
+from torchpar.guards.claims import require_unclaimed
+from torchpar.guards.parts import axes_of
 from torchpar.manual.megatron.split import split_layers_of
 from torchpar.manual.zero.elementwise import watch_optimizers
 from torchpar.manual.zero.flat_gradients import FlatGradients

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
-from torchpar.manual.any_module.weak_hooks import weakly
+from torchpar.guards.claims import claim, claimant_of, require_unclaimed
+from torchpar.guards.weak_hooks import weakly
 from torchpar.manual.fully_sharded import finish_mean, gather_full, reduce_scatter_gradients, unshard
 from torchpar.manual.zero.elementwise import require_elementwise
 from torchpar.manual.zero.flat_gradients import used_on_any_rank

@@ -8,8 +8,8 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis
 from torchpar.comm.handles import Work
-from torchpar.manual.any_module.agreement import agree_on_use
-from torchpar.manual.any_module.awaited import Awaited
+from torchpar.guards.agreement import agree_on_use
+from torchpar.guards.awaited import Awaited
 from torchpar.manual.zero.flat_layout import FlatLayout
 
 

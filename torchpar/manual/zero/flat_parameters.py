@@ -19,8 +19,8 @@ from torch import nn
 
 from torchpar.comm.collectives import Axis
 from torchpar.comm.handles import Work
-from torchpar.manual.any_module.packs import pack
-from torchpar.manual.any_module.replicated import replicate
+from torchpar.manual.packs import pack
+from torchpar.manual.replicate import replicate
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.manual.zero.flat_layout import FlatLayout
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from torchpar.manual.any_module.weak_hooks import weakly
+from torchpar.guards.weak_hooks import weakly
 from torchpar.manual.zero.flat_gradients import FlatGradients, used_on_any_rank
 from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.manual.zero.units import Unit

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.manual.zero.units import Unit, is_opaque, tensors_in
 
