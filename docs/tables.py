@@ -31,7 +31,8 @@ from table_text import markdown
 
 from compare.cli import COMMANDS
 from compare.commands import list as names
-from compare.commands.mirror import FOLDERS, lengths, lessons
+from compare.commands.mirror import FOLDERS
+from compare.commands.mirror import rows as mirror_rows
 from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
@@ -52,8 +53,8 @@ QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 
 
 def mirror() -> str:
-    """Lines of code of every strategy: its own file / with helpers."""
-    rows = ([f"`{name}.py`", *map(lengths, found.values())] for name, found in lessons().items())
+    """Lines of code of every strategy: its own file / with helpers; and of guards."""
+    rows = ([f"`{name}`", *cells] for name, *cells in mirror_rows())
     return markdown(["", *(f"`{folder}`" for folder in FOLDERS.values())], rows)
 
 
