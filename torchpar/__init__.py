@@ -1,6 +1,6 @@
 """torchpar: the PyTorch side. `python -m torchpar RUN_DIR` runs torch-manual and torch-library.
 
-For modules of your own: `DataParallel`, and `ledger`.
+For modules of your own: `DataParallel`, `FSDP`, `ShardedOptimizer`, and `ledger`.
 """
 
 from contextlib import AbstractContextManager
@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compare.contract.ledger import Ledger
     from torchpar.guards.data_parallel import DataParallel as DataParallel
+    from torchpar.guards.fully_sharded import FSDP as FSDP
+    from torchpar.guards.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
-_WRAPPERS = {"DataParallel": "data_parallel"}
+_WRAPPERS = {
+    "DataParallel": "data_parallel",
+    "FSDP": "fully_sharded",
+    "ShardedOptimizer": "sharded_optimizer",
+}
 """What wraps any module, and its file in `guards`."""
 
 

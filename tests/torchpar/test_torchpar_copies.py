@@ -14,11 +14,9 @@ from ranks import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from torchpar import DataParallel
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import ColumnParallelLinear
 from torchpar.measure.memory import resident_bytes
 

@@ -12,13 +12,8 @@ from torch import nn
 from compare.pipeline.schedules import make_schedule
 from torchpar import swap
 from torchpar.comm.collectives import Axis
-from torchpar.guards import data_parallel
-from torchpar.manual import (
-    fully_sharded,
-    pipeline_parallel,
-    sharded_optimizer,
-    tensor_parallel,
-)
+from torchpar.guards import data_parallel, fully_sharded, sharded_optimizer
+from torchpar.manual import pipeline_parallel, tensor_parallel
 from torchpar.manual.megatron import mappings, vocab_parallel
 
 COMMON = {"torch": torch, "nn": nn, "partial": partial, "Axis": Axis, "make_schedule": make_schedule}

@@ -79,7 +79,7 @@ class DataParallel(lesson.DataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: between two steps, and without hooks, which are about this module's parameters."""
-        return {**super().__getstate__(), "_synchronizing": True, "hooks": [], "buckets": Buckets()}
+        return {**super().__getstate__(), "is_synchronizing": True, "hooks": [], "buckets": Buckets()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the copy."""
@@ -94,7 +94,7 @@ class DataParallel(lesson.DataParallel):
 
     @untraced
     def _begin_pass(self) -> None:
-        self._shared_buffers.before_forward(synchronizing=self._synchronizing)
+        self._shared_buffers.before_forward(synchronizing=self.is_synchronizing)
         if self._replicated.are_changed:
             self._replicated.refresh()
             for hook in self.hooks:
@@ -112,14 +112,14 @@ class DataParallel(lesson.DataParallel):
         if parameter.grad is None and not parameter.requires_grad:
             return  # frozen between forward and backward: then it has none, as on one device
         self._replicated.own_gradients[parameter] = bucket.names[index]
-        if self._synchronizing:
+        if self.is_synchronizing:
             require_reducible(bucket, index)
         super().gradient_ready(bucket, index)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
-        parameters = self.buckets.parameters
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         used = [parameter.grad is not None for parameter in parameters]
         self._fill_in_unused()
         super().finish_gradient_synchronization()

@@ -1,12 +1,12 @@
 """Gradient buckets: flat memory for gradients that are averaged together, and the order of the buckets."""
 
 import itertools
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from torchpar.comm.handles import Work
+from torchpar.manual.launch_order import LaunchOrder
 from torchpar.manual.packs import pack
 
 
@@ -76,36 +76,14 @@ class Bucket:
         self._buffer = None
 
 
-class Buckets:
+class Buckets(LaunchOrder[Bucket]):
     """Buckets in the order in which all ranks reduce them."""
-
-    def __init__(self, buckets: Sequence[Bucket] = ()):
-        self._buckets, self._taken = list(buckets), 0
-
-    def __iter__(self) -> Iterator[Bucket]:
-        """One after the other."""
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        """Number of buckets."""
-        return len(self._buckets)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of all buckets."""
-        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
-
-    def take_full(self) -> Iterator[Bucket]:
-        """The full buckets, in order, each once a step: a bucket waits for those before it."""
-        while self._taken < len(self._buckets) and self._buckets[self._taken].is_full:
-            self._taken += 1
-            yield self._buckets[self._taken - 1]
 
     def reset(self) -> None:
         """Forget the step."""
-        for bucket in self._buckets:
+        for bucket in self:
             bucket.reset()
-        self._taken = 0
+        self.restart()
 
 
 def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:

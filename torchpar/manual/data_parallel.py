@@ -13,8 +13,7 @@ same order on every rank, so that ranks whose graphs differ cannot mix up their 
 The engine runs these classes. `torchpar.DataParallel` is this one with guards, for any module.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 
 from compare.contract.communication import GRADIENTS
 from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.manual.accumulation import Accumulates
 from torchpar.manual.buckets import Bucket, Buckets, make_buckets
 from torchpar.manual.replicate import replicate
 
@@ -42,7 +42,7 @@ def synchronize_gradients(buckets: Buckets, axis: Axis) -> None:
     buckets.reset()
 
 
-class DataParallel(nn.Module):
+class DataParallel(Accumulates, nn.Module):
     """Averages the gradients of a module over the ranks of a group.
 
     Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step the
@@ -68,7 +68,6 @@ class DataParallel(nn.Module):
         self.module, self.axis = module, Axis.of(group)
         self._limit_bytes = {"bucketed": bucket_size_mb * 1e6, "flat": float("inf")}.get(gradient_sync, 0.0)
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
-        self._synchronizing = True
         replicate(module.parameters(), [self.axis])
         self.make_buckets()
 
@@ -92,7 +91,7 @@ class DataParallel(nn.Module):
     @torch.no_grad()
     def gradient_ready(self, bucket: Bucket, index: int) -> None:
         """During backward a parameter's gradient goes into its bucket, and full buckets leave."""
-        if self._synchronizing:
+        if self.is_synchronizing:
             bucket.add(index, ranks=self.axis.size)
             if self._during_backward:
                 all_reduce_full_buckets(self.buckets, self.axis)
@@ -104,12 +103,3 @@ class DataParallel(nn.Module):
             for index in bucket.pending:  # gradients that came in no_sync alone
                 bucket.add(index, ranks=self.axis.size)
         synchronize_gradients(self.buckets, self.axis)
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
-        before, self._synchronizing = self._synchronizing, False
-        try:
-            yield
-        finally:
-            self._synchronizing = before

@@ -7,8 +7,8 @@ import torch
 
 from torchpar.comm.collectives import Axis
 from torchpar.guards.claims import claim
+from torchpar.guards.flat_parameters import FlatParameters
 from torchpar.guards.parts import mark_part
-from torchpar.manual.zero.flat_parameters import FlatParameters
 
 
 class FlatSteps:

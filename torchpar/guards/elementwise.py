@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchpar.comm.untraced import untraced
 from torchpar.guards.claims import claimant_of
-from torchpar.manual.zero.flat_steps import FlatSteps
+from torchpar.guards.flat_steps import FlatSteps
 
 STEPS = 4
 ROWS, COLUMNS, CUT = 65, 64, 2500
