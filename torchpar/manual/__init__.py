@@ -11,6 +11,7 @@ from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.megatron.gpt_parts import of_parts
 from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.pipeline.gpt_runner import make_evaluation, make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
@@ -41,7 +42,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
         makers = (make_runner, make_evaluation)
         run, evaluate = (make(part, parallel, axis=mesh.pp, layout=layout) for make in makers)
         parallel = as_pipeline(parallel, axis=mesh.pp, run=run, evaluate=evaluate)
-    return split.wrap(parallel) if split else parallel
+    return of_parts(parallel, split) if split else parallel
 
 
 def _replicated(
