@@ -10,7 +10,7 @@ One idea makes all four synchronisations: a list of buckets, and when they are l
 Buckets hold the parameters in reverse, the order in which backward reaches them, and are launched in the
 same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
 
-The engine runs these classes. `torchpar.DataParallel` is this one with guards, for any module.
+The engine runs this class; `torchpar.DataParallel` is the same with guards, for any module.
 """
 
 from collections.abc import Callable

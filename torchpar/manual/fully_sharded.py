@@ -11,7 +11,7 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
     replicate_group                    the shards are summed over replicas too (HSDP)
 
 WHAT moves are the functions from `shard_parameters` on, WHEN are the methods of `FSDP`, in the order in which
-they run. The engine runs these; `torchpar.FSDP` is this class with guards, for any module. ZeRO-1, which
+they run. The engine runs this class; `torchpar.FSDP` is the same with guards, for any module. ZeRO-1, which
 shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """

@@ -6,7 +6,7 @@ The module stays whole on every rank. A step is three lines:
     optimizer.step     on this rank's shard, whose state it keeps
     all_gather         every rank gets the updated parameters of all
 
-The engine runs this class. `torchpar.ShardedOptimizer` is this one with guards, for any module.
+The engine runs this class; `torchpar.ShardedOptimizer` is the same with guards, for any module.
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
