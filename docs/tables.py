@@ -29,7 +29,8 @@ from summaries import parity, parity_count
 from table_text import markdown
 
 from compare.commands import list as names
-from compare.commands.mirror import FOLDERS, lengths, lessons
+from compare.commands.mirror import FOLDERS
+from compare.commands.mirror import rows as mirror_rows
 from compare.commands.overview import GROUPS
 from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
@@ -50,8 +51,8 @@ QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 
 
 def mirror() -> str:
-    """Lines of code of every strategy: its own file / with helpers."""
-    rows = ([f"`{name}.py`", *map(lengths, found.values())] for name, found in lessons().items())
+    """Lines of code of every strategy: its own file / with helpers; and of guards."""
+    rows = ([f"`{name}`", *cells] for name, *cells in mirror_rows())
     return markdown(["", *(f"`{folder}`" for folder in FOLDERS.values())], rows)
 
 

@@ -15,13 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 from compare.pipeline.schedules import make_schedule
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.pipeline.weight_gradients import Factors, add_up
 from torchpar.manual.pipeline_parallel import PipelineParallel
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 assert_same = partial(modules.assert_same, rtol=1e-12, atol=1e-14)

@@ -12,7 +12,7 @@ Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,7 +35,6 @@ from torchpar.manual.megatron.mappings import (
 from torchpar.manual.megatron.split import Split, SplitLayer, require_plain, split_layers_of, take_parameter
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
-from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.swap import swap
 
 
@@ -238,35 +237,6 @@ class TensorParallel:
     axis: Axis
     splits: Mapping[str, Split]
     partial: frozenset[str]
-
-    def wrap(self, parallel: ParallelModel) -> ParallelModel:
-        """A rank's part of the model, parallel over the other axes, as a part of the whole model."""
-
-        def finish() -> None:
-            parallel.finish_gradient_synchronization()
-            # Each is whole, or a piece that all ranks of this axis cut alike.
-            parameters = [
-                parameter for name, parameter in parallel.parameters.items() if name in self.partial
-            ]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            synchronize_replicated_gradients(gradients, self.axis)
-
-        def sharded_over(name: str) -> tuple[Axis, ...]:
-            return (*parallel.sharded_over(name), *((self.axis,) if name in self.splits else ()))
-
-        return replace(
-            parallel,
-            finish_gradient_synchronization=finish,
-            sharded_over=sharded_over,
-            gathers=(*parallel.gathers, self.gather),
-        )
-
-    def gather(self, parts: TensorsByName) -> TensorsByName:
-        """Whole weights, gradients or moments by name, from every rank's part."""
-        return {
-            name: self.splits[name].gather(part, self.axis) if name in self.splits else part
-            for name, part in parts.items()
-        }
 
 
 def _splits(model: nn.Module) -> dict[str, Split]:

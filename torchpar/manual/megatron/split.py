@@ -8,7 +8,7 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.parts import mark_part
+from torchpar.guards.parts import mark_part
 from torchpar.manual.megatron.mappings import gather_parts
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from compare.contract.communication import LOSS
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 from torchpar.manual.megatron.mappings import gather_parts, reduce_from_region, reduce_scatter_from_region
 from torchpar.manual.megatron.split import Split, SplitLayer, require_plain, take_parameter
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 
 
 def weakly(method: Callable[..., Any], *whom: object) -> Callable[[torch.Tensor], None]:

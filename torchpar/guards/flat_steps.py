@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.claims import claim
-from torchpar.manual.any_module.parts import mark_part
-from torchpar.manual.zero.flat_parameters import FlatParameters
+from torchpar.guards.claims import claim
+from torchpar.guards.flat_parameters import FlatParameters
+from torchpar.guards.parts import mark_part
 
 
 class FlatSteps:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.claims import claimant_of
+from torchpar.guards.claims import claimant_of
 from torchpar.optimizer import clip_gradients, flags_on_all
 
 

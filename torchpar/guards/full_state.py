@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchpar.manual.zero.flat_parameters import FlatParameters
+from torchpar.guards.flat_parameters import FlatParameters
 
 _EXTRA = "_extra_state"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torchpar.manual.any_module.weak_hooks import weakly
+from torchpar.guards.weak_hooks import weakly
 
 
 class Awaited:

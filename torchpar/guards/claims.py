@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 
 
 class Claimant(Protocol):

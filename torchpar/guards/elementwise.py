@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchpar.manual.any_module.claims import claimant_of
-from torchpar.manual.any_module.untraced import untraced
-from torchpar.manual.zero.flat_steps import FlatSteps
+from torchpar.comm.untraced import untraced
+from torchpar.guards.claims import claimant_of
+from torchpar.guards.flat_steps import FlatSteps
 
 STEPS = 4
 ROWS, COLUMNS, CUT = 65, 64, 2500

@@ -1,32 +1,15 @@
 """Parameters that every rank holds in full: alike from the start, claimed, and not stepped over too early."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from compare.contract.communication import REPLICATE
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.claims import claim, require_unclaimed
-from torchpar.manual.any_module.parts import watch
-
-
-@torch.no_grad()
-def replicate(tensors: Iterable[torch.Tensor], axes: Sequence[Axis | None]) -> None:
-    """Give every rank the first rank's values.
-
-    Args:
-        tensors: the same number, shapes and order on all ranks.
-        axes: one after the other; each passes on what came along the one before.
-    """
-    axes = [axis for axis in axes if axis and axis.size > 1]
-    for tensor in tensors:
-        sent = tensor.contiguous()  # itself, or a copy of a strided one
-        for axis in axes:
-            axis.broadcast(sent, purpose=REPLICATE)
-        if sent is not tensor:
-            tensor.copy_(sent)
+from torchpar.guards.claims import claim, require_unclaimed
+from torchpar.guards.parts import watch
+from torchpar.manual.replicate import replicate
 
 
 class ReplicatedParameters:
