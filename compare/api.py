@@ -22,18 +22,18 @@ import numpy as np
 from msgspec import Struct
 
 from compare.commands.arguments import Spec
-from compare.commands.bench import Bench
 from compare.commands.check import Check
 from compare.commands.pages import leave_page
 from compare.commands.run import Run
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
-from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
+from compare.judge.outcome import Outcome
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE, write_report
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
+from compare.studies.bench import Bench
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
 
@@ -144,9 +144,9 @@ class Result(Struct, frozen=True, kw_only=True):
 class Race(Struct, frozen=True, kw_only=True):
     """A bench: every single figure, and the rows of its table."""
 
-    result: BenchResult
+    result: Outcome
     folder: Path
-    """Where bench.json is; `shardpair report` shows it and writes its page."""
+    """Where outcome.json is; `shardpair report` shows it and writes its page."""
 
     @property
     def rows(self) -> dict[str, list[BenchRow]]:

@@ -22,7 +22,6 @@ from recipes import read_recipes
 from savings import read_savings
 from strategies import SWEEPS, read_sweeps
 from survival import read_survival
-from table_text import markdown
 from torch_profiles import CLASSES as TORCH_CLASSES
 from torch_profiles import TorchProfile, read_torch_profiles
 
@@ -34,6 +33,7 @@ from compare.present.bench_words import told_text
 from compare.present.memory_tables import AtPeak, patterns_in
 from compare.present.memory_tables import rows as memory_rows
 from compare.present.sweep_tables import columns, headline, verdict_of, worth
+from compare.show.markdown import markdown_rows as markdown
 from compare.terminal.units import error_text, human_bytes
 
 COUNTS = Path(__file__).parent / "dynamic_counts.json"

@@ -27,7 +27,6 @@ from measured_tables import (
 from performance import BENCHES
 from recipes import SETTINGS
 from strategies import SWEEPS
-from table_text import markdown
 
 from compare.cli import COMMANDS
 from compare.commands import list as names
@@ -36,6 +35,7 @@ from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.pipeline.schedules import SCHEDULES, make_schedule
+from compare.show.markdown import markdown_rows as markdown
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout
 from compare.studies.faults import FAULTS
