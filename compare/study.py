@@ -200,11 +200,14 @@ def show_outcome(
     study: type[Study], outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool
 ) -> int:
     """Print what a study's outcome says, and leave its page. Returns the exit code."""
-    found = study.findings(outcome, folder) if outcome.measurements else _nothing(outcome)
+    found = findings_in(study, outcome, folder)
     return show(found, folder, page=f"{study.word()}.html", picture=picture, as_json=as_json)
 
 
-def _nothing(outcome: Outcome) -> Findings:
+def findings_in(study: type[Study] | Study, outcome: Outcome, folder: Path) -> Findings:
+    """What an outcome says, even if it is that nothing was measured. Raises EngineError, RecordError."""
+    if outcome.measurements:
+        return study.findings(outcome, folder)
     return findings_of(outcome, title=outcome.name, sentence="nothing was measured", tables=[], rows=[])
 
 
@@ -229,8 +232,6 @@ def findings_of(
         value: more for JSON, by name.
     """
     spoiled = warnings(outcome)
-    now, machine = outcome.circumstances, outcome.circumstances.machine
-    loads = ", ".join(f"{cores:.2f}" for cores in now.busy_cores)
     return Findings(
         title=title,
         sentence=sentence,
@@ -243,10 +244,5 @@ def findings_of(
         figures=figures,
         left_out=outcome.left_out,
         spec=to_toml(outcome.experiment),
-        source=(
-            f"{now.made_by}. {machine.system}, {machine.cpu_model}, {machine.cores} cores. "
-            f"{now.created_utc[:16].replace('T', ' ')} UTC. Cores in use by others before each round: "
-            f"{loads or 'none'}. "
-            f"Every single value is in {OUTCOME} beside this page."
-        ),
+        source=f"{outcome.circumstances.words} Every single value is in {OUTCOME} beside this page.",
     )

@@ -133,6 +133,13 @@ class Machine(Struct, frozen=True, kw_only=True):
     memory_bytes: int
 
 
+def made_by(commit: str, dirty: bool) -> str:
+    """A version of shardpair in words, from what `execute.source.git_state` said."""
+    if not commit:
+        return "shardpair, not from a git checkout"
+    return f"shardpair {commit[:12]}{' with uncommitted changes' if dirty else ''}"
+
+
 class Circumstances(Struct, frozen=True, kw_only=True):
     """When and where a study was run, and by which version of the source."""
 
@@ -148,9 +155,17 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     @property
     def made_by(self) -> str:
         """The version of shardpair, in words."""
-        if not self.git_commit:
-            return "shardpair, not from a git checkout"
-        return f"shardpair {self.git_commit[:12]}{' with uncommitted changes' if self.git_dirty else ''}"
+        return made_by(self.git_commit, self.git_dirty)
+
+    @property
+    def words(self) -> str:
+        """The version, the machine, the moment and the load, for the end of a page."""
+        machine, loads = self.machine, ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
+        return (
+            f"{self.made_by}. {machine.system}, {machine.cpu_model}, {machine.cores} cores. "
+            f"{self.created_utc[:16].replace('T', ' ')} UTC. Cores in use by others before each round: "
+            f"{loads or 'none'}."
+        )
 
 
 class Outcome(Struct, frozen=True, kw_only=True):

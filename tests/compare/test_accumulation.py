@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from benches import bench_of, measurement_of
 
+from compare import api
 from compare.cli import main
 from compare.judge.outcome import Outcome, save
 from compare.show.markdown import markdown
@@ -116,3 +117,12 @@ def test_a_plan_starts_nothing(timed_engines, capsys):
     assert main(["accumulation", *ARGUMENTS, "--dry_run"]) == 0
     assert "torch-manual.single, 2 an update" in capsys.readouterr().out
     assert timed_engines.launched == []
+
+
+def test_it_is_answered_from_python(timed_engines, capsys):
+    answer = api.study("accumulation", "tiny.toml", passes=[1, 2], rounds=1, run_dir="b", quiet=True)
+    assert [row.updates for row in answer.findings.value["rows"]] == [88, 44]
+    assert answer.findings.sentence in repr(answer)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ExperimentError, match="no such study"):
+        api.study("nothing")
