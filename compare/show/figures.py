@@ -16,6 +16,7 @@ from compare.present.report.saved import save_figure
 from compare.show.findings import Figure, Series
 
 WIDE, HIGH = 8.0, 4.8  # inches: of a figure of two axes
+SMALL = 3.6  # inches: the height of a small one
 ROW, FRAME = 0.34, 0.8  # inches: of a named row, and of what is around them
 
 
@@ -32,17 +33,20 @@ def save_figures(path: Path, figures: Sequence[Figure], *, title: str) -> None:
     Args:
         path: its suffix is the format: .png, .svg, .pdf.
         figures: at least one.
-        title: above all of them.
+        title: above a single one; of several each has its own.
     """
-    sizes = [_size(figure) for figure in figures]
+    beside = 2 if all(figure.is_small for figure in figures) else 1
+    lines = [figures[first : first + beside] for first in range(0, len(figures), beside)]
+    heights = [max(_size(figure)[1] for figure in line) for line in lines]
 
     def draw_all(canvas: Canvas) -> None:
-        parts = canvas.subfigures(len(figures), 1, squeeze=False, height_ratios=[high for _, high in sizes])
-        for part, figure in zip(parts[:, 0], figures, strict=True):
+        parts = canvas.subfigures(len(lines), beside, squeeze=False, height_ratios=heights)
+        for part, figure in zip(parts.flat, figures, strict=False):
             draw(part, figure)
-        canvas.axes[0].set_title(title, loc="left")
+            name = figure.title if len(figures) > 1 else title
+            part.axes[0].set_title(name, loc="left")
 
-    save_figure(path, draw_all, size=(max(wide for wide, _ in sizes), sum(high for _, high in sizes)))
+    save_figure(path, draw_all, size=(beside * max(_size(figure)[0] for figure in figures), sum(heights)))
 
 
 def draw(canvas: Canvas | SubFigure, figure: Figure) -> None:
@@ -53,6 +57,9 @@ def draw(canvas: Canvas | SubFigure, figure: Figure) -> None:
         line(figure.at, color=INK, linewidth=0.8, linestyle=":" if figure.names else "-")
     for series in figure.series:
         _LOOKS[series.look](axes, series, bool(figure.names))
+    if any(series.look == "bars" for series in figure.series):
+        axes.margins(x=0.25)  # room for the texts
+        axes.set_xlim(left=0)
     axes.set(xlabel=figure.x, ylabel=figure.y)
     if figure.names:
         axes.set_yticks(range(len(figure.names)), list(figure.names), fontsize="small")
@@ -65,6 +72,12 @@ def draw(canvas: Canvas | SubFigure, figure: Figure) -> None:
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
+    if figure.y_form:
+        axes.yaxis.set_major_formatter(figure.y_form)
+        axes.set_ylim(bottom=0)
+    if figure.ticks:
+        axes.set_xticks(list(figure.ticks), list(figure.ticks.values()))
+        axes.minorticks_off()
     _legend(canvas, axes)
 
 
@@ -96,6 +109,7 @@ def _points(axes: Axes, series: Series, has_names: bool) -> None:
         fmt=series.mark or "o",
         color=_shade(series),
         capsize=3,
+        markersize=5,
         label=series.label,
         **_whiskers(series, has_names),
     )
@@ -106,15 +120,13 @@ def _bars(axes: Axes, series: Series, has_names: bool) -> None:
     colours = series.colour if isinstance(series.colour, Sequence) else [series.colour] * len(series.x)
     shades = [INK if one is None else colour(one) for one in colours]
     whiskers = _whiskers(series, has_names)
-    error: dict[str, Any] = {"error_kw": {"ecolor": INK, "capsize": 3}} if whiskers else {}
-    axes.barh(
-        series.y, series.x, left=begin, height=0.6, color=shades, label=series.label, **whiskers, **error
-    )
+    if whiskers:
+        whiskers["error_kw"] = {"ecolor": INK, "capsize": 3}
+    bars: dict[str, Any] = {"left": begin, "height": series.thick, "color": shades, "label": series.label}
+    axes.barh(series.y, series.x, **bars, **whiskers)
     ends = [high for _, high in series.spread] or [sum(one) for one in zip(begin, series.x, strict=True)]
     for end, place, text in zip(ends, series.y, series.texts, strict=False):
         axes.annotate(text, (end, place), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.margins(x=0.25)
-    axes.set_xlim(left=0)
 
 
 def _upright(axes: Axes, series: Series, has_names: bool) -> None:
@@ -146,6 +158,7 @@ def _whiskers(series: Series, has_names: bool) -> dict[str, Any]:
 def _size(figure: Figure) -> tuple[float, float]:
     """Inches."""
     if not figure.names:
-        return WIDE, HIGH
+        return (WIDTH, SMALL) if figure.is_small else (WIDE, HIGH)
     keys = len({series.label for series in figure.series})
-    return WIDTH, FRAME + ROW * len(figure.names) + legend_height(keys if keys > 1 else 0)
+    rows = max(round(0.8 / series.thick) for series in figure.series)  # of bars beside each other
+    return WIDTH, FRAME + ROW * rows * len(figure.names) + legend_height(keys if keys > 1 else 0)

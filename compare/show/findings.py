@@ -7,6 +7,7 @@ A study makes one `Findings`; `show.terminal`, `show.page` and `show.markdown` e
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
+from markupsafe import Markup
 from msgspec import Struct
 
 from compare.judge.statistics import Estimate
@@ -57,6 +58,12 @@ class Column(Struct, Generic[R], frozen=True):
     of: Callable[[R], Value]
     form: str | Callable[[Any], str] = ""
     """A format such as `.1f`, or what makes text of the figure."""
+    news: Callable[[R], str] | None = None
+    """Whether a row's figure is good or bad news: pass, fail or ''."""
+
+    def cell(self, row: R) -> Text:
+        """The cell of a row."""
+        return Text(self.text(row), news=self.news(row) if self.news else "")
 
     def text(self, row: R) -> str:
         """The cell: `written` of the row's figure."""
@@ -93,15 +100,14 @@ def table_of(
         below, look: as of `Table`.
     """
     head, *figures = columns
-    texts = {column.name: [column.text(row) for row in rows] for column in figures}
-    kept = {name: cells for name, cells in texts.items() if any(cell != NONE for cell in cells)}
+    cells = {column.name: [column.cell(row) for row in rows] for column in figures}
+    kept = {name: own for name, own in cells.items() if any(cell.text != NONE for cell in own)}
     return Table(
         name=name,
         corner=head.name,
         columns=list(kept),
         rows=[
-            Row(Text(head.text(row)), [Text(cells[place]) for cells in kept.values()])
-            for place, row in enumerate(rows)
+            Row(Text(head.text(row)), [own[place] for own in kept.values()]) for place, row in enumerate(rows)
         ],
         below=below,
         look=look,
@@ -118,6 +124,8 @@ class Series(Struct, frozen=True, kw_only=True):
     """Low and high end of each point's whisker, along the axis of the figures; none for no whiskers."""
     look: Literal["line", "points", "bars", "upright"] = "line"
     """upright: a vertical line through the figure at x[0]."""
+    thick: float = 0.6
+    """Of bars: of the room that a name has."""
     begin: Sequence[float] = ()
     """Of bars: where each begins; 0 by default."""
     texts: Sequence[str] = ()
@@ -126,6 +134,16 @@ class Series(Struct, frozen=True, kw_only=True):
     """Numbers of the palette's colours; the ink's for None."""
     dash: str = "-"
     mark: str = ""
+
+
+class Picture(Struct, frozen=True):
+    """A drawing with its heading and its caption."""
+
+    title: str
+    svg: Markup
+    caption: str
+    is_wide: bool = False
+    """It takes the page's whole width."""
 
 
 class Figure(Struct, frozen=True, kw_only=True):
@@ -140,8 +158,19 @@ class Figure(Struct, frozen=True, kw_only=True):
     names: Sequence[str] = ()
     log: Literal["", "x", "y", "xy"] = ""
     """Axes that are logarithmic."""
+    ticks: dict[float, str] = {}
+    """Names of values of x, where numbers would not be read."""
+    y_form: str = ""
+    """How values of a y that begins with 0 are written: {x:.0%}."""
+    is_small: bool = False
+    """Half as wide: it stands beside others."""
     at: float | None = None
     """A thin line that others are seen against: at this x where rows have names, else at this y."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if a page has room for another one beside it."""
+        return self.is_small or bool(self.names)
 
 
 class Findings(Struct, frozen=True, kw_only=True):
@@ -159,8 +188,14 @@ class Findings(Struct, frozen=True, kw_only=True):
     """What spoils the figures, a line each."""
     tables: Sequence[Table] = ()
     details: Sequence[Table] = ()
-    """Tables for the page alone."""
+    """How it was run: tables for the page alone, folded."""
     figures: Sequence[Figure] = ()
+    drawn: Callable[[], list[Picture]] = list
+    """Pictures of another kind, for the page alone."""
+    missing: dict[str, str] = {}
+    """What did not finish, by name, and why."""
+    continuation: str = ""
+    """The command that runs only what is missing."""
     left_out: dict[str, str] = {}
     """What could not be done, by name, and why."""
     notes: Sequence[str] = ()

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from compare.commands.pages import leave_page
 from compare.host.disk import write_atomically
-from compare.present.report.pictures import Picture
 from compare.present.report.template import render_page
 from compare.present.tables import by_reason
-from compare.show.findings import Figure, Findings
+from compare.show.findings import Figure, Findings, Picture
 from compare.show.terminal import print_findings
 
 
@@ -40,12 +39,12 @@ def show(findings: Findings, folder: Path, *, page: str, picture: Path | None, a
 
 def write_page(path: Path, findings: Findings) -> Path:
     """Write the page. Returns its path."""
-    drawn = [(figure, _picture(figure)) for figure in findings.figures]
+    pictures = [*findings.drawn(), *map(_picture, findings.figures)]
     page = render_page(
         "findings.html",
         findings=findings,
-        grid=[picture for figure, picture in drawn if figure.names],
-        wide=[picture for figure, picture in drawn if not figure.names],
+        grid=[picture for picture in pictures if not picture.is_wide],
+        wide=[picture for picture in pictures if picture.is_wide],
         left_out=by_reason(findings.left_out),
     )
     write_atomically(path, page.encode())
@@ -55,4 +54,4 @@ def write_page(path: Path, findings: Findings) -> Path:
 def _picture(figure: Figure) -> Picture:
     from compare.show.figures import svg_of
 
-    return Picture(figure.title, svg_of(figure), figure.caption)
+    return Picture(figure.title, svg_of(figure), figure.caption, is_wide=not figure.is_narrow)

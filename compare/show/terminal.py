@@ -27,6 +27,8 @@ def print_findings(findings: Findings, *, as_json: bool) -> None:
         console.print(line, soft_wrap=True)
     for why, names in by_reason(findings.left_out).items():
         console.print(f"left out: {', '.join(names)}: {why}", style="yellow", soft_wrap=True)
+    for name, why in findings.missing.items():
+        console.print(f"{name} {why}", style="red", soft_wrap=True)
     for line in findings.warnings:
         console.print(line, style="red", soft_wrap=True)
     style = "bold green" if findings.passed else "bold red"
@@ -39,12 +41,17 @@ def terminal_table(table: Table) -> RichTable:
         title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     side = "left" if table.look == "words" else "right"
-    drawn.add_column(table.corner)
+    drawn.add_column(_header(table.corner))
     for name in table.columns:
-        drawn.add_column(name, justify=side, no_wrap="ratio" in name)
+        drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name)
     for row in table.rows:
         drawn.add_row(_text(row.head), *map(_text, row.cells))
     return drawn
+
+
+def _header(name: str) -> str:
+    """A header, its unit below it: a table should fit into 80 characters."""
+    return name.replace(" (", "\n(")
 
 
 def _text(cell: Text) -> str | RichText:

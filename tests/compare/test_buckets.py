@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benches import TIMING, bench_of, measurement_of
+from benches import HERE, TIMING, bench_of, measurement_of
 
 from compare.cli import main
 from compare.contract.collective_bench import make_row
@@ -229,11 +229,8 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_pat
             Path(run_dir, RESULT),
             CollectiveBench(
                 command="",
-                created_utc="",
-                machine="",
+                circumstances=HERE,
                 platform="cpu",
-                git_commit="",
-                git_dirty=False,
                 requests={"torchpar-2": request},
                 rows=rows,
                 fits=fits_of(rows),
