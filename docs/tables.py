@@ -27,6 +27,7 @@ from measured_tables import (
 from performance import BENCHES
 from recipes import SETTINGS
 from strategies import SWEEPS
+from studies import SHOWN, study_section
 
 from compare.cli import COMMANDS
 from compare.commands import list as names
@@ -257,6 +258,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
     "profiles": profiles,
     "profiles-8-layers": partial(profiles, layers=8),
     "torch-profiles": torch_profiles,

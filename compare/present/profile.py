@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from compare.contract.record import Record
-from compare.judge.outcome import made_by
+from compare.judge.circumstances import made_by
 from compare.judge.profile import PROFILE, DeviceTime, EngineProfile, Profile
 from compare.show.findings import NONE, Column, Findings, Picture, Row, Table, Text, table_of
 from compare.terminal.layout_words import layout_in_words

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.record import Record
+from compare.judge.circumstances import made_by
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import Comparison, how_to_go_on
-from compare.judge.outcome import made_by
 from compare.numerics.parameters import parameter_count
 from compare.present.report.sweep_repeat import own_experiment, repeat_command
 from compare.present.report.tables import manifest_table

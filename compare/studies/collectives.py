@@ -24,8 +24,8 @@ from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.tally import Tally
 from compare.host.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
+from compare.judge.circumstances import Circumstances
 from compare.judge.collective_fit import Fit, fits_of
-from compare.judge.outcome import Circumstances
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
 from compare.studies.rounds import here_and_now

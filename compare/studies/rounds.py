@@ -17,7 +17,8 @@ from compare.execute.progress import Reporter
 from compare.execute.source import git_state, require_same_source
 from compare.host.facts import cores, cpu_model
 from compare.judge.bench_rows import baseline_of
-from compare.judge.outcome import Circumstances, Machine, Outcome, TimedCase, read_outcome, save
+from compare.judge.circumstances import Circumstances, Machine
+from compare.judge.outcome import Outcome, TimedCase, read_outcome, save
 from compare.numerics.data import open_corpus
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError

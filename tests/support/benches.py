@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 
 from compare.contract.timing import Timing, Window
-from compare.judge.outcome import Circumstances, HowItRan, Machine, Measurement, Outcome, TimedCase
+from compare.judge.circumstances import Circumstances, Machine
+from compare.judge.outcome import HowItRan, Measurement, Outcome, TimedCase
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
 
