@@ -20,7 +20,7 @@ from compare.judge.bench_rows import baseline_of
 from compare.judge.circumstances import Circumstances, Machine
 from compare.judge.outcome import Outcome, TimedCase, read_outcome, save
 from compare.numerics.data import open_corpus
-from compare.spec.engines.registry import REFERENCE
+from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import rotated
 from compare.studies.cases import Settings
@@ -66,8 +66,8 @@ def plan_rounds(
         left_out: what is no case, and why.
 
     Raises:
-        ExperimentError, EnvironmentMissing: a baseline or a number that cannot work, more devices or memory
-            than there are.
+        ExperimentError, EnvironmentMissing: a baseline or a number that cannot work, a case that its engine
+            cannot express, more devices or memory than there are.
     """
     if rounds < 1:
         raise ExperimentError(f"--rounds {rounds} must be at least 1")
@@ -75,6 +75,7 @@ def plan_rounds(
         raise ExperimentError(f"--window {timing.window} and --windows {timing.windows} must be at least 1")
     for case in cases:
         require_devices(case.experiment, settings.platform)
+        ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
     result = Outcome(
         study=study,

@@ -67,9 +67,13 @@ def test_what_cannot_work_is_refused(tiny, given, message):
         asked(tiny, **given).planned(tiny)
 
 
-def test_flags_without_effect_are_refused(capsys):
+def test_what_has_no_effect_or_no_engine_is_refused(capsys):
     assert main(["accumulation", "demo", "--train.gradient_accumulation_steps", "3"]) == 2
     assert "it follows from --passes" in capsys.readouterr().err
+    pipeline = ["--layout.dp_replicate", "1", "--layout.pp", "2", "--engine", "jax-compiler"]
+    pipeline += ["--layout.microbatches", "2"]
+    assert main(["accumulation", "demo", *pipeline]) == 2
+    assert "jax-compiler has gpipe" in " ".join(capsys.readouterr().err.split())
 
 
 def test_loss_is_held_against_time(tiny, tmp_path):
