@@ -20,7 +20,6 @@ from recipes import read_recipes
 from savings import read_savings
 from strategies import SWEEPS, read_sweeps
 from survival import read_survival
-from table_text import markdown
 from torch_profiles import CLASSES as TORCH_CLASSES
 from torch_profiles import TorchProfile, read_torch_profiles
 
@@ -29,7 +28,8 @@ from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.present.memory_tables import AtPeak, patterns_in
 from compare.present.memory_tables import rows as memory_rows
-from compare.present.sweep_tables import columns, headline, verdict_of, worth
+from compare.present.sweep import sweep_table, worth
+from compare.show.markdown import markdown_rows as markdown
 from compare.terminal.units import error_text, human_bytes
 
 COUNTS = Path(__file__).parent / "dynamic_counts.json"
@@ -55,12 +55,9 @@ def sweep(name: str) -> str:
     outcome, command = read_sweeps().get(name), f"```sh\nshardpair {SWEEPS[name]}\n```"
     if outcome is None:
         return f"{command}\n\nNot measured yet: `make sweeps` measures it."
-    figures = columns(outcome)
-    rows = [
-        [row.engine, row.strategy, *(cell(row) for cell in figures.values()), verdict_of(row)]
-        for row in outcome.rows
-    ]
-    table = markdown(["engine", "strategy", *figures, "verdict"], rows, numbers_from=2)
+    found = sweep_table(outcome)
+    rows = [[row.head.text, *(cell.text for cell in row.cells)] for row in found.rows]
+    table = markdown([found.corner, *found.columns], rows, numbers_from=2)
     versions = ", ".join(f"{package} {version}" for package, version in sorted(outcome.versions.items()))
     words = [
         f"{outcome.sentence}.",
@@ -68,7 +65,7 @@ def sweep(name: str) -> str:
         f"Machine: {outcome.machine}; {versions}; shardpair {outcome.git_commit[:12]}.",
         *(f"Left out: {case}: {why}." for case, why in outcome.left_out.items()),
     ]
-    return "\n\n".join([command, f"**{headline(outcome.plan)}**", table, " ".join(words)])
+    return "\n\n".join([command, f"**{found.name}**", table, " ".join(words)])
 
 
 def endings() -> str:

@@ -4,10 +4,11 @@ import re
 from statistics import median
 
 from performance import BENCHES, Performance, read_performance
-from table_text import markdown
 
 from compare.judge.statistics import interval_words
-from compare.present.bench_words import ratio_text, told_text
+from compare.present.bench_words import told_text
+from compare.show.findings import written
+from compare.show.markdown import markdown_rows as markdown
 
 NOT_YET = "Not measured yet: `make performance` measures it."
 COLUMNS = {
@@ -45,7 +46,7 @@ def one_device() -> str:
     stored = read_performance().get("single")
     if stored is None:
         return NOT_YET
-    each = (f"{case.rpartition('.')[0]} {ratio_text(one.wall)}" for case, one in stored.ratios.items())
+    each = (f"{case.rpartition('.')[0]} {written(one.wall, '.2f')}" for case, one in stored.ratios.items())
     return f"On one device, over nanoGPT's own loop: {', '.join(each)}."
 
 
@@ -54,7 +55,7 @@ def _ratios(stored: Performance | None, engine: str) -> dict[str, str]:
     cases = (stored.ratios if stored else {}).items()
     of_engine = ((case.rpartition("."), one) for case, one in cases)
     return {
-        re.sub(r"(?<=[a-z])(?=\d+$)", "-", block): ratio_text(one.wall)
+        re.sub(r"(?<=[a-z])(?=\d+$)", "-", block): written(one.wall, ".2f")
         for (name, _, block), one in of_engine
         if name == engine
     }

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memory import ENGINES, LAYOUTS, read_memory
-from table_text import markdown
 
+from compare.show.markdown import markdown_rows as markdown
 from compare.terminal.units import human_bytes
 
 GENERATED = Path(__file__).parent / "generated"

@@ -23,10 +23,10 @@ from performance_tables import agreement, method, one_device, performance, resol
 from performance_tables import summary as performance_summary
 from recipes import SETTINGS
 from strategies import SWEEPS
+from studies import SHOWN, study_section
 from summaries import ledger as ledger_summary
 from summaries import memory as memory_summary
 from summaries import parity, parity_count
-from table_text import markdown
 
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS
@@ -36,6 +36,7 @@ from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.pipeline.schedules import SCHEDULES, make_schedule
+from compare.show.markdown import markdown_rows as markdown
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout
 from compare.studies.faults import FAULTS
@@ -229,6 +230,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
     "profiles": profiles,
     "profiles-8-layers": partial(profiles, layers=8),
     "torch-profiles": torch_profiles,

@@ -29,6 +29,13 @@ class Estimate(Struct, frozen=True, kw_only=True):
         """True if there were rounds enough for an interval."""
         return self.low is not None
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Low and high; the median twice where there is no interval."""
+        if self.low is None or self.high is None:
+            return self.median, self.median
+        return self.low, self.high
+
     def overlaps(self, other: "Estimate") -> bool:
         """True if both intervals have a value in common. False where one is missing."""
         if self.low is None or self.high is None or other.low is None or other.high is None:

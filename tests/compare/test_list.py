@@ -12,8 +12,8 @@ from records import make_comparison
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport
-from compare.judge.bench import BENCH
 from compare.judge.comparison import COMPARISON
+from compare.judge.outcome import OUTCOME
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, edited, named_experiments
 from compare.studies.faults import FAULTS
@@ -61,7 +61,7 @@ def runs(tmp_path, tiny):
     alone = edited(tiny, {"layout": {"bucket_mb": Layout().bucket_mb}})
     make_comparison(folder / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
     make_comparison(folder / "lacks", alone, missing=("torch-library",))
-    for name, file in (("garbled", COMPARISON), ("bench", BENCH), ("none", "notes.txt")):
+    for name, file in (("garbled", COMPARISON), ("bench", OUTCOME), ("none", "notes.txt")):
         (folder / name).mkdir()
         (folder / name / file).write_text("{")
     (folder / "link").symlink_to(folder / "agrees")
@@ -76,7 +76,7 @@ def test_runs_are_listed_with_layout_verdict_and_size(runs, capsys):
     assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
     assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
     assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / COMPARISON} cannot be read")
-    assert found["bench"]["verdict"] == f"shardpair report {runs / 'bench'}"
+    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / OUTCOME} cannot be read")
     files = {name: [path for path in (runs / name).rglob("*") if path.is_file()] for name in found}
     for name, run in found.items():
         size = sum(file.stat().st_size for file in files[name])

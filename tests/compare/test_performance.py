@@ -8,7 +8,7 @@ from benches import cases_of, finished
 from performance import BENCHES, kept, read_performance, write
 
 from compare.cli import parse
-from compare.commands.bench import Bench
+from compare.studies.bench import Bench
 
 
 @pytest.fixture

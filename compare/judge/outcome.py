@@ -1,4 +1,4 @@
-"""The outcome of a bench: every single value that was measured, and how; saved as bench.json.
+"""The outcome of a study: every single value that was measured, and how; saved as outcome.json.
 
 A case is an engine under a layout, at a size, perhaps with other settings (a variant). Cases that do the same
 work, under the same layout and at the same size, stand in a block.
@@ -7,6 +7,7 @@ work, under the same layout and at the same size, stand in a block.
 import statistics
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from compare.contract.ceiling import Ceiling
@@ -14,16 +15,17 @@ from compare.contract.record import Record
 from compare.contract.request import Platform
 from compare.contract.timing import Timing, Window
 from compare.host.json_files import read_result, write_json
+from compare.judge.circumstances import Circumstances
 from compare.judge.strategy import done_words
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
 
-BENCH = "bench.json"
+OUTCOME = "outcome.json"
 MOST_FAILURES = 2
 """Of a case: the first may be bad luck, and is tried again in the next round."""
 
 
-class BenchCase(Struct, frozen=True, kw_only=True):
+class TimedCase(Struct, frozen=True, kw_only=True):
     """One row of the table: what is timed."""
 
     engine: str
@@ -112,7 +114,7 @@ class FailedLaunch(Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Circumstances(Struct, frozen=True, kw_only=True):
+class HowItRan(Struct, frozen=True, kw_only=True):
     """How a case ran, as its own manifest says."""
 
     device_kind: str
@@ -123,26 +125,16 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class Machine(Struct, frozen=True, kw_only=True):
-    """The machine that the figures are of."""
+class Outcome(Struct, frozen=True, kw_only=True):
+    """Outcome of a study so far."""
 
-    system: str
-    cpu_model: str
-    cores: int
-    memory_bytes: int
-
-
-class BenchResult(Struct, frozen=True, kw_only=True):
-    """Outcome of a bench so far."""
-
+    study: str
+    """The word of its command."""
     name: str
     experiment: Experiment
     """As the user gave it."""
     platform: Platform
-    created_utc: str
-    machine: Machine
-    git_commit: str
-    git_dirty: bool
+    circumstances: Circumstances
     rounds: int
     """As many as were asked for."""
     timing: Timing
@@ -154,29 +146,32 @@ class BenchResult(Struct, frozen=True, kw_only=True):
     is_cached: bool = False
     """Compiled programs were kept between processes: what stands for compilation may be reading one."""
     corpus_sha256: str = ""
-    cases: list[BenchCase]
+    cases: list[TimedCase]
     left_out: dict[str, str] = {}
     """What could not be a case, by name, and why."""
-    busy_cores: list[float] = []
-    """In use by others before each round."""
     measurements: list[Measurement] = []
     failures: list[FailedLaunch] = []
-    circumstances: dict[str, Circumstances] = {}
-    """Of every case that has finished once."""
+    how: dict[str, HowItRan] = {}
+    """How every case ran that has finished once."""
     ceilings: dict[str, Ceiling] = {}
-    """The fastest matrix product on all cores, or on one GPU, by `BenchCase.products`."""
+    """The fastest matrix product on all cores, or on one GPU, by `TimedCase.products`."""
 
     @property
     def finished_rounds(self) -> int:
         """Rounds in which every case was measured, or had failed for good."""
         return sum(not self.missing(number) for number in range(1, self.rounds + 1))
 
-    def missing(self, number: int) -> list[BenchCase]:
+    def timing_of(self, case: TimedCase) -> Timing:
+        """How a case's steps are timed: what it has beyond the windows is waited for."""
+        more = case.experiment.train.max_iters - self.timing.steps
+        return msgspec.structs.replace(self.timing, single=self.timing.single + more)
+
+    def missing(self, number: int) -> list[TimedCase]:
         """Cases that a round still lacks; not those that have been given up."""
         done = {one.case for one in (*self.measurements, *self.failures) if one.round == number}
         return [case for case in self.cases if case.name not in done and not self.is_given_up(case)]
 
-    def is_given_up(self, case: BenchCase) -> bool:
+    def is_given_up(self, case: TimedCase) -> bool:
         """True for a case that has failed `MOST_FAILURES` times: it is not tried again."""
         return sum(one.case == case.name for one in self.failures) >= MOST_FAILURES
 
@@ -184,7 +179,7 @@ class BenchResult(Struct, frozen=True, kw_only=True):
 def measured(
     record: Record,
     *,
-    case: BenchCase,
+    case: TimedCase,
     number: int,
     start_up_s: float,
     windows_seen_s: float,
@@ -220,10 +215,10 @@ def measured(
     )
 
 
-def circumstances_of(record: Record) -> Circumstances:
+def how_it_ran(record: Record) -> HowItRan:
     """What a record says of how it ran."""
     manifest, done = record.manifest, done_words(record)
-    return Circumstances(
+    return HowItRan(
         device_kind=manifest.device_kind,
         threads=manifest.threads,
         gradient_sync=done.gradient_sync,
@@ -233,15 +228,15 @@ def circumstances_of(record: Record) -> Circumstances:
     )
 
 
-def save(result: BenchResult, folder: Path) -> None:
-    """Write bench.json."""
-    write_json(folder / BENCH, result)
+def save(result: Outcome, folder: Path) -> None:
+    """Write outcome.json."""
+    write_json(folder / OUTCOME, result)
 
 
-def read_bench(folder: Path) -> BenchResult:
-    """A bench as it was saved.
+def read_outcome(folder: Path) -> Outcome:
+    """A study as it was saved.
 
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    return read_result(folder / BENCH, BenchResult, command="bench")
+    return read_result(folder / OUTCOME, Outcome, command="bench")

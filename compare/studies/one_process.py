@@ -1,4 +1,4 @@
-"""One process of a bench: launched, held to its request, reduced to its figures; and the sides' ceilings."""
+"""One process of a study: launched, held to its request, reduced to its figures; and the sides' ceilings."""
 
 import shutil
 import sys
@@ -16,15 +16,15 @@ from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, la
 from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
 from compare.host.tensors import RecordError
-from compare.judge.bench import (
-    BenchCase,
-    BenchResult,
-    Circumstances,
+from compare.judge.ladder import objections_by_itself
+from compare.judge.outcome import (
     FailedLaunch,
-    circumstances_of,
+    HowItRan,
+    Outcome,
+    TimedCase,
+    how_it_ran,
     measured,
 )
-from compare.judge.ladder import objections_by_itself
 from compare.spec.engines.registry import side_of
 from compare.studies.cases import Settings
 
@@ -51,7 +51,7 @@ class SeenSteps:
         return self._at[last - 1] - self._at[timing.warmup - 1]
 
 
-def with_ceilings(result: BenchResult, settings: Settings) -> BenchResult:
+def with_ceilings(result: Outcome, settings: Settings) -> Outcome:
     """The bench with the fastest products of its sides, measured once more, or the reason why there are none.
 
     A machine that was lent to somebody else for a second says nothing of its ceiling: the fastest of all
@@ -81,21 +81,21 @@ def _ceiling_of(products: str) -> str:
 
 
 def measure(
-    result: BenchResult,
+    result: Outcome,
     number: int,
-    case: BenchCase,
+    case: TimedCase,
     request: Request,
     place: Path,
     *,
     settings: Settings,
     reporter: Reporter,
-) -> BenchResult:
+) -> Outcome:
     """The result with one more measurement, or one more failure, whose folder is kept."""
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
     beside = LoadBeside()
     try:
         record, seen = _timed(request, place, settings.pythons, reporter)
-        circumstances = _same_circumstances(result.circumstances.get(case.name), circumstances_of(record))
+        how = _same_way(result.how.get(case.name), how_it_ran(record))
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
         raise
@@ -110,15 +110,18 @@ def measure(
         case=case,
         number=number,
         start_up_s=seen.first_s,
-        windows_seen_s=seen.windows_s(result.timing),
-        timing=result.timing,
+        windows_seen_s=seen.windows_s(result.timing_of(case)),
+        timing=result.timing_of(case),
         others_cores=beside.cores(),
     )
     shutil.rmtree(place)
     return msgspec.structs.replace(
         result,
         measurements=[*result.measurements, measurement],
-        circumstances=result.circumstances | {case.name: circumstances},
+        how=result.how | {case.name: how},
+        circumstances=msgspec.structs.replace(
+            result.circumstances, versions=result.circumstances.versions | how.versions
+        ),
     )
 
 
@@ -148,9 +151,9 @@ def _timed(
     return record, seen
 
 
-def _same_circumstances(before: Circumstances | None, now: Circumstances) -> Circumstances:
-    """Those of a case's earlier rounds, which must be this one's. Raises EngineError if they are not."""
-    for field in Circumstances.__struct_fields__ if before else ():
+def _same_way(before: HowItRan | None, now: HowItRan) -> HowItRan:
+    """How a case ran now, as in its earlier rounds. Raises EngineError if it ran otherwise."""
+    for field in HowItRan.__struct_fields__ if before else ():
         was, found = getattr(before, field), getattr(now, field)
         if was != found:
             raise EngineError(
@@ -160,7 +163,7 @@ def _same_circumstances(before: Circumstances | None, now: Circumstances) -> Cir
     return now
 
 
-def request_for(case: BenchCase, result: BenchResult, prepared: Prepared, settings: Settings) -> Request:
+def request_for(case: TimedCase, result: Outcome, prepared: Prepared, settings: Settings) -> Request:
     return Request(
         engine=case.engine,
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
@@ -168,5 +171,5 @@ def request_for(case: BenchCase, result: BenchResult, prepared: Prepared, settin
         corpus_sha256=prepared.corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,
-        timing=result.timing,
+        timing=result.timing_of(case),
     )
