@@ -309,6 +309,11 @@ class FSDP(lesson.FSDP):
         return clip_gradients(self.pieces, lambda name: axes_of(self.pieces[name]), max_norm=max_norm)
 
     @property
+    def transient(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers, whose storage comes and goes."""
+        return tuple(flat.full for flat in self.flats if not flat.keeps_full)
+
+    @property
     def elements(self) -> dict[str, slice]:
         """Which elements of each parameter this rank's piece is, by the original names."""
         own = self.elements_by_parameter

@@ -133,5 +133,5 @@ def _in_pieces(
         sharded_over=lambda name: (mesh.dp_shard,),
         elements=lambda name: elements[full[name]],
         gathers=(gather,),
-        transient=sharding.transient if isinstance(sharding, FSDP) else (),
+        transient=tuple(flat.full for flat in sharding.flats if not flat.keeps_full),
     )

@@ -100,12 +100,11 @@ def reduce_scatter_gradients(gradients: FlatGradients) -> None:
 @torch.no_grad()
 def all_reduce_over_replicas(gradients: FlatGradients) -> None:
     """Wait for the shard's sum, free the full gradients, and begin the sum over the replicas (HSDP)."""
-    if gradients.full is not None:
+    if gradients.full is not None and gradients.shard is not None:
         gradients.wait()
         gradients.full = None
-        replicas, shard = gradients.replicas, gradients.shard
-        if replicas and replicas.size > 1 and shard is not None:
-            gradients.work = replicas.start_all_reduce(shard, purpose=GRADIENTS)
+        if gradients.replicas and gradients.replicas.size > 1:
+            gradients.work = gradients.replicas.start_all_reduce(gradients.shard, purpose=GRADIENTS)
 
 
 @torch.no_grad()
@@ -180,10 +179,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
             module.register_forward_pre_hook(lambda module, args: self.before_forward(unit), prepend=True)
             module.register_forward_hook(partial(self.after_forward, unit))
         for flat in unit.flats:
-            for index, parameter in enumerate(flat.parameters):
-                if parameter.requires_grad:
-                    hook = partial(self.gradient_ready, unit, flat, index)
-                    parameter.register_post_accumulate_grad_hook(hook)
+            flat.on_gradients(partial(self.gradient_ready, unit, flat))
 
     def forward(self, *args, **kwargs):
         """The module's own."""
@@ -296,16 +292,10 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
             flat.gradients.drop()
         self._reducing = None
 
-    @property
-    def transient(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffers, whose storage comes and goes."""
-        return tuple(flat.full for unit in self.units for flat in unit.flats if not flat.keeps_full)
-
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of a module's output that backward goes through."""
-    leaves = tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _at(visits: Sequence[tuple[Unit, bool]], index: int) -> Unit | None:

@@ -86,10 +86,7 @@ class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
     def attach(self, flat: FlatParameters) -> None:
         """Ask to be told when a parameter has its gradient."""
         self.order.append(flat.gradients)
-        for index, parameter in enumerate(flat.parameters):
-            if parameter.requires_grad:
-                hook = partial(self.gradient_ready, flat, index)
-                parameter.register_post_accumulate_grad_hook(hook)
+        flat.on_gradients(partial(self.gradient_ready, flat))
 
     def gradient_ready(self, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
         """During backward a parameter's gradient goes into its bucket, and full buckets leave."""

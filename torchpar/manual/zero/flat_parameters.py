@@ -10,7 +10,8 @@ and the same for their gradients (`flat_gradients`). What moves between the rank
 memory, is the strategy's: `fully_sharded.unshard` and `reshard`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -88,6 +89,12 @@ class FlatParameters:
     def own(self) -> torch.Tensor:
         """This rank's cut of the full buffer: a view."""
         return self.full[self.layout.own]
+
+    def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
+        """Call `ready(index, parameter)` whenever backward has left a parameter's gradient."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(ready, index))
 
     def begin_unshard(self) -> bool:
         """Whether the parameters are to be gathered: they are neither there nor on their way."""
