@@ -37,6 +37,7 @@ from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
+from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
 from compare.commands.sweep import Sweep
@@ -62,6 +63,7 @@ COMMANDS: dict[str, type] = {
     "profile": Profile,
     "ledger": Ledgers,
     "list": List,
+    "runs": Runs,
     "report": Report,
     "doctor": Doctor,
     "schedule": Draw,

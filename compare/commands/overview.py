@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "buckets": "sizes of gradient buckets, beside a closed form",
     },
     "Read": {
+        "runs": "what was run here: layout, verdict, age, size; --prune",
         "lesson": "one strategy in four engines, side by side, on a page",
         "schedule": "draw pipeline schedules, with bubble and memory",
         "mirror": "lines of code of each strategy in each engine",

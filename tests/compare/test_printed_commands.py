@@ -32,7 +32,7 @@ ASIDE = re.compile(r"\s{2,}\(.*")
 CONFIG = "n_layer = 6\ndataset = 'shakespeare_char'\n"
 
 
-FOLDERS = ("--continue", "--results", "--resume", "--runs")
+FOLDERS = ("--continue", "--results", "--resume")
 
 
 class Started(BaseException):
@@ -65,7 +65,8 @@ LINES = printed_lines()
 def places(tmp_path) -> Path:
     """A folder with what the lines read: texts, tokens, a TOML file, one of nanoGPT's config files."""
     folder = tmp_path
-    (folder / "docs").mkdir()
+    for name in ("docs", "runs"):
+        (folder / name).mkdir()
     for words in LINES.values():
         for word in words:
             if word.endswith(".txt"):
