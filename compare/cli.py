@@ -23,6 +23,7 @@ from compare.commands.check import Check
 from compare.commands.collectives import Collectives
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
+from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.given import flags_given
@@ -65,6 +66,7 @@ COMMANDS: dict[str, type] = {
     "list": List,
     "runs": Runs,
     "report": Report,
+    "diff": Diff,
     "doctor": Doctor,
     "schedule": Draw,
     "lesson": ReadLesson,

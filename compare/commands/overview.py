@@ -6,6 +6,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "resume": "go on from checkpoints, on any engines and layout",
         "sweep": "strategies side by side, or over growing numbers of devices",
         "report": "judge a finished run again, and write its page anew",
+        "diff": "two finished runs of any settings: numbers, settings, costs",
     },
     "Prove": {
         "check": "every engine against one unsharded device, in float64",

@@ -106,8 +106,9 @@ def a_machine_with_everything(places, monkeypatch):
 @pytest.mark.parametrize("line", LINES)
 def test_it_does_what_it_says(line, places, capsys, monkeypatch):
     command, *others = LINES[line]
-    source = others[0] if command in ("resume", "convert", "sample", "report") else ""
-    if source and Path(source).suffix != ".pt" and source != "gpt2/" and command != "report":
+    source = others[0] if command in ("resume", "convert", "sample", "report", "diff") else ""
+    is_checkpoint = command not in ("report", "diff") and Path(source).suffix != ".pt" and source != "gpt2/"
+    if source and is_checkpoint:
         write_random(places / source, load("demo"))
     is_planned = "dry_run" in COMMANDS[command].__struct_fields__ and not {"--continue", "--results"} & {
         *others
