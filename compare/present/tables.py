@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from compare.contract.record import Record
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
 from compare.judge.ladder import Verdict, rungs_of
@@ -169,3 +170,11 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     for name, why in reasons.items():
         names.setdefault(why, []).append(name)
     return names
+
+
+def how_peaks(names: list[str], records: list[Record]) -> str:
+    """Methods by which cases measured their peaks; cases with the same one are named together."""
+    by_method: dict[str, list[str]] = {}
+    for name, record in zip(names, records, strict=True):
+        by_method.setdefault(record.manifest.peak_memory_method, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {method}" for method, names in by_method.items()) + "."

@@ -16,7 +16,7 @@ from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
 from compare.judge.comparison import COMPARISON, read_saved
 from compare.judge.ladder import RungResult, Verdict
-from compare.judge.outcome import OUTCOME
+from compare.judge.outcome import OUTCOME as STUDY
 from compare.spec.experiment import Layout, edited
 from compare.studies.golden import OUTCOME, Held, Provenance
 from compare.terminal.units import human_days
@@ -29,7 +29,7 @@ def runs(tmp_path, tiny):
     alone = edited(tiny, {"layout": {"bucket_mb": Layout().bucket_mb}})
     make_comparison(folder / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
     make_comparison(folder / "lacks", alone, missing=("torch-library",))
-    for name, file in (("garbled", COMPARISON), ("bench", OUTCOME), ("none", "notes.txt")):
+    for name, file in (("garbled", COMPARISON), ("bench", STUDY), ("none", "notes.txt")):
         (folder / name).mkdir()
         (folder / name / file).write_text("{")
     (folder / "link").symlink_to(folder / "agrees")
@@ -58,7 +58,7 @@ def test_runs_are_listed_with_layout_verdict_age_and_size(runs, capsys):
     assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
     assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
     assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / COMPARISON} cannot be read")
-    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / OUTCOME} cannot be read")
+    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / STUDY} cannot be read")
     files = {name: [path for path in (runs / name).rglob("*") if path.is_file()] for name in found}
     for name, run in found.items():
         assert run["bytes"] == sum(file.stat().st_size for file in files[name]), name
