@@ -25,6 +25,7 @@ def print_outcome(comparison: Comparison, *, as_json: bool) -> None:
     if comparison.verdicts:
         console.print(ladder_table(comparison))
     console.print(cost_table(comparison))
+    _print_removed(console, comparison)
     _print_verdict(console, comparison.sentence(), comparison.passed)
 
 
@@ -49,6 +50,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
             _mark(verdict),
         )
     console.print(table)
+    _print_removed(console, comparison)
     _print_verdict(console, comparison.sentence(), comparison.passed)
     for rung in ("gradients", "later_weights") if comparison.verdicts else ():
         errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in comparison.verdicts}
@@ -138,6 +140,14 @@ def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """The rows of the cost table, as text: what the terminal and the report both show."""
     rows = [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
     return [(label, cells) for label, cells in rows if any(cells)]
+
+
+REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
+
+
+def _print_removed(console: Console, comparison: Comparison) -> None:
+    if comparison.tensors_removed:
+        console.print(f"{REMOVED} (run --keep_tensors keeps them)", style="dim", soft_wrap=True)
 
 
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:
