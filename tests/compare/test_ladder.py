@@ -78,13 +78,16 @@ WRONG_WEIGHTS = {
 @pytest.mark.parametrize("rung", [Rung.LATER_WEIGHTS, Rung.FINAL_WEIGHTS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_below_float64_weights_are_held_to_how_far_they_moved(tmp_path, tiny, dtype, rung, wrong):
-    spec = edited(tiny, {"precision": {"dtype": dtype}})
-    tensors = tensors_of(spec)
-    begin, after = tensors[Rung.INITIAL_WEIGHTS], tensors[rung]
-    tensors[rung] = {name: WRONG_WEIGHTS[wrong](begin[name], after[name]) for name in after}
-    right = make_record(tmp_path / "right", spec)
-    assert climb(right, make_record(tmp_path / "same", spec)).error(rung) == 0
-    verdict = climb(right, make_record(tmp_path / "wrong", spec, tensors=tensors))
+    spec, tensors = edited(tiny, {"precision": {"dtype": dtype}}), {}
+    for name in ("right", "wrong"):
+        tensors[name] = tensors_of(spec)
+        begin, far = tensors[name][Rung.INITIAL_WEIGHTS][WORST], tensors[name][rung][WORST]
+        after = begin + (far - begin) / 1000  # little beside the weight itself
+        tensors[name][rung][WORST] = after if name == "right" else WRONG_WEIGHTS[wrong](begin, after)
+    right = make_record(tmp_path / "right", spec, tensors=tensors["right"])
+    same = make_record(tmp_path / "same", spec, tensors=tensors["right"])
+    assert climb(right, same).error(rung) == 0
+    verdict = climb(right, make_record(tmp_path / "wrong", spec, tensors=tensors["wrong"]))
     assert rung in [result.rung for result in verdict.rungs if not result.passed]
 
 
