@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from compare.contract import record as files
+from compare.spec.axes import TP
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Step, read_record, read_steps, read_tensors
 from compare.contract.request import Rung
@@ -351,7 +352,7 @@ HARNESS_FAULTS = {
         _fault("other_throughput", REQUEST, "tokens/s that do not fit the times", _each(tokens_per_s=1.0)),
         _fault("all_watched", REQUEST, "every step is the watched one", _each(instrumented=True)),
         _fault("no_memory", REQUEST, "devices that held nothing", _without_memory),
-        _fault("other_axis", REQUEST, "gradients over an axis that the layout has not", _ledger(axis="tp")),
+        _fault("other_axis", REQUEST, "gradients over an axis that the layout has not", _ledger(axis=TP)),
         _fault("turned_query_bias", LATER, "a query bias turned round", _turn_query_bias, whose=CANDIDATE),
         _fault(
             "better_validation",

@@ -5,9 +5,11 @@ import json
 import pytest
 from records import comparison_of
 
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import ExperimentError
 from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.spec.engines.registry import STUDIED
-from compare.studies.faults import FAULTS, caught_as_expected
+from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
 
 
 def planted_in(engine: str) -> list[str]:
@@ -37,6 +39,13 @@ def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
         ]
         caught[verdict["candidate"].rpartition(".")[0]] = min(failed, key=LADDER.index)
     assert caught == {name: FAULTS[name].rung for name in names}
+
+
+def test_nothing_to_plant_is_refused_with_the_reason(tiny):
+    with pytest.raises(
+        ExperimentError, match="no fault is left to plant: dropped_all_reduce: jax-compiler: XLA"
+    ):
+        fault_cases(tiny, ["jax-compiler"], names=["dropped_all_reduce"], devices=2)
 
 
 def test_no_fault_is_planted_nowhere():

@@ -78,13 +78,16 @@ WRONG_WEIGHTS = {
 @pytest.mark.parametrize("rung", [Rung.LATER_WEIGHTS, Rung.FINAL_WEIGHTS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_below_float64_weights_are_held_to_how_far_they_moved(tmp_path, tiny, dtype, rung, wrong):
-    spec = edited(tiny, {"precision": {"dtype": dtype}})
-    tensors = tensors_of(spec)
-    begin, after = tensors[Rung.INITIAL_WEIGHTS], tensors[rung]
-    tensors[rung] = {name: WRONG_WEIGHTS[wrong](begin[name], after[name]) for name in after}
-    right = make_record(tmp_path / "right", spec)
-    assert climb(right, make_record(tmp_path / "same", spec)).error(rung) == 0
-    verdict = climb(right, make_record(tmp_path / "wrong", spec, tensors=tensors))
+    spec, tensors = edited(tiny, {"precision": {"dtype": dtype}}), {}
+    for name in ("right", "wrong"):
+        tensors[name] = tensors_of(spec)
+        begin, far = tensors[name][Rung.INITIAL_WEIGHTS][WORST], tensors[name][rung][WORST]
+        after = begin + (far - begin) / 1000  # little beside the weight itself
+        tensors[name][rung][WORST] = after if name == "right" else WRONG_WEIGHTS[wrong](begin, after)
+    right = make_record(tmp_path / "right", spec, tensors=tensors["right"])
+    same = make_record(tmp_path / "same", spec, tensors=tensors["right"])
+    assert climb(right, same).error(rung) == 0
+    verdict = climb(right, make_record(tmp_path / "wrong", spec, tensors=tensors["wrong"]))
     assert rung in [result.rung for result in verdict.rungs if not result.passed]
 
 
@@ -102,17 +105,29 @@ def test_of_a_bias_of_attention_the_key_s_third_alone_is_left_out(tmp_path, tiny
         assert passes or (verdict.failure.rung, verdict.failure.worst) == ("later_weights", name)
 
 
-def test_the_reference_s_own_update_is_held_to_the_optimizer_too(tmp_path, tiny):
-    """In 16 bits it may be off by more than two runs may be apart."""
-    spec = edited(tiny, {"precision": {"dtype": "bfloat16"}})
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("what", "worst"), [("v", "v of "), ("no decay", "blocks.")])
+def test_below_float64_an_update_is_held_to_the_optimizer_in_the_reference_too(
+    tmp_path, tiny, dtype, what, worst
+):
+    """It may be off by more than two runs may be apart."""
+    spec = edited(tiny, {"precision": {"dtype": dtype}, "optimizer": {"warmup_iters": 0}})
     tensors = tensors_of(spec)
-    tensors[Rung.FIRST_V] = {
-        name: tensor * np.float32(1.01) for name, tensor in tensors[Rung.FIRST_V].items()
-    }
-    wrong = make_record(tmp_path / "wrong", spec, tensors=tensors)
-    failure = climb(wrong, make_record(tmp_path / "right", spec)).failure
-    assert failure.rung == "first_update"
-    assert failure.worst.startswith("the reference's v of ")
+    moment = tensors[Rung.FIRST_V]
+    if what == "v":
+        tensors[Rung.FIRST_V] = {name: tensor * np.float32(1 + 5e-6) for name, tensor in moment.items()}
+    else:
+        kept = edited(spec, {"optimizer": {"weight_decay": 0.0}})
+        tensors[Rung.FIRST_WEIGHTS] = tensors_of(kept)[Rung.FIRST_WEIGHTS]
+    right, wrong = (
+        make_record(tmp_path / "right", spec),
+        make_record(tmp_path / "wrong", spec, tensors=tensors),
+    )
+    for pair, whose in (((right, wrong), ""), ((wrong, right), "the reference's ")):
+        failure = climb(*pair).failure
+        assert failure is not None
+        assert failure.rung == "first_update"
+        assert failure.worst.startswith(whose + worst)
 
 
 def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):
