@@ -245,11 +245,20 @@ def test_weight_gradients_of_complex_layers():
         torch.testing.assert_close(layer.weight.grad, times * expected)
 
 
+class Scores(nn.Linear):
+    """A score for each row, by F.linear with a vector."""
+
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__(width, 1, bias=False, dtype=dtype)
+        self.weight = nn.Parameter(self.weight[0].detach())
+
+
 @on_ranks
-def test_a_complex_pipeline_of_one_rank_per_copy(rank: int) -> None:
+def test_a_pipeline_of_complex_layers_and_of_vectors(rank: int) -> None:
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(3, 3, dtype=torch.complex128) for _ in range(2)))
+        dtype = torch.complex128
+        return nn.Sequential(nn.Linear(3, 3, dtype=dtype), nn.Linear(3, 3, dtype=dtype), Scores(3, dtype))
 
     x, alone = torch.randn(4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)), layers()
     loss = lambda y, target: y.abs().square().mean()  # noqa: E731

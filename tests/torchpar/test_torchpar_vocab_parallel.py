@@ -85,6 +85,15 @@ def test_loss_of_masked_logits(rank: int) -> None:
 
 
 @on_ranks
+def test_ids_outside_of_the_vocabulary_are_an_error_on_every_rank(rank: int) -> None:
+    """Also where the padding has rows for them, and where they count from the end."""
+    split = VocabParallelEmbedding.from_embedding(nn.Embedding(7, 4), axis())
+    for outside in (7, 9, -3):
+        with pytest.raises(IndexError, match=rf"id {outside} is outside of the vocabulary of 7"):
+            split(torch.tensor([0, outside]))
+
+
+@on_ranks
 def test_what_the_loss_cannot_do_is_an_error(rank: int) -> None:
     mine = normal(3, 2).requires_grad_()
     for targets in ([0, 7, 1], [0, -5, 1]):
