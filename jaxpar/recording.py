@@ -22,14 +22,13 @@ from jaxpar import weights
 from jaxpar.comm.mesh import device_kind
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
-from jaxpar.measure.memory_profile import memory_profile
 from jaxpar.measure.profile import watched_step
 from jaxpar.measure.usage import (
     PACKAGES,
     first_device,
     memory_in_use,
+    memory_profile,
     peak_memory,
-    planned_memory,
     resident_bytes,
     threads,
 )
@@ -139,9 +138,8 @@ class Recording:
             resident_bytes=self._at_rest(devices),
             windows=self._windows,
         )
-        model = experiment.model
-        sizes = {model.vocab_size, -(-model.vocab_size // experiment.layout.tp)}
-        if profile := memory_profile(step, planned=planned_memory(step), vocab=sizes, width=model.n_embd):
+        state = {kind: manifest.resident_bytes[kind][0] for kind in ("parameters", "optimizer")}
+        if profile := memory_profile(step, **state):
             self._recorder.memory(profile)
         self._recorder.instructions(listing(hlo, experiment.layout.axes))
         problems: list[str] = []

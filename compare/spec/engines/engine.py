@@ -27,7 +27,7 @@ class Keeps(Struct, frozen=True, kw_only=True):
     residuals: Literal["autograd", "scan"]
     """Who keeps activations: PyTorch's autograd, by operator, or JAX's, stacked by a scan over layers."""
     logits: int = 0
-    """Tensors as large as the logits when their gradient is made; 0 if a compiler decides."""
+    """Tensors as large as the logits when their gradient is made."""
     logits_with_tp: int = 0
     """The same of logits that are split by vocabulary."""
     logits_with_pp: int = 0
