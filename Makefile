@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -42,11 +42,11 @@ check: $(READY)  ## every engine and gradient synchronisation against one unshar
 faults: $(READY)  ## plant every known mistake; the ladder must catch each at its rung
 	$(BIN)/shardpair faults
 
-matrix: $(READY)  ## every layout on every engine against one device; writes docs/parity.md
-	$(BIN)/shardpair matrix --output docs/parity.md
+matrix: $(READY)  ## every layout on every engine against one device; docs/generated/parity.md
+	$(BIN)/shardpair matrix --output docs/generated/parity.md
 
-ledger: $(READY)  ## what every engine sends under every layout, beside the closed form; docs/ledger.md
-	$(BIN)/shardpair ledger check --presets all --fail_on_unexpected --output docs/ledger.md
+ledger: $(READY)  ## what every engine sends under every layout, beside the closed form; docs/generated/ledger.md
+	$(BIN)/shardpair ledger check --presets all --fail_on_unexpected --output docs/generated/ledger.md
 
 mirror: $(READY)  ## lines of code of each strategy in each engine, alone and with its helpers
 	$(BIN)/shardpair mirror
@@ -90,6 +90,10 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 	$(BIN)/python docs/performance.py
 	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
+	$(BIN)/python docs/make_docs.py
+
+studies: $(READY)  ## the studies that the docs show, on an idle machine; docs/data/*.json
+	$(BIN)/python docs/studies.py
 	$(BIN)/python docs/make_docs.py
 
 sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/strategies.json

@@ -22,22 +22,25 @@ import numpy as np
 from msgspec import Struct
 
 from compare.commands.arguments import Spec
-from compare.commands.bench import Bench
 from compare.commands.check import Check
 from compare.commands.pages import leave_page
 from compare.commands.run import Run
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
-from compare.judge.bench import BenchResult
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
+from compare.judge.outcome import Outcome
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE, write_report
+from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
+from compare.studies.bench import Bench
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
+from compare.studies.registry import STUDIES
+from compare.study import findings_in
 
-__all__ = ["Race", "Result", "Training", "bench", "check", "experiment", "read", "run"]
+__all__ = ["Answer", "Race", "Result", "Training", "bench", "check", "experiment", "read", "run", "study"]
 
 AnyCommand = TypeVar("AnyCommand", bound=Spec)
 NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "written"}
@@ -144,9 +147,9 @@ class Result(Struct, frozen=True, kw_only=True):
 class Race(Struct, frozen=True, kw_only=True):
     """A bench: every single figure, and the rows of its table."""
 
-    result: BenchResult
+    result: Outcome
     folder: Path
-    """Where bench.json is; `shardpair report` shows it and writes its page."""
+    """Where outcome.json is; `shardpair report` shows it and writes its page."""
 
     @property
     def rows(self) -> dict[str, list[BenchRow]]:
@@ -160,6 +163,21 @@ class Race(Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """The sentence, as a notebook shows it."""
         return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """What a study found. Prints as its sentence."""
+
+    outcome: Outcome
+    """Every single value that was measured."""
+    findings: Findings
+    """Tables, figures and sentences; `findings.value["rows"]` is what the tables are made of."""
+    folder: Path
+    """Where outcome.json is; `shardpair report` shows it and writes its page."""
+
+    def __repr__(self) -> str:
+        """The sentence, as a notebook shows it."""
+        return f"<{type(self).__name__} {self.folder}: {self.findings.sentence}>"
 
 
 def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> Experiment:
@@ -231,6 +249,28 @@ def bench(experiment: Experiment | str | Path = "demo", **options: Any) -> Race:
     command, default = _command(Bench, experiment, options)
     result, folder = command.outcome(default)
     return Race(result=result, folder=folder)
+
+
+def study(name: str, experiment: Experiment | str | Path = "demo", **options: Any) -> Answer:
+    """Answer a question that is declared in compare/studies, such as "buckets": `shardpair NAME`.
+
+        study("accumulation", "demo", passes=[1, 4], rounds=2).findings.sentence
+
+    Args:
+        name: the word of its command: a key of `compare.studies.registry.STUDIES`.
+        experiment: as for `run`.
+        options: the command's flags by their names.
+
+    Raises:
+        ExperimentError: no such study, or before anything is started.
+        EnvironmentMissing: the machine is busy, or lacks what is asked for.
+        EngineError: too little finished for an answer.
+    """
+    if name not in STUDIES:
+        raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
+    command, default = _command(STUDIES[name], experiment, options)
+    outcome, folder = command.outcome(default)
+    return Answer(outcome=outcome, folder=folder, findings=findings_in(command, outcome, folder))
 
 
 def read(folder: str | Path) -> Result:

@@ -17,11 +17,9 @@ import msgspec
 import tyro
 
 from compare.commands.arguments import Spec, defaults_for
-from compare.commands.bench import Bench
-from compare.commands.buckets import Buckets
 from compare.commands.check import Check
 from compare.commands.collectives import Collectives
-from compare.commands.command_line import read_line, shortened, suggestion
+from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
@@ -44,9 +42,10 @@ from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
-from compare.spec.experiment import ExperimentError, load, named_experiments
+from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
 from compare.studies.golden import EXPERIMENT as GOLDEN
 from compare.studies.nanogpt_config import begins_with, notes_on
+from compare.studies.registry import STUDIES
 from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
@@ -58,7 +57,7 @@ COMMANDS: dict[str, type] = {
     "matrix": Matrix,
     "golden": Golden,
     "sweep": Sweep,
-    "bench": Bench,
+    **STUDIES,
     "profile": Profile,
     "ledger": Ledgers,
     "list": List,
@@ -70,19 +69,17 @@ COMMANDS: dict[str, type] = {
     "collectives": Collectives,
     "convert": Convert,
     "sample": Sample,
-    "buckets": Buckets,
 }
 DEFAULT_EXPERIMENT = {
     "run": "demo",
     "resume": "",
     "check": "check",
-    "bench": "demo",
     "profile": "demo",
     "faults": "check",
     "matrix": "check",
     "ledger": "check",
-    "buckets": "demo",
     "sweep": "demo",
+    **{word: study.default for word, study in STUDIES.items()},
 }
 FIXED_EXPERIMENT = {"golden": GOLDEN}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -153,7 +150,7 @@ def _require_utf8(arguments: list[str]) -> None:
     """Records are JSON, and their names UTF-8: other bytes could be read, but not written down."""
     for argument in arguments:
         if not is_utf8(argument):
-            raise ExperimentError(f"{argument} is not UTF-8: rename the file or folder")
+            raise ExperimentError(f"{argument} is not UTF-8: write it so, or rename the file or folder")
 
 
 def _described(error: OSError) -> str:

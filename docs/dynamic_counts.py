@@ -58,7 +58,7 @@ def watch(engine: str, experiment: Experiment) -> tuple[Executions, str]:
     from jaxpar.compilation import compile_step, device_scalars
     from jaxpar.measure.profile import recorded
     from jaxpar.remat import resolve_remat
-    from jaxpar.train import prepare
+    from jaxpar.setup import prepare
 
     layout = experiment.layout
     mesh = make_mesh(layout, platform="cpu")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tables import SECTIONS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->(?P<text>.*?)<!-- end -->", re.DOTALL)
 
 

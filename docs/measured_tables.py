@@ -2,11 +2,9 @@
 
 import json
 from pathlib import Path
-from statistics import median
 
 from memory import LAYOUTS, read_memory, spec_of
 from moves import read_moves
-from performance import BENCHES, read_performance
 from precisions import (
     DTYPES,
     ENGINES,
@@ -22,17 +20,15 @@ from recipes import read_recipes
 from savings import read_savings
 from strategies import SWEEPS, read_sweeps
 from survival import read_survival
-from table_text import markdown
 from torch_profiles import CLASSES as TORCH_CLASSES
 from torch_profiles import TorchProfile, read_torch_profiles
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
 from compare.judge.closed_forms.peak_memory import peak_form
-from compare.judge.statistics import interval_words
-from compare.present.bench_words import told_text
 from compare.present.memory_tables import AtPeak
 from compare.present.memory_tables import rows as memory_rows
-from compare.present.sweep_tables import columns, headline, verdict_of, worth
+from compare.present.sweep import sweep_table, worth
+from compare.show.markdown import markdown_rows as markdown
 from compare.terminal.units import error_text, human_bytes
 
 COUNTS = Path(__file__).parent / "dynamic_counts.json"
@@ -53,35 +49,14 @@ def moves() -> str:
     return markdown(["journey", "engines", "dropout", "weights", "m", "v"], rows, numbers_from=2)
 
 
-def performance(name: str) -> str:
-    """A bench's tables, the command that makes them, and what is to be known; or that it was not run yet."""
-    stored = read_performance().get(name)
-    command = f"```sh\nshardpair {BENCHES[name]}\n```"
-    if stored is None:
-        return f"{command}\n\nNot measured yet: `make performance` measures it."
-    parts = [command]
-    for block in stored.blocks:
-        own = [ratios for case, ratios in stored.ratios.items() if case.endswith(f".{block.name}")]
-        told = told_text([one.wall for one in own], [one.cpu for one in own])
-        parts += [f"**{block.title}**", markdown(block.header, block.rows), *([told] if told else [])]
-    words = [*stored.sentences, *(f"**{line}**" for line in stored.warnings)]
-    words += [f"Left out: {case}: {why}." for case, why in stored.left_out.items()]
-    if stored.command != f"shardpair {BENCHES[name]}":
-        words.append(f"**Measured with another command: `{stored.command}`.**")
-    return "\n\n".join([*parts, " ".join(words)])
-
-
 def sweep(name: str) -> str:
     """A sweep's table, the command that makes it, and what it is worth; or that it was not run yet."""
     outcome, command = read_sweeps().get(name), f"```sh\nshardpair {SWEEPS[name]}\n```"
     if outcome is None:
         return f"{command}\n\nNot measured yet: `make sweeps` measures it."
-    figures = columns(outcome)
-    rows = [
-        [row.engine, row.strategy, *(cell(row) for cell in figures.values()), verdict_of(row)]
-        for row in outcome.rows
-    ]
-    table = markdown(["engine", "strategy", *figures, "verdict"], rows, numbers_from=2)
+    found = sweep_table(outcome)
+    rows = [[row.head.text, *(cell.text for cell in row.cells)] for row in found.rows]
+    table = markdown([found.corner, *found.columns], rows, numbers_from=2)
     versions = ", ".join(f"{package} {version}" for package, version in sorted(outcome.versions.items()))
     words = [
         f"{outcome.sentence}.",
@@ -89,43 +64,7 @@ def sweep(name: str) -> str:
         f"Machine: {outcome.machine}; {versions}; shardpair {outcome.git_commit[:12]}.",
         *(f"Left out: {case}: {why}." for case, why in outcome.left_out.items()),
     ]
-    return "\n\n".join([command, f"**{headline(outcome.plan)}**", table, " ".join(words)])
-
-
-def agreement() -> str:
-    """Whether two benches of the same commit tell the same: how many of their intervals overlap."""
-    once, again = (read_performance().get(name) for name in ("torch-2-tensor", "torch-2-tensor-again"))
-    if once is None or again is None:
-        return "Not measured yet: `make performance` measures it."
-    of_rows = [
-        (f"{case}, {figure}", getattr(once.ratios[case], figure), getattr(again.ratios[case], figure))
-        for case in sorted(once.ratios.keys() & again.ratios.keys())
-        for figure in ("wall", "cpu")
-    ]
-    apart = [name for name, one, other in of_rows if not one.overlaps(other)]
-    source = f"Both of {once.git_commit[:12]}"
-    if once.git_commit != again.git_commit:
-        source = f"Of {once.git_commit[:12]} and {again.git_commit[:12]}"
-    return f"{source}: {len(of_rows) - len(apart)} of {len(of_rows)} intervals overlap" + (
-        f"; apart are {', '.join(apart)}." if apart else "."
-    )
-
-
-def resolution() -> str:
-    """How wide the stored intervals are, and what difference the median one of them could have told."""
-    ratios = [one for stored in read_performance().values() for one in stored.ratios.values()]
-    found = [one for pair in ratios for one in (pair.wall, pair.cpu) if one.has_interval]
-    ends = [ends for one in found if (ends := one.told_apart())]
-    if not ends:
-        return "Not measured yet: `make performance` measures it."
-    below, above = (median(end[side] for end in ends) for side in (0, 1))
-    # In units of the median, an interval [low, high] is [1 / above, 1 / below].
-    width = median(1 / low - 1 / high for low, high in ends)
-    return (
-        f"The {len(found)} ratios below have {interval_words(found)}, whose median width is {width:.0%}. "
-        f"One of that width tells a time below {below:.2f} or above {above:.2f} from 1.00 every second time, "
-        f"and one twice as far off nineteen times in twenty; what is closer is mostly missed."
-    )
+    return "\n\n".join([command, f"**{found.name}**", table, " ".join(words)])
 
 
 def endings() -> str:

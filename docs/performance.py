@@ -21,10 +21,12 @@ import msgspec
 from msgspec import Struct
 
 from compare.host.json_files import write_json
-from compare.judge.bench import BENCH, BenchResult, read_bench
 from compare.judge.bench_rows import blocks
+from compare.judge.outcome import OUTCOME, Outcome, read_outcome
 from compare.judge.statistics import Estimate
-from compare.present.bench_words import block_title, sentences, table_cells, warnings
+from compare.present.bench_words import sentences, warnings
+from compare.show.findings import Table
+from compare.studies.bench import Bench
 
 CTRL_C = 130
 PERFORMANCE = Path(__file__).parent / "performance.json"
@@ -68,7 +70,7 @@ class Block(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """`BenchCase.block`, which the title begins with."""
+        """`TimedCase.block`, which the title begins with."""
         return self.title.partition(":")[0]
 
 
@@ -100,14 +102,14 @@ def read_performance() -> dict[str, Performance]:
     return msgspec.json.decode(PERFORMANCE.read_bytes(), type=dict[str, Performance])
 
 
-def kept(arguments: str, result: BenchResult) -> Performance:
+def kept(arguments: str, result: Outcome) -> Performance:
     """The part of a bench that the page shows."""
     found = blocks(result)
     return Performance(
         command=f"shardpair {arguments}",
-        created_utc=result.created_utc,
-        git_commit=result.git_commit,
-        blocks=[Block(block_title(result, block), *table_cells(rows)) for block, rows in found.items()],
+        created_utc=result.circumstances.created_utc,
+        git_commit=result.circumstances.git_commit,
+        blocks=[_block(table) for table in Bench.findings(result, Path()).tables],
         ratios={
             row.case: Ratios(row.wall_ratio, row.cpu_ratio)
             for rows in found.values()
@@ -118,6 +120,11 @@ def kept(arguments: str, result: BenchResult) -> Performance:
         warnings=warnings(result),
         left_out=result.left_out,
     )
+
+
+def _block(table: Table) -> Block:
+    rows = [[row.head.text, *(cell.text for cell in row.cells)] for row in table.rows]
+    return Block(table.name, [table.corner, *table.columns], rows)
 
 
 def write(stored: dict[str, Performance]) -> None:
@@ -156,13 +163,13 @@ def collect() -> None:
         shutil.rmtree(ASIDE)
 
 
-def _measured(arguments: str) -> tuple[int, BenchResult | None]:
+def _measured(arguments: str) -> tuple[int, Outcome | None]:
     """Exit code of a bench, and what it saved, if it began."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "bench"
         command = [sys.executable, "-m", "compare", *shlex.split(arguments), "--run_dir", str(run_dir)]
         code = subprocess.run(command, check=False).returncode
-        return code, read_bench(run_dir) if (run_dir / BENCH).is_file() else None
+        return code, read_outcome(run_dir) if (run_dir / OUTCOME).is_file() else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`make profiles`: where the time of jaxpar's steps goes; docs/profiles.json, for docs/performance.md.
+"""`make profiles`: where the time of jaxpar's steps goes; docs/profiles.json, for docs/limits.md.
 
     python docs/profiles.py jax-manual zero1 4        # one of them, printed and not kept
     python docs/profiles.py jax-manual pp 4 8 16      # of 8 layers, with 16 microbatches
@@ -143,7 +143,7 @@ def measure(engine: str, preset: str, devices: int, layers: int = 6, microbatche
     from jaxpar.comm.mesh import make_mesh
     from jaxpar.compilation import compile_step, device_scalars
     from jaxpar.remat import resolve_remat
-    from jaxpar.train import prepare
+    from jaxpar.setup import prepare
 
     mesh = make_mesh(experiment.layout, platform="cpu")
     remat = resolve_remat(experiment.layout)

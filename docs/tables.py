@@ -1,41 +1,42 @@
-"""The tables and numbers that the docs quote: from the code, from measured.json, or from parity.md."""
+"""The tables and numbers that the docs quote: from the code, from measured.json, or from docs/generated."""
 
-import inspect
-import re
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from pathlib import Path
 
 import msgspec
 from measured import Errors, Measured, read_measured
 from measured_tables import (
-    agreement,
     counts_agree,
     endings,
     memory,
     moves,
-    performance,
     precisions,
     profiles,
     recipes,
     refusals,
-    resolution,
     savings,
     sweep,
     torch_profiles,
 )
 from performance import BENCHES
+from performance_tables import agreement, method, one_device, performance, resolution
+from performance_tables import summary as performance_summary
 from recipes import SETTINGS
 from strategies import SWEEPS
-from table_text import markdown
+from studies import SHOWN, study_section
+from summaries import ledger as ledger_summary
+from summaries import memory as memory_summary
+from summaries import parity, parity_count
 
-from compare.cli import COMMANDS
 from compare.commands import list as names
-from compare.commands.mirror import FOLDERS, lengths, lessons
+from compare.commands.mirror import FOLDERS
+from compare.commands.mirror import rows as mirror_rows
+from compare.commands.overview import GROUPS
 from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.pipeline.schedules import SCHEDULES, make_schedule
+from compare.show.markdown import markdown_rows as markdown
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout
 from compare.studies.faults import FAULTS
@@ -43,7 +44,6 @@ from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.presets import PRESETS, preset_layout
 from compare.terminal.units import error_text
 
-PARITY = Path(__file__).parent / "parity.md"
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2  # of the schedules that are drawn in schedules.png
 SGD = ".sgd"
 """Ends the names of golden cases by SGD."""
@@ -52,18 +52,19 @@ QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 
 
 def mirror() -> str:
-    """Lines of code of every strategy: its own file / with helpers."""
-    rows = ([f"`{name}.py`", *map(lengths, found.values())] for name, found in lessons().items())
+    """Lines of code of every strategy: its own file / with helpers; and of guards."""
+    rows = ([f"`{name}`", *cells] for name, *cells in mirror_rows())
     return markdown(["", *(f"`{folder}`" for folder in FOLDERS.values())], rows)
 
 
 def commands() -> str:
-    """Every command, with the first sentence of its help."""
-    rows = []
-    for word, command in COMMANDS.items():
-        first, *_ = (inspect.getdoc(command) or "").split("\n\n")
-        rows.append((f"`shardpair {word}`", " ".join(first.split()).rstrip(".")))
-    return markdown(["command", "what it does"], rows, numbers_from=2)
+    """Every command in the groups of `shardpair --help`; a group's name stands beside its first command."""
+    rows = [
+        (f"**{group}**" if place == 0 else "", f"`{word}`", does)
+        for group, words in GROUPS.items()
+        for place, (word, does) in enumerate(words.items())
+    ]
+    return markdown(["", "`shardpair`", "what it does"], rows, numbers_from=3)
 
 
 def experiments() -> str:
@@ -197,37 +198,6 @@ def missed_without_request() -> str:
     return str(sum(fault.rung == REQUEST for fault in HARNESS_FAULTS.values()) - 1)
 
 
-def parity_count() -> str:
-    """Number of cells of the matrix that pass: `86 of 86`."""
-    found = re.search(r"^(\d+ of \d+) cells pass", PARITY.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found, f"{PARITY} does not say how many cells pass"
-    return found[1]
-
-
-def parity() -> str:
-    """The worst errors of every engine over all its layouts."""
-    rows: list[list[str]] = []
-    engines: list[str] = []
-    for study in re.split(r"^## ", PARITY.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        title, *lines = study.splitlines()
-        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-        if not cells:
-            continue
-        engines, columns = cells[0][2:], list(zip(*cells[2:], strict=True))[2:]
-        if title == "What a device holds":
-            off = [re.findall(r"\(([+-][\d.]+)%\)", " ".join(column)) for column in columns]
-            worst_off = (max(abs(float(percent)) for percent in of) for of in off)
-            rows.append(["bytes at rest, off their closed form", *(f"{percent} %" for percent in worst_off)])
-            continue
-        errors = [re.findall(r"(\S+e-\d+) / (\S+e-\d+)", " ".join(column)) for column in columns]
-        if not rows:
-            rows.append(["layouts", *(str(len(of)) for of in errors)])
-        for index, what in enumerate(("gradients", "weights after 20 steps")):
-            worst_error = (max(float(pair[index]) for pair in of) for of in errors)
-            rows.append([f"{title}, {what}", *(f"{error:.0e}" for error in worst_error)])
-    return markdown(["worst error over all its layouts", *(f"`{name}`" for name in engines)], rows)
-
-
 @cache
 def _measured() -> Measured:
     return read_measured()
@@ -254,9 +224,13 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "parity-count": parity_count,
     "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
+    "performance-summary": performance_summary,
+    "performance-one-device": one_device,
+    "performance-method": method,
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
     "profiles": profiles,
     "profiles-8-layers": partial(profiles, layers=8),
     "torch-profiles": torch_profiles,
@@ -265,6 +239,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "savings": savings,
     "counts-agree": counts_agree,
     "memory": memory,
+    "memory-summary": memory_summary,
+    "ledger-summary": ledger_summary,
     "endings": endings,
     "refusals": refusals,
     **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},

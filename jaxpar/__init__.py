@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def ledger(function: Callable[..., Any], *arguments: Any, mesh: "Mesh") -> "Ledger":
-    """What a call of a function communicates, with the lines that cause it: `measure.ledger.ledger_of`."""
+    """Communication of a function, with the lines that cause it: `measure.ledger.ledger_of`."""
     from jaxpar.measure.ledger import ledger_of  # JAX is configured before it is imported
 
     return ledger_of(function, *arguments, mesh=mesh)

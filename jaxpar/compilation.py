@@ -81,7 +81,7 @@ def _shardings(tree: Any) -> Any:
 
 
 def batch_like(experiment: Experiment, *, drops: bool = True) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a step is given, without data; without dropout's keys unless `drops`."""
+    """Shapes and dtypes of one step's arrays, without data; without dropout's keys unless `drops`."""
     shapes = shapes_of_step(experiment)
     return {name: jax.ShapeDtypeStruct(*shapes[name]) for name in shapes if drops or name != "keys"}
 

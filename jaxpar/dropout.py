@@ -32,12 +32,12 @@ Part = Callable[[], ArrayLike]
 
 
 class Noise(NamedTuple):
-    """What decides, with the place in a layer, which elements are dropped."""
+    """Random source of a layer's dropout; the position in the layer comes with it."""
 
     keys_B2: jax.Array
-    """Of the sequences, uint32."""
+    """Keys of the sequences, uint32 (B, 2)."""
     layer: jax.Array
-    """Counted from 1, uint32; `OUTSIDE` for what is in none."""
+    """Number of the layer from 1, uint32; `OUTSIDE` outside all layers."""
 
     @classmethod
     def of(cls, keys_B2: jax.Array | None, layer: ArrayLike = OUTSIDE) -> "Noise | None":
@@ -46,12 +46,12 @@ class Noise(NamedTuple):
 
     @property
     def next_layer(self) -> "Noise":
-        """The same in the layer after."""
+        """The noise of the following layer."""
         return self._replace(layer=self.layer + jnp.uint32(1))
 
 
 def whole() -> int:
-    """The part of one that has all rows."""
+    """Part number of an undivided x: all rows."""
     return 0
 
 
@@ -74,7 +74,7 @@ class Dropout(nnx.Module):
         return x if noise is None else x * self.factor(x.shape[1:], noise, dtype=x.dtype)
 
     def factor(self, shape: tuple[int, ...], noise: Noise, *, dtype: Any) -> jax.Array:
-        """What x (B, *shape) is multiplied by: 0, or one over the share that is kept."""
+        """Factor of x (B, *shape): 0, or one over the share that is kept."""
         first_row = jnp.asarray(self.part()).astype(jnp.uint32) * jnp.uint32(math.prod(shape[:-1]))
         site = site_number(noise.layer, self.site)
         kept = is_kept(noise.keys_B2, site, shape, rate=self.rate, first_row=first_row)

@@ -1,42 +1,23 @@
-"""Evaluation on both splits, between steps."""
+"""Evaluation of the weights on both splits."""
 
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from compare.contract.record import Recorder
-from compare.numerics.data import Corpus
-from compare.numerics.evaluation import Evaluation, evaluate, is_due
-from compare.numerics.stream import OwnBatches
-from compare.spec.experiment import Experiment
+from compare.numerics.evaluation import Evaluation, evaluate
 from jaxpar.compilation import compile_evaluation, device_scalars
-from jaxpar.state import TrainState
-from jaxpar.training_step import ShardedStep
+from jaxpar.state import Run
 
 
-def make_evaluation(
-    sharded: ShardedStep,
-    state: TrainState,
-    experiment: Experiment,
-    *,
-    corpus: Corpus | OwnBatches,
-    recorder: Recorder,
-) -> Callable[[], Evaluation | None]:
-    """A function that evaluates the state's weights where that is due, and records it."""
-    if not experiment.train.eval_interval:
-        return lambda: None
-    compiled, scalars = compile_evaluation(sharded, state, experiment), device_scalars(experiment, state)
+def make_evaluation(run: Run) -> Callable[[int], Evaluation]:
+    """A function, compiled here, that evaluates the weights after so many steps."""
+    state, experiment = run.state, run.experiment
+    compiled = compile_evaluation(run.sharded, state, experiment)
+    scalars = device_scalars(experiment, state)
 
-    def loss_of(inputs: np.ndarray, targets: np.ndarray) -> jax.Array:
-        placed = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
+    def loss_of(inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> jax.Array:
+        placed = jax.device_put({"inputs": inputs_ABT, "targets": targets_ABT}, run.sharded.batch)
         return compiled(state.params, state.opt_state, placed, scalars)
 
-    def evaluate_if_due() -> Evaluation | None:
-        if not is_due(experiment, state.step):
-            return None
-        evaluation = evaluate(experiment, corpus, state.step, loss_of)
-        recorder.evaluation(evaluation)
-        return evaluation
-
-    return evaluate_if_due
+    return lambda step: evaluate(experiment, run.corpus, step, loss_of)

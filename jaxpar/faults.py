@@ -34,7 +34,7 @@ from compare.contract.faults import (
 from compare.contract.progress import Progress
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment, Layout, Model
-from jaxpar import compilation, dropout, manual, optimizer, train, weights
+from jaxpar import compilation, dropout, manual, optimizer, setup, train, weights
 from jaxpar.comm import collectives
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
@@ -137,14 +137,14 @@ def moved_weight() -> AbstractContextManager:
 @contextmanager
 def ignored(setting: Ignored) -> Generator[None]:
     """A setting that is not done as asked; the record repeats the request."""
-    prepare = train.prepare
+    prepare = setup.prepare
 
     def wrong(engine: str, experiment: Experiment, *, remat: Remat, **options: Any) -> tuple:
         done = setting.edit(experiment)
         remat = resolve_remat(done.layout) if "remat" in setting.instead.get("layout", {}) else remat
         return prepare(engine, done, remat=remat, **options)
 
-    with patch.object(train, "prepare", wrong):
+    with patch.object(setup, "prepare", wrong):
         yield
 
 
@@ -173,7 +173,7 @@ def changed_update(change: Callable[[jax.Array, jax.Array], jax.Array]) -> Abstr
 
         return optax.GradientTransformationExtraArgs(right.init, update)
 
-    return patch.object(train, "make_optimizer", wrong)
+    return patch.object(setup, "make_optimizer", wrong)
 
 
 def _to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
@@ -187,7 +187,7 @@ rounded_weights = partial(changed_update, _to_8_bits)
 
 
 def unscaled_dropout() -> AbstractContextManager:
-    """What is kept is not scaled up."""
+    """Kept elements are not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
 
 

@@ -17,7 +17,7 @@ Scalars = dict[str, Any]
 
 
 def scaled(loss: Callable[..., jax.Array], scalars: Scalars, *, parts: int = 1) -> Callable[..., jax.Array]:
-    """The same loss; its gradients are the scale times as large.
+    """The loss with gradients multiplied by the scale.
 
     Args:
         loss: the mean over a microbatch.

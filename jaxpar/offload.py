@@ -19,7 +19,7 @@ HOST = "pinned_host"
 
 
 def with_moments_on_host(sharded: ShardedStep) -> ShardedStep:
-    """The same step, whose moments come from the host's memory and go back there."""
+    """The step with moments read from the host's memory and written back there."""
     at_rest = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), sharded.moments)
 
     def moved(opt_state: Any, where: Any) -> Any:

@@ -11,8 +11,7 @@ it costs bytes, at most one row less than there are devices, and changes no numb
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_SHARD, LAYER, PP, TP
 
+ORDER = (PP, TP, DP_SHARD)
+"""Mesh axes that split leaves, from the outermost part to the innermost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -28,46 +30,38 @@ class Placement:
 
     Attributes:
         shape: the true shape, over all devices.
-        tp_dim: the dim that tp splits, or None.
-        shard_dim: the dim that dp_shard splits, within a tp part if it is the same one; or None.
-        pp_dim: the dim of the layers, if pp splits it.
-        tp: the degree of tp.
-        shards: the degree of dp_shard.
-        pp: the degree of pp, which divides the layers.
+        dims: mesh axis -> the dim that it splits. Where dp_shard and tp split the same one, dp_shard splits
+            within tp's parts.
+        degrees: mesh axis -> the devices along it; pp's divides the layers.
         chunks: the stages that a device of pp has: rank, rank + pp, rank + 2 pp and so on.
     """
 
     shape: tuple[int, ...]
-    tp_dim: int | None = None
-    shard_dim: int | None = None
-    pp_dim: int | None = None
-    tp: int = 1
-    shards: int = 1
-    pp: int = 1
+    dims: Mapping[str, int]
+    degrees: Mapping[str, int]
     chunks: int = 1
 
     def spec(self, *, sharded: bool) -> P:
         """The leaf's PartitionSpec; without dp_shard unless `sharded`."""
-        by_dim: list[Any] = [None] * len(self.shape)
-        if self.pp_dim is not None:
-            by_dim[self.pp_dim] = PP
-        if self.tp_dim is not None:
-            by_dim[self.tp_dim] = TP
-        if sharded and self.shard_dim is not None:
-            by_dim[self.shard_dim] = DP_SHARD if self.shard_dim != self.tp_dim else (TP, DP_SHARD)
-        return P(*by_dim)
+        axes_of: list[list[str]] = [[] for _ in self.shape]
+        for axis in ORDER:
+            if axis in self.dims and (sharded or axis != DP_SHARD):
+                axes_of[self.dims[axis]].append(axis)
+        return P(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in axes_of))
 
     def part(self, dim: int, *, sharded: bool) -> int:
         """Size of a dim on one device, padding for tp included; for dp_shard, too, if `sharded`."""
-        size = self.shape[dim] // (self.pp if dim == self.pp_dim else 1)
-        size = -(-size // self.tp) if dim == self.tp_dim else size
-        return -(-size // self.shards) if sharded and dim == self.shard_dim else size
+        size = self.shape[dim]
+        for axis in ORDER:
+            if sharded or axis != DP_SHARD:
+                size = -(-size // self._along(axis, dim))
+        return size
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape over all devices, padding included."""
         return tuple(
-            size if dim == self.pp_dim else (self.tp if dim == self.tp_dim else 1) * self._stored_part(dim)
+            size if dim == self.dims.get(PP) else self._along(TP, dim) * self._stored_part(dim)
             for dim, size in enumerate(self.shape)
         )
 
@@ -85,59 +79,58 @@ class Placement:
 
     def stored_layers(self) -> list[int]:
         """The layer at each place of the leading dim as stored, of a leaf that stacks layers."""
-        return self._reordered(np.arange(self.shape[0]), self.chunks, self.pp).tolist()
+        return self._reordered(np.arange(self.shape[0]), self.chunks, self.degrees[PP]).tolist()
 
     def pad(self, x: np.ndarray) -> np.ndarray:
         """The true array as it is stored: layers by the device that has them, zeros where a part is short."""
-        x = self._reordered(x, self.chunks, self.pp)
-        if self.tp_dim is not None:
-            x = _pad(x, self.tp_dim, self.tp * self.part(self.tp_dim, sharded=False))
-        if self.shard_dim is not None:
-            parts = self._tp_parts(x)
-            size = self.shards * self.part(self.shard_dim, sharded=True)
-            x = self._joined(_pad(parts, self.shard_dim + 1, size))
+        x = self._reordered(x, self.chunks, self.degrees[PP])
+        if (dim := self.dims.get(TP)) is not None:
+            x = _pad(x, dim, self.degrees[TP] * self.part(dim, sharded=False))
+        if (dim := self.dims.get(DP_SHARD)) is not None:
+            size = self.degrees[DP_SHARD] * self.part(dim, sharded=True)
+            x = _joined(_pad(self._tp_parts(x, dim), dim + 1, size), dim)
         return x
 
     def unpad_shards(self, x: Any) -> Any:
         """A whole array (NumPy or JAX) without dp_shard's padding; tp's stays."""
-        if self.shard_dim is None:
+        dim = self.dims.get(DP_SHARD)
+        if dim is None:
             return x
-        size = self.part(self.shard_dim, sharded=False)
-        if x.shape[self.shard_dim] == size * (self.tp if self.shard_dim == self.tp_dim else 1):
+        size = self.part(dim, sharded=False)
+        if x.shape[dim] == size * self._along(TP, dim):
             return x
-        return self._joined(_head(self._tp_parts(x), self.shard_dim + 1, size))
+        return _joined(_head(self._tp_parts(x, dim), dim + 1, size), dim)
 
     def unpad(self, x: Any) -> Any:
         """The true array again: the inverse of `pad`."""
-        x = self._reordered(self.unpad_shards(x), self.pp, self.chunks)
-        return x if self.tp_dim is None else _head(x, self.tp_dim, self.shape[self.tp_dim])
+        x = self._reordered(self.unpad_shards(x), self.degrees[PP], self.chunks)
+        dim = self.dims.get(TP)
+        return x if dim is None else _head(x, dim, self.shape[dim])
+
+    def _along(self, axis: str, dim: int) -> int:
+        """Number of parts into which a mesh axis cuts a dim: 1 if it splits another one, or none."""
+        return self.degrees[axis] if self.dims.get(axis) == dim else 1
 
     def _stored_part(self, dim: int) -> int:
         """Size of a part of tp as it is stored, over all of dp_shard."""
-        shards = self.shards if dim == self.shard_dim else 1
-        return shards * self.part(dim, sharded=True)
+        return self._along(DP_SHARD, dim) * self.part(dim, sharded=True)
 
     def _reordered(self, x: Any, outer: int, inner: int) -> Any:
         """Layers in the order (outer, inner, layers of a stage) -> (inner, outer, layers of a stage)."""
-        if self.pp_dim is None or self.chunks == 1:
+        dim = self.dims.get(PP)
+        if dim is None or self.chunks == 1:
             return x
-        before, after = x.shape[: self.pp_dim], x.shape[self.pp_dim + 1 :]
+        before, after = x.shape[:dim], x.shape[dim + 1 :]
         x = x.reshape(*before, outer, inner, -1, *after)
-        return x.swapaxes(self.pp_dim, self.pp_dim + 1).reshape(*before, -1, *after)
+        return x.swapaxes(dim, dim + 1).reshape(*before, -1, *after)
 
-    def _tp_parts(self, x: Any) -> Any:
-        """Split tp's dim off, if dp_shard splits within its parts: (..., n, ...) -> (..., tp, n/tp, ...).
+    def _tp_parts(self, x: Any, dim: int) -> Any:
+        """Split tp's parts off dp_shard's dim: (..., n, ...) -> (..., tp, n/tp, ...); tp is 1 elsewhere.
 
-        Always one dim more, at shard_dim, so that the part itself is at shard_dim + 1.
+        Always one dim more, at `dim`, so that the part itself is at dim + 1.
         """
-        dim, parts = self.shard_dim, self.tp if self.shard_dim == self.tp_dim else 1
-        assert dim is not None
+        parts = self._along(TP, dim)
         return x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
-
-    def _joined(self, x: Any) -> Any:
-        dim = self.shard_dim
-        assert dim is not None
-        return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 def place(
@@ -145,9 +138,7 @@ def place(
     axes: tuple[str, ...],
     *,
     split: Mapping[str, str],
-    tp: int = 1,
-    shards: int = 1,
-    pp: int = 1,
+    degrees: Mapping[str, int],
     chunks: int = 1,
 ) -> Placement:
     """The placement of one leaf.
@@ -156,26 +147,26 @@ def place(
         shape: its true shape.
         axes: a logical axis for each dim; `LAYER` for a dim of stacked layers.
         split: logical axis -> mesh axis, tensor parallelism's table.
-        tp: the degree of tp.
-        shards: the degree of dp_shard.
-        pp: the degree of pp.
+        degrees: mesh axis -> the devices along it; 1 where one is missing.
         chunks: the stages on each device of pp.
     """
-    placement = partial(Placement, shape=shape, tp=tp, shards=shards, pp=pp, chunks=chunks)
-    pp_dim = axes.index(LAYER) if pp > 1 and LAYER in axes else None
-    tp_dims = [dim for dim, axis in enumerate(axes) if tp > 1 and split.get(axis) == TP]
-    tp_dim = tp_dims[0] if tp_dims else None
+    degrees = {axis: degrees.get(axis, 1) for axis in ORDER}
+    dims: dict[str, int] = {}
+    if degrees[PP] > 1 and LAYER in axes:
+        dims[PP] = axes.index(LAYER)
+    if degrees[TP] > 1 and (named := [dim for dim, axis in enumerate(axes) if split.get(axis) == TP]):
+        dims[TP] = named[0]
     candidates = [dim for dim, axis in enumerate(axes) if axis != LAYER]
-    if shards == 1 or not candidates or not math.prod(shape):
-        return placement(tp_dim=tp_dim, pp_dim=pp_dim)
+    placement = Placement(shape=shape, dims=dims, degrees=degrees, chunks=chunks)
+    if degrees[DP_SHARD] == 1 or not candidates or not math.prod(shape):
+        return placement
 
     def preference(dim: int) -> tuple[bool, bool, int]:
-        size = -(-shape[dim] // tp) if dim == tp_dim else shape[dim]
-        divides = size % shards == 0
-        return divides, dim != tp_dim, -dim if divides else size
+        size, is_split = -(-shape[dim] // placement._along(TP, dim)), dim == dims.get(TP)
+        divides = size % degrees[DP_SHARD] == 0
+        return divides, not is_split, -dim if divides else size
 
-    shard_dim = max(candidates, key=preference)
-    return placement(tp_dim=tp_dim, shard_dim=shard_dim, pp_dim=pp_dim)
+    return replace(placement, dims={**dims, DP_SHARD: max(candidates, key=preference)})
 
 
 def map_alike(f: Callable[[list[Any], tuple[str, ...]], list[Any]], placements: Any, tree: Any) -> Any:
@@ -197,8 +188,7 @@ def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any)
 
 def split_axes(p: Placement) -> tuple[str, ...]:
     """The mesh axes whose devices hold different parts of a leaf; along the others it is repeated."""
-    dims = ((PP, p.pp_dim), (DP_SHARD, p.shard_dim), (TP, p.tp_dim))
-    return tuple(axis for axis, dim in dims if dim is not None)
+    return tuple(axis for axis in (PP, DP_SHARD, TP) if axis in p.dims)
 
 
 def specs(placements: Any, *, sharded: bool) -> Any:
@@ -210,9 +200,8 @@ def one_layer(placements: Any) -> Any:
     """The placements of one layer of stacked leaves: the leading dim taken off."""
 
     def without_layer(p: Placement) -> Placement:
-        dims = (dim if dim is None else dim - 1 for dim in (p.tp_dim, p.shard_dim))
-        tp_dim, shard_dim = dims
-        return Placement(shape=p.shape[1:], tp_dim=tp_dim, shard_dim=shard_dim, tp=p.tp, shards=p.shards)
+        dims = {axis: dim - 1 for axis, dim in p.dims.items() if axis != PP}
+        return Placement(shape=p.shape[1:], dims=dims, degrees={**p.degrees, PP: 1})
 
     return jax.tree.map(without_layer, placements)
 
@@ -224,3 +213,8 @@ def _pad(x: np.ndarray, dim: int, size: int) -> np.ndarray:
 
 def _head(x: Any, dim: int, size: int) -> Any:
     return x if x.shape[dim] == size else x[(slice(None),) * dim + (slice(size),)]
+
+
+def _joined(x: Any, dim: int) -> Any:
+    """Join a dim with the one after it: the inverse of splitting tp's parts off."""
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

@@ -130,7 +130,7 @@ class Problem:
     """Like `shapes`, with a tuple of logical axis names, one for each dim, for a leaf."""
     remat: Remat
     pieces: Callable[[Edit], Pieces] | None = None
-    """The same model in pieces; pipelines need it."""
+    """The model in pieces; pipelines need it."""
     stacked: str = "blocks"
     """The key of `shapes`, if any, whose leaves stack the layers that the model scans over."""
 
@@ -177,9 +177,7 @@ class Problem:
                 leaf.shape,
                 axes,
                 split=split,
-                tp=layout.tp,
-                shards=layout.dp_shard,
-                pp=layout.pp,
+                degrees=layout.axes,
                 chunks=layout.chunks,
             )
 

@@ -28,7 +28,7 @@ def sample(request: SampleRequest) -> list[list[int]]:
         return nnx.merge(graph, params)(tokens_NT)[:, last]
 
     def logits_of(tokens_Nt: np.ndarray) -> np.ndarray:
-        """Of a full window, so that it is compiled once: a position does not see those that come after it."""
+        """Logits (N, V) of the last position of tokens (N, t), padded to a full window: it compiles once."""
         last = tokens_Nt.shape[1] - 1
         tokens_NT = np.pad(tokens_Nt, ((0, 0), (0, length - last - 1)))
         return np.asarray(logits_NV(params, tokens_NT, last))

@@ -1,4 +1,4 @@
-"""Who holds what in jaxpar, for both engines: read from the placements and shardings of a `ShardedStep`.
+"""Shards of jaxpar's engines, from the placements and shardings of a `ShardedStep`.
 
     weights at rest                   shards(step.placements, step.params, model)
     moments, and finished gradients   shards(step.placements, step.moments, model)
@@ -42,7 +42,7 @@ def shards(placements: Any, shardings: Any, model: Model) -> list[Shard]:
 
 
 def held(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.ndarray]]:
-    """What this process's devices hold of every canonical tensor, without padding: one shard at a time.
+    """This process's shards of every canonical tensor, without padding: one shard at a time.
 
     Args:
         tree: placed weights, gradients or moments, with the parameters' structure.

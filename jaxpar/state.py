@@ -1,9 +1,20 @@
-"""State of training: all that a step turns into the next."""
+"""State of training, and the run that it belongs to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+
 from compare.contract.progress import Progress
+from compare.contract.request import Request
+from compare.numerics.data import Corpus
+from compare.numerics.stream import OwnBatches
+from compare.spec.experiment import Experiment
+from jaxpar import weights
+from jaxpar.optimizer import moments
+from jaxpar.training_step import ShardedStep
 
 
 @dataclass(kw_only=True)
@@ -12,7 +23,49 @@ class TrainState(Progress):
 
     Attributes:
         params, opt_state: trees that live on the devices; a step donates them.
+        gradients: of the first step, for the ladder, synchronised and unclipped; else None.
     """
 
     params: Any
     opt_state: Any
+    gradients: Any = None
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that a run trains with.
+
+    Attributes:
+        devices: of the mesh, in order.
+        sharded: between the trees on the devices and the model's own shapes.
+        step: compiled; the ledger and the memory are read from it.
+        compile_s: how long it took to trace and compile.
+        initial_weights_sha256: of the weights as the devices first held them.
+        first: the same step, compiled to return the gradients, too; for the first step of a ladder.
+        moments: finds m and v in the optimizer's state.
+    """
+
+    request: Request
+    corpus: Corpus | OwnBatches
+    devices: list[jax.Device]
+    sharded: ShardedStep
+    state: TrainState
+    step: jax.stages.Compiled
+    compile_s: float
+    initial_weights_sha256: str
+    first: jax.stages.Compiled | None = None
+    moments: Callable[[Any], dict[str, Any]] = moments
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment that is trained."""
+        return self.request.experiment
+
+    def program(self, number: int) -> jax.stages.Compiled:
+        """What runs as the step of this number."""
+        return self.first if self.first and number == self.request.first_step else self.step
+
+
+def canonical(sharded: ShardedStep, tree: Any, experiment: Experiment) -> dict[str, np.ndarray]:
+    """A tree like the parameters, fetched from the devices, by canonical name."""
+    return weights.to_canonical(sharded.unpad(tree), experiment.model)

@@ -30,11 +30,11 @@ class ShardedStep:
     params: Any
     """A tree of shardings like the parameters."""
     moments: Any
-    """The same, for each moment, and for the gradients that the step returns."""
+    """Shardings of each moment, and of the gradients that the step returns."""
     accumulated: Any
-    """The same, for gradients as they accumulate over a batch: what a device holds before the optimizer."""
+    """Shardings of gradients as they accumulate over a batch, before the optimizer."""
     batch: Sharding
-    """Of each (A, B, T) array of the batch."""
+    """Sharding of each (A, B, T) array of the batch."""
     scalars: Sharding
     moments_at_rest: Any = None
     """Like `moments`: where they are between two steps, if that is elsewhere."""

@@ -290,7 +290,8 @@ def main(checkout: Path, optimizer: str, output: Path) -> None:
         peak_memory_bytes=[0],
         peak_memory_method="not measured",
     )
-    recorder.finish(manifest, Ledger())
+    recorder.ledger(Ledger())
+    recorder.finish(manifest)
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
     )

@@ -152,7 +152,7 @@ def train(folder: Path) -> None:
 
 def time_collectives(folder: Path) -> None:
     """Time the collectives that folder/request.json asks for."""
-    from torchpar.measure.collective_bench import run_bench
+    from torchpar.collective_bench import run_bench
 
     if "RANK" in os.environ:
         raise ExperimentError("--collectives starts ranks of its own: run it without torchrun")

@@ -44,8 +44,13 @@ def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str)
     """nanoGPT's state dict by the names of the plain model's parameters, the tied head once.
 
     Raises:
-        ExperimentError: it does not fit the model.
+        ExperimentError: it is no state dict, or does not fit the model.
     """
+    if not isinstance(state, Mapping):
+        raise ExperimentError(f"{origin}: its weights are no state dict")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not is_plain(tensor):
+            raise ExperimentError(f"{origin}: {name} among its weights is no tensor of plain numbers")
     tensors = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
     for layer in range(model.n_layer):  # the causal mask, before flash attention
         tensors.pop(f"transformer.h.{layer}.attn.bias", None)
@@ -57,8 +62,18 @@ def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str)
     return {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor of real numbers that are all there, one after the other."""
+    return (
+        torch.is_tensor(value)
+        and value.layout == torch.strided
+        and value.is_floating_point()
+        and value.device.type == "cpu"
+    )
+
+
 def read_pickle(source: Path) -> Any:
-    """What torch.save wrote, if it is tensors and plain values. Raises ExperimentError for anything else."""
+    """Content of a torch.save file of tensors and plain values. Raises ExperimentError for anything else."""
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:

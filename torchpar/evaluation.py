@@ -1,4 +1,4 @@
-"""Evaluation on both splits, between steps."""
+"""Evaluation of the weights on both splits."""
 
 import functools
 
@@ -6,21 +6,16 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
-from compare.numerics.evaluation import Evaluation, evaluate, is_due
+from compare.numerics.evaluation import Evaluation, evaluate
 from torchpar.on_device import autocast, to_device
-from torchpar.recording import Recording
 from torchpar.state import Run
 
 
-def evaluate_if_due(run: Run, recording: Recording) -> Evaluation | None:
-    """Evaluate the weights where that is due, and record it; all ranks together."""
-    if not is_due(run.experiment, run.state.step):
-        return None
+def evaluate_weights(run: Run, step: int) -> Evaluation:
+    """Evaluate the weights after so many steps; all ranks together."""
     with run.mesh.traffic.paused():
-        loss_of = functools.partial(mean_loss, run)
-        evaluation = evaluate(run.experiment, run.corpus, run.state.step, loss_of)
+        evaluation = evaluate(run.experiment, run.corpus, step, functools.partial(mean_loss, run))
     run.parallel.end_evaluation()
-    recording.evaluated(evaluation)
     return evaluation
 
 

@@ -1,6 +1,6 @@
-"""nanoGPT's GPT, with nanoGPT's own parameter names and shapes. It knows nothing of devices in the plural.
+"""Single-device GPT with nanoGPT's parameter names and shapes: no mesh, no collectives.
 
-Where nanoGPT drops it does, too, given the sequences' keys (`compare.numerics.dropout`).
+Dropout at nanoGPT's sites, from the sequences' keys (`compare.numerics.dropout`).
 
 B batch, T and S position, C embedding, H heads, D head_dim = C / H, V vocabulary, 2 the words of a key.
 Weights come from `weights.py`.

@@ -4,6 +4,7 @@ Nothing is executed: a pickle is read by torch.load(weights_only=True). nanoGPT 
 iteration `iter_num`: so many updates are done, and the next batch is number `iter_num` of its stream.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import Struct
 
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
@@ -20,15 +22,31 @@ from compare.numerics.parameters import decays, parameter_table
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.spec.nanogpt_settings import experiment_of, settings_of
-from torchpar.convert import HEAD, plain_state, read_pickle
+from torchpar.convert import HEAD, is_plain, plain_state, read_pickle
 from torchpar.model import GPT
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays, to_nanogpt
 
 ENGINE = "nanoGPT"
-
-
 _NANOGPTS = {"model.activation": "gelu", "model.norm_eps": 1e-5, "optimizer.decay": "matrices"}
-"""What a ckpt.pt has no field for."""
+"""Settings without a field in a ckpt.pt."""
+
+
+class _Group(Struct):
+    """What nanoGPT goes on with, whatever its config says: `load_state_dict` brings it back."""
+
+    params: list[int]
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    amsgrad: bool = False
+    maximize: bool = False
+
+
+class _AdamW(Struct):
+    """The `state_dict()` of nanoGPT's optimizer: what decays, and the rest; the state by number."""
+
+    param_groups: tuple[_Group, _Group]
+    state: dict[int, dict[str, Any]]
 
 
 def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
@@ -44,7 +62,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
     """
     loaded = read_pickle(source)
     for key in ("model", "optimizer", "model_args", "iter_num"):
-        if key not in loaded:
+        if not isinstance(loaded, dict) or key not in loaded:
             raise ExperimentError(
                 f"{source} has no {key}: it is no checkpoint of nanoGPT's train.py; weights alone are for "
                 f"--init_from"
@@ -52,15 +70,18 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
     config, model_args, step = loaded.get("config") or {}, loaded["model_args"], loaded["iter_num"]
     if not isinstance(config, dict) or not isinstance(model_args, dict) or not isinstance(step, int):
         raise ExperimentError(f"{source}: its config, model_args or iter_num are not nanoGPT's")
-    settings = {**config, **model_args}
-    if settings.get("device") == "cpu" and "dtype" in settings:
-        settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU, whatever it notes
+    settings = {name: value for name, value in {**config, **model_args}.items() if isinstance(name, str)}
+    if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
+        settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU or a Mac, whatever it notes
     experiment, _ = experiment_of(settings, base=base)
-    experiment = revalidate(
-        edited(experiment, {"train": {"max_iters": max(experiment.train.max_iters, step + 1)}})
-    )
+    optimizer = _adamw(source, loaded["optimizer"])
+    changes = {
+        "train": {"max_iters": max(experiment.train.max_iters, step + 1)},
+        "optimizer": _resumed_settings(source, optimizer),
+    }
+    experiment = revalidate(edited(experiment, changes))
     state = plain_state(loaded["model"], experiment.model, origin=str(source))
-    moments, updates = _moments(source, loaded["optimizer"], state, experiment, step)
+    moments, updates = _moments(source, optimizer, state, experiment, step)
     groups = {WEIGHTS: state, **moments}
     checkpoint = Checkpoint(
         engine=ENGINE, experiment=experiment, step=step, updates=updates, corpus_sha256=""
@@ -126,9 +147,34 @@ def _by_group(experiment: Experiment) -> list[list[str]]:
     return [[n for n in order if decays(rows[n], "matrices") == does] for does in (True, False)]
 
 
+def _adamw(source: Path, state: Any) -> _AdamW:
+    try:
+        return msgspec.convert(state, _AdamW)
+    except msgspec.ValidationError as error:
+        raise ExperimentError(
+            f"{source}: its optimizer is not the state_dict of nanoGPT's: {error}"
+        ) from None
+
+
+def _resumed_settings(source: Path, optimizer: _AdamW) -> dict[str, float]:
+    """Settings of the optimizer with which nanoGPT goes on: those that it was saved with."""
+    decaying, other = optimizer.param_groups
+    odd = {
+        "amsgrad": decaying.amsgrad or other.amsgrad,
+        "maximize": decaying.maximize or other.maximize,
+        "weight decay of vectors": bool(other.weight_decay),
+        "betas or eps of each group": (decaying.betas, decaying.eps) != (other.betas, other.eps),
+    }
+    for what, is_there in odd.items():
+        if is_there:
+            raise ExperimentError(f"{source}: its optimizer has {what}: nanoGPT's has not, nor has ours")
+    beta1, beta2 = decaying.betas
+    return {"beta1": beta1, "beta2": beta2, "eps": decaying.eps, "weight_decay": decaying.weight_decay}
+
+
 def _moments(
     source: Path,
-    optimizer: Mapping[str, Any],
+    optimizer: _AdamW,
     weights: Mapping[str, torch.Tensor],
     experiment: Experiment,
     step: int,
@@ -137,15 +183,13 @@ def _moments(
 
     In float16 nanoGPT's GradScaler skips the steps that overflow: then there are fewer updates than steps.
     """
-    if not isinstance(optimizer, dict) or not {"param_groups", "state"} <= optimizer.keys():
-        raise ExperimentError(f"{source}: its optimizer is not the state_dict of an AdamW")
     names = [name for group in _by_group(experiment) for name in group]
-    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    numbers = [number for group in optimizer.param_groups for number in group.params]
     if len(numbers) != len(names):
         raise ExperimentError(
             f"{source}: its optimizer has {len(numbers)} parameters, and the model {len(names)}"
         )
-    number_of, kept = dict(zip(names, numbers, strict=True)), optimizer["state"]
+    number_of, kept = dict(zip(names, numbers, strict=True)), optimizer.state
     if not kept and not step:
         return {}, 0
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -155,22 +199,29 @@ def _moments(
             if number not in kept or key not in kept[number]:
                 raise ExperimentError(f"{source}: its optimizer has no {key} of {name}")
             moment, weight = kept[number][key], weights[name]
-            if not torch.is_tensor(moment) or moment.layout != torch.strided or moment.shape != weight.shape:
-                shape = tuple(moment.shape) if torch.is_tensor(moment) else type(moment).__name__
+            if not is_plain(moment) or moment.shape != weight.shape:
+                shape = tuple(moment.shape) if is_plain(moment) else "no tensor of plain numbers"
                 raise ExperimentError(
                     f"{source}: its optimizer's {key} of {name} is {shape}, and the weight "
                     f"{tuple(weight.shape)}: its parameters are in another order, or of another model"
                 )
             found[group][name] = moment.float()
-    steps = {int(entry["step"]) for entry in kept.values()}
+    steps = {_whole(kept[number].get("step")) for number in numbers}
     skips = experiment.precision.dtype == "float16"
-    if len(steps) != 1 or not (steps == {step} or (skips and max(steps) < step)):
+    if len(steps) != 1 or not (steps == {step} or (skips and 0 <= max(steps) < step)):
         raise ExperimentError(f"{source}: iter_num = {step}, and its optimizer is at step {sorted(steps)}")
     return found, steps.pop()
 
 
+def _whole(number: Any) -> int:
+    """How many updates a parameter had, a number or a tensor of one; -1 for what cannot be that."""
+    value = number.item() if torch.is_tensor(number) and number.numel() == 1 else number
+    is_whole = isinstance(value, int | float) and math.isfinite(value) and value == int(value)
+    return int(value) if is_whole else -1
+
+
 def _optimizer_state(experiment: Experiment, updates: int, tensor: Any) -> dict[str, Any]:
-    """As the `state_dict()` of nanoGPT's AdamW."""
+    """The `state_dict()` of nanoGPT's AdamW."""
     config, groups, state, number = experiment.optimizer, [], {}, 0
     for names, weight_decay in zip(_by_group(experiment), (config.weight_decay, 0.0), strict=True):
         groups.append(

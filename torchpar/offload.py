@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 CHUNK_BYTES = 64_000_000
-"""Of parameters whose moments come together; two such chunks are on the device at once."""
+"""Parameters whose moments move together (bytes); two such chunks are on the device at once."""
 
 
 class StateOnHost(torch.optim.Optimizer):
@@ -35,7 +35,7 @@ class StateOnHost(torch.optim.Optimizer):
         self._start()
 
     def _start(self) -> None:
-        """Where the state is in the host's memory, by parameter and key; and the stream that copies it."""
+        """Make the map of states on the host, by parameter and key, and the stream that copies them."""
         self._homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         device = self.param_groups[0]["params"][0].device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -136,6 +136,6 @@ def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What of an optimizer's state is in the host's memory; of one that wraps another, of that."""
+    """Tensors of an optimizer's state in the host's memory; of a wrapping optimizer, the inner one's."""
     inner = getattr(optimizer, "inner", optimizer)
     return inner.host_tensors() if isinstance(inner, StateOnHost) else []

@@ -1,4 +1,4 @@
-"""What a rank's device is given, how it computes, and what time it is when it has."""
+"""Batch placement, autocast and a synchronised clock for one rank."""
 
 import time
 from collections.abc import Mapping
@@ -13,11 +13,13 @@ MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> Batch:
-    """This rank's rows of the global batch, on its device; the same for all ranks of tp and of pp.
+    """This rank's rows of the global batch, on its device: (A, B, ...) -> (A, B / ranks of data, ...).
+
+    Ranks along tp and pp have the same rows.
 
     Args:
         run: this rank's.
-        arrays: what a step is given (`arrays_of_step`).
+        arrays: the step's global arrays (`arrays_of_step`).
     """
     data, device = run.mesh.data, run.mesh.device
 

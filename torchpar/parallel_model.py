@@ -105,7 +105,7 @@ class ParallelModel:
         return [holder.grad for holder in holders if holder.grad is not None]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """What this rank's optimizer keeps on the device: moments, and its own counts of steps."""
+        """This rank's optimizer state on the device: moments, and step counts."""
         elsewhere = {id(tensor) for tensor in host_tensors(self.optimizer)}
         values = (value for entry in self.optimizer.state.values() for value in entry.values())
         return [value for value in values if torch.is_tensor(value) and id(value) not in elsewhere]

@@ -1,4 +1,4 @@
-"""Who holds what in torchpar, for both engines: read from what a `ParallelModel` says of its parameters.
+"""Shards of torchpar's engines, from a `ParallelModel`'s description of its parameters.
 
 Tensor parallelism leaves a rank a box of the canonical tensor: its own heads, MLP features or rows of the
 vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor.
@@ -48,7 +48,7 @@ def moment_shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Sha
 
 
 def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shard, np.ndarray]]:
-    """What this rank holds of every canonical tensor, without padding: one shard at a time, each a copy.
+    """This rank's shards of every canonical tensor, without padding: one shard at a time, each a copy.
 
     Args:
         tensors: `parallel.weights()` or `gradients()`, or `own_moments(key)`.

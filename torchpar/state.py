@@ -23,10 +23,10 @@ class Batch(NamedTuple):
     """int64."""
     targets_ABT: torch.Tensor
     keys_AB2: torch.Tensor | None = None
-    """Of the sequences, for dropout: their words' bits as int32."""
+    """Keys of the sequences, for dropout: their words' bits as int32."""
 
     def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """What the model is called with in each pass."""
+        """Arguments of the model in each pass: inputs, targets (B, T), keys (B, 2) or None."""
         for number, (inputs_BT, targets_BT) in enumerate(zip(*self[:2], strict=True)):
             yield inputs_BT, targets_BT, None if self.keys_AB2 is None else self.keys_AB2[number]
 

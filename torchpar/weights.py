@@ -1,4 +1,4 @@
-"""The one place that maps canonical names, shapes and axes to nanoGPT's and back.
+"""Map between canonical names, shapes and axes, and nanoGPT's.
 
 Canonical matrices are (in, out), qkv (C, 3, H, D) and out (H, D, C); torch.nn.Linear keeps (out, in).
 A gradient or a moment has its weight's shape, so one mapping serves all three.

@@ -37,28 +37,28 @@ FileName = Annotated[str, Meta(pattern=r"^device-\d{5,}-\d+\.safetensors$")]
 
 
 class FileSum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file of tensors must be."""
+    """Size and checksum of a file of tensors."""
 
     bytes: Annotated[int, Meta(ge=0)]
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """checkpoint.json: how far training had come, and what the files must be."""
+    """checkpoint.json: progress of the training, and size and checksum of every file."""
 
     format: int = FORMAT
     engine: str
-    """Which wrote it: any other may read it."""
+    """Engine that wrote it: any other may read it."""
     experiment: Experiment
-    """With the layout that it ran on."""
+    """Experiment with the layout that it ran on."""
     step: Count
     """Batches drawn so far: the next one is `batch(step)`."""
     updates: Count
-    """Of the weights so far: what the schedule and Adam's bias correction follow."""
+    """Updates of the weights so far: the schedule and Adam's bias correction follow it."""
     loss_scale: LossScale | UnsetType = UNSET
-    """What the next step's loss is multiplied by, in float16."""
+    """Loss scale of the next step, in float16."""
     validation_loss: float | UnsetType = UNSET
-    """Of the weights, if they were evaluated at this step."""
+    """Validation loss of the weights, if they were evaluated at this step."""
     corpus_sha256: str
     """Digest of the training tokens; '' where batches were given from Python."""
     created_utc: str = ""
@@ -66,12 +66,12 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def key(group: str, name: str) -> str:
-    """How a tensor is called in the files: `weights/embedding.token`, `m/embedding.token`."""
+    """Name of a tensor in the files: `weights/embedding.token`, `m/embedding.token`."""
     return f"{group}/{name}"
 
 
 def groups(experiment: Experiment) -> tuple[str, ...]:
-    """Of a full state: the weights, and each of the optimizer's moments."""
+    """Groups of a full state: the weights, and each of the optimizer's moments."""
     return (WEIGHTS, *moment_names(experiment.optimizer))
 
 
@@ -82,7 +82,7 @@ def tensor_shapes(experiment: Experiment) -> dict[str, tuple[int, ...]]:
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint after so many steps."""
+    """Folder name of the checkpoint after so many steps."""
     return f"step-{step:08d}"
 
 

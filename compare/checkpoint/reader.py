@@ -140,7 +140,7 @@ class CheckpointReader:
 
 
 def _impossible(values: np.ndarray, *, squares: bool) -> str:
-    """What is wrong with values of a state, in words; '' for nothing."""
+    """Fault of a state's values in words; '' for none."""
     if not np.isfinite(values).all():
         return "NaN or infinite"
     return "negative, and a mean of squares" if squares and (values < 0).any() else ""
@@ -221,7 +221,7 @@ def _open(path: Path) -> safe_open:
 
 
 def _offsets(path: Path, file: safe_open) -> dict[str, tuple[int, ...]]:
-    """Where each tensor of a file begins, as its metadata says."""
+    """First index of each tensor of a file, from its metadata."""
     text = (file.metadata() or {}).get(SHARDING, "{}")
     try:
         found = msgspec.convert(json.loads(text), dict[str, dict[str, list[int]]])

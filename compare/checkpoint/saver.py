@@ -109,7 +109,7 @@ class Saver:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the one with the least validation loss; None if no loss is finite."""
+    """The checkpoint with the least validation loss in a folder; None if no loss is finite."""
     losses = {path: read_description(path).validation_loss for path in checkpoints_in(folder).values()}
     evaluated = {path: loss for path, loss in losses.items() if loss is not UNSET and math.isfinite(loss)}
     return min(evaluated, key=evaluated.__getitem__) if evaluated else None
@@ -209,7 +209,7 @@ def _write_device(folder: Path, device: int, files: Files) -> dict[str, FileSum]
 
 
 def _system_error(error: SafetensorError, path: Path) -> OSError:
-    """What the system said, which safetensors has only as text: "I/O error: ... (os error 28)"."""
+    """The system's own message, which safetensors keeps only as text: "I/O error: ... (os error 28)"."""
     number = re.search(r"os error (\d+)", str(error))
     if not number:
         return OSError(f"{path}: {error}")

@@ -131,10 +131,10 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         return experiment
 
     def settings(self) -> Settings:
-        """As the pairing takes it.
+        """The `Settings` of `compare_cases`.
 
         Raises:
-            ExperimentError: a time-out that is none, a cache that cannot be written, or no such Python.
+            ExperimentError: wrong time-out, unwritable cache, or a Python that does not exist.
         """
         check_timeout(self.timeout_s)
         return Settings(

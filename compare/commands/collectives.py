@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from compare.commands.arguments import check_timeout
-from compare.commands.pages import leave_page
 from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Kind
 from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.paths import PICTURES, check_output
-from compare.present.collectives import print_bench
+from compare.present.collectives import findings_of_bench
+from compare.show.page import show as show_findings
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.collectives import (
     RANKS,
@@ -174,14 +174,5 @@ def _bytes(flag: str, text: str) -> int:
 
 def show(bench: CollectiveBench, folder: Path, *, picture: Path | None, as_json: bool) -> int:
     """Print it, and leave its page and its picture. Returns 0 if every result is there and right, else 1."""
-    print_bench(bench, as_json=as_json)
-
-    def draw() -> Path:
-        from compare.present.report.collectives import save_picture, write_page
-
-        if picture and bench.rows:
-            save_picture(picture, bench)
-        return write_page(folder, bench) if bench.rows else folder
-
-    leave_page(draw, label="results", as_json=as_json)
-    return 0 if bench.passed else 1
+    found = findings_of_bench(bench)
+    return show_findings(found, folder, page="collectives.html", picture=picture, as_json=as_json)

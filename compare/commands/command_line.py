@@ -13,11 +13,9 @@ import tyro
 from msgspec import Struct
 from msgspec.inspect import BoolType, FloatType, IntType, LiteralType, UnionType, VarTupleType
 
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import ExperimentError, shortened
 
 Command = TypeVar("Command", bound=Struct)
-LONGEST = 60
-"""Characters of a word that a message repeats."""
 _NUMBERS: dict[type, tuple[type[int] | type[float], str]] = {
     IntType: (int, "a whole number"),
     FloatType: (float, "a number"),
@@ -63,11 +61,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)`, if there is one like it."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def shortened(word: str) -> str:
-    """A word as a message repeats it."""
-    return word if len(word) <= LONGEST else f"{word[:LONGEST]}..."
 
 
 def why_refused(command: type[Struct], line: Sequence[str]) -> str:

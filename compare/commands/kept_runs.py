@@ -7,16 +7,15 @@ from pathlib import Path
 from msgspec import Struct, to_builtins
 
 from compare.host.tensors import RecordError
-from compare.judge.bench import BENCH
-from compare.judge.bucket_study import RESULT as BUCKETS
 from compare.judge.comparison import COMPARISON, read_saved
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.spec.sections import Layout
 from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.golden import OUTCOME as GOLDEN
 from compare.studies.sweep_outcome import SWEEP
 
-OTHERS = {BENCH: "bench", SWEEP: "sweep", BUCKETS: "buckets", COLLECTIVES: "collectives", GOLDEN: "golden"}
-"""The file that each of the other studies leaves, and its command."""
+OTHERS = {SWEEP: "sweep", COLLECTIVES: "collectives", GOLDEN: "golden"}
+"""The file that each of the other commands leaves."""
 MB = 1e6
 
 
@@ -58,8 +57,25 @@ def _read(folder: Path) -> KeptRun | None:
             created_utc=saved.created_utc,
             verdict=saved.sentence(),
         )
+    if (folder / OUTCOME).is_file():
+        return _study(folder)
     command = next((command for file, command in OTHERS.items() if (folder / file).is_file()), "")
     return _line(folder, command, verdict=f"shardpair report {folder}") if command else None
+
+
+def _study(folder: Path) -> KeptRun:
+    """A study that runs in rounds, which says itself which one it is."""
+    try:
+        outcome = read_outcome(folder)
+    except RecordError as error:
+        return _line(folder, "study", verdict=str(error))
+    return _line(
+        folder,
+        outcome.study,
+        experiment=outcome.name,
+        created_utc=outcome.circumstances.created_utc,
+        verdict=f"{outcome.finished_rounds} of {outcome.rounds} rounds; shardpair report {folder}",
+    )
 
 
 def in_settings(layout: Layout) -> str:

@@ -32,7 +32,7 @@ class Matrix(Spec, frozen=True, kw_only=True):
 
     Try:
       shardpair matrix --layouts fsdp tp --engines jax-manual torch-manual --studies float64
-      shardpair matrix --output docs/parity.md
+      shardpair matrix --output parity.md
     """
 
     engines: tuple[StudiedName, ...] = ()

@@ -3,7 +3,6 @@
 import ast
 import io
 import tokenize
-from collections.abc import Iterable
 from pathlib import Path
 
 from msgspec import Struct
@@ -23,6 +22,12 @@ _LAYOUT = (
 )
 
 
+GUARDS = {"torchpar/manual": "torchpar/guards"}
+"""By an engine's folder, that of its guards: what serves modules of others, and the engine does not run."""
+SHARED = "compare/pipeline"
+"""The room of both sides that a strategy's code lies in, too: schedules, and what engines make of them."""
+
+
 class Lesson(Struct, frozen=True, kw_only=True):
     """The length of one strategy in one engine."""
 
@@ -33,14 +38,15 @@ class Lesson(Struct, frozen=True, kw_only=True):
     lines: int
     """All lines of its own file: with docstrings, comments and blanks."""
     helpers: list[str]
-    """Files that this strategy alone uses, relative to the engine's folder."""
+    """Files that this strategy uses, relative to the engine's folder; those of `SHARED`, to the root."""
 
 
 class Mirror(Struct, frozen=True, kw_only=True):
     """Count the lines of code of each strategy in each engine, alone and with its helpers.
 
-    Blank lines, comments and docstrings do not count. A helper is a file of the engine's folder that one
-    strategy alone uses. Short is a finding, not an aim.
+    Blank lines, comments and docstrings do not count. A helper is a file of the engine's folder, or of
+    compare/pipeline, that the strategy uses; one that several use counts in each row. Guards, which serve any
+    module and which no engine runs, are a row of their own. Short is a finding, not an aim.
     """
 
     json: bool = False
@@ -48,23 +54,37 @@ class Mirror(Struct, frozen=True, kw_only=True):
 
     def __call__(self, default: Experiment) -> int:
         """Print the table. Returns 0."""
-        counts = lessons()
         if self.json:
-            print_json(counts)
+            print_json({**lessons(), "guards": guards()})
             return 0
-        table = Table(title="Lines of code of the strategy's file / with the helpers that it alone uses")
+        table = Table(title="Lines of code of the strategy's file / with the helpers that it uses")
         table.add_column("strategy")
         for folder in FOLDERS.values():
             table.add_column(folder, justify="right")
-        for strategy, by_folder in counts.items():
-            table.add_row(f"{strategy}.py", *map(lengths, by_folder.values()))
+        for row in rows():
+            table.add_row(*row)
         results_console().print(table)
         return 0
+
+
+def rows() -> list[tuple[str, ...]]:
+    """The table: a row for each strategy, and one for guards."""
+    strategies = [(f"{name}.py", *map(lengths, found.values())) for name, found in lessons().items()]
+    counts = guards()
+    return [*strategies, ("guards", *(str(counts.get(folder, "")) for folder in FOLDERS.values()))]
 
 
 def lengths(lesson: Lesson) -> str:
     """The cell of one lesson: its own lines, and with helpers if it has any."""
     return f"{lesson.code} / {lesson.with_helpers}" if lesson.helpers else str(lesson.code)
+
+
+def guards() -> dict[str, int]:
+    """Lines of code of guards, by the folder of the engine that they guard."""
+    return {
+        folder: sum(lines_of_code(source) for source in sources_below(source_root() / place).values())
+        for folder, place in GUARDS.items()
+    }
 
 
 def lessons() -> dict[str, dict[str, Lesson]]:
@@ -78,40 +98,52 @@ def lessons() -> dict[str, dict[str, Lesson]]:
 def lessons_of(folder: Path) -> dict[str, Lesson]:
     """The strategies of one engine, by name.
 
-    A file below the engine's folder is a helper of a strategy if, of the four, this one alone imports it,
-    directly or through other files. A file that no strategy imports is a helper of the strategy that it, or
-    what it imports, belongs to, if that is one alone: a runner, or an optimizer that shares the machinery.
-    Not counted: files that several strategies use, `__init__.py`, where they are put together, and all that
-    lies outside of the folder, such as `comm/`.
+    A helper of a strategy is a file below the engine's folder, or in `SHARED`, that the strategy imports,
+    directly or through other files. A file that no strategy imports belongs, with what it imports, to the one
+    that it builds on: a runner, or an optimizer that shares the machinery. Not counted: `__init__.py`, where
+    strategies are put together, and all that lies outside of the two folders, such as `comm/`.
     """
-    files = {
-        ".".join(path.relative_to(folder).with_suffix("").parts): path
-        for path in sorted(folder.rglob("*.py"))
-        if path.name != "__init__.py"
-    }
-    sources = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    package = f"{folder.parent.name}.{folder.name}."
-    imports = {
-        name: {imported.removeprefix(package) for imported in imported_by(source)} & files.keys()
-        for name, source in sources.items()
-    }
-    reached = {name: _reached(name, imports) for name in files}
-    users = {name: {s for s in STRATEGIES if name in reached[s]} for name in files}
-    owners = {name: found or _owners(reached[name], users) for name, found in users.items()}
-    lengths_of = {name: lines_of_code(source) for name, source in sources.items()}
-    found = {}
-    for strategy in STRATEGIES:
-        helpers = [name for name in files if name not in STRATEGIES and owners[name] == {strategy}]
-        found[strategy] = Lesson(
-            code=lengths_of[strategy],
-            with_helpers=sum(lengths_of[name] for name in (strategy, *helpers)),
-            lines=len(sources[strategy].splitlines()),
-            helpers=[files[name].relative_to(folder).as_posix() for name in helpers],
+    root = folder.parents[1]
+    sources = sources_below(folder) | sources_below(root / SHARED)
+    name_of = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sources}
+    imports = {path: {name_of[n] for n in imported_by(s) & name_of.keys()} for path, s in sources.items()}
+    own = {folder / f"{strategy}.py": strategy for strategy in STRATEGIES}
+    users = {path: {s for start, s in own.items() if path in _reached(start, imports)} for path in sources}
+    used: dict[str, set[Path]] = {strategy: set() for strategy in STRATEGIES}
+    for path in sources_below(folder):
+        reached = _reached(path, imports)
+        if owner := own.get(path) or (None if users[path] else _built_on(reached, users, own)):
+            used[owner] |= reached - own.keys()
+    return {
+        strategy: Lesson(
+            code=lines_of_code(sources[path]),
+            with_helpers=sum(lines_of_code(sources[one]) for one in (path, *used[strategy])),
+            lines=len(sources[path].splitlines()),
+            helpers=sorted(_shown(one, folder, root) for one in used[strategy]),
         )
-    return found
+        for path, strategy in own.items()
+    }
 
 
-def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:
+def sources_below(folder: Path) -> dict[Path, str]:
+    """The text of every Python file below a folder, `__init__.py` apart."""
+    found = (path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py")
+    return {path: path.read_text(encoding="utf-8") for path in found}
+
+
+def _built_on(reached: set[Path], users: dict[Path, set[str]], own: dict[Path, str]) -> str | None:
+    """The strategy that a file builds on: the only one that it imports, or else whose helpers it does."""
+    strategies = {own[path] for path in reached & own.keys()}
+    helped = {strategy for path in reached if len(users[path]) == 1 for strategy in users[path]}
+    found = strategies or helped
+    return found.pop() if len(found) == 1 else None
+
+
+def _shown(path: Path, folder: Path, root: Path) -> str:
+    return path.relative_to(folder if path.is_relative_to(folder) else root).as_posix()
+
+
+def _reached(start: Path, imports: dict[Path, set[Path]]) -> set[Path]:
     """`start`, and what it imports, directly or not."""
     reached, ahead = {start}, [start]
     while ahead:
@@ -119,11 +151,6 @@ def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:
         reached |= new
         ahead += new
     return reached
-
-
-def _owners(reached: Iterable[str], users: dict[str, set[str]]) -> set[str]:
-    """The strategies that files belong to, each of one strategy alone."""
-    return {owner for name in reached if len(users[name]) == 1 for owner in users[name]}
 
 
 def imported_by(source: str) -> set[str]:

@@ -1,5 +1,7 @@
 """`shardpair --help`: every command on one screen, by what one wants to do."""
 
+from compare.studies.registry import STUDIES
+
 GROUPS: dict[str, dict[str, str]] = {
     "Train and compare": {
         "run": "train one experiment with each engine, compare, write a report",
@@ -13,12 +15,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "golden": "every engine against the numbers of nanoGPT's own train.py",
         "faults": "plant each known mistake: every check must turn red",
     },
-    "Measure": {
-        "bench": "which engine, layout or setting is faster, and how surely",
+    "Measure": {word: study.brief for word, study in STUDIES.items()}
+    | {
         "profile": "where the time of one step goes, device by device",
         "ledger": "what each engine sends in a step, beside the closed form",
         "collectives": "collectives by size: gloo or NCCL, our way, and XLA",
-        "buckets": "sizes of gradient buckets, beside a closed form",
     },
     "Read": {
         "lesson": "one strategy in four engines, side by side, on a page",

@@ -1,6 +1,7 @@
 """`shardpair profile`: where the time of one step goes, device by device."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ from compare.host.disk import write_atomically
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.profile import profile_of, save
 from compare.present.chrome_trace import chrome_trace
-from compare.present.profile_tables import print_profile
+from compare.present.profile import PAGE, findings_of_profile
 from compare.present.report.render import write_report
+from compare.show.page import show as show_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, Settings, engine_cases
@@ -108,16 +110,10 @@ def show(folder: Path, *, as_json: bool) -> int:
     result = profile_of(comparison, records, read_twins(comparison, folder))
     _write_traces(records)
     save(result, folder)
-    print_profile(result, folder, as_json=as_json)
-
-    def draw() -> Path:
-        from compare.present.report.profile_page import write_profile_page  # draws: 2 s to import
-
-        write_report(folder)
-        return write_profile_page(result, records, folder)
-
-    leave_page(draw, label="timelines", as_json=as_json)
-    return 0 if result.passed else 1
+    leave_page(partial(write_report, folder), as_json=as_json)
+    return show_findings(
+        findings_of_profile(result, records, folder), folder, page=PAGE, picture=None, as_json=as_json
+    )
 
 
 def _write_traces(records: Mapping[str, Record]) -> None:

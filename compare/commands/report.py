@@ -6,22 +6,24 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
-from compare.commands import bench, buckets, collectives
+from compare.commands import collectives
 from compare.commands.pages import leave_page
 from compare.commands.sweep import show as show_sweep
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
-from compare.judge.bench import BENCH, read_bench
-from compare.judge.bucket_study import RESULT as BUCKETS
 from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.present.report.render import write_report
 from compare.present.tables import print_check, print_faults, print_outcome
+from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.buckets import kept_fit
 from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.collectives import read_bench as read_collectives
+from compare.studies.registry import STUDIES
 from compare.studies.sweep import batch_name
-from compare.studies.sweep_outcome import SWEEP, read_outcome
+from compare.studies.sweep_outcome import SWEEP
+from compare.studies.sweep_outcome import read_outcome as read_sweep
+from compare.study import show_outcome
 from compare.terminal.console import errors_console
 
 _SHOWN = {"check": print_check, "matrix": print_check, "faults": print_faults}
@@ -31,8 +33,8 @@ _SHOWN = {"check": print_check, "matrix": print_check, "faults": print_faults}
 class Report(Struct, frozen=True, kw_only=True):
     """Judge a run again from its records, print its tables, and write its page anew.
 
-    Of run, check, matrix, faults and golden; and of bench, sweep, collectives and buckets. Says so if the
-    records no longer give the verdict that was saved with them.
+    Of run, check, matrix, faults and golden; of sweep and collectives; and of every study, such as bench.
+    Says so if the records no longer give the verdict that was saved with them.
 
     Try:
       shardpair report runs/demo-20260101-120000
@@ -42,7 +44,9 @@ class Report(Struct, frozen=True, kw_only=True):
     """The folder that the command printed."""
     picture: Path | None = None
     """Also save a picture of its own (.png, .svg, .pdf): of a run the loss curves and their difference, of
-    collectives and buckets their times."""
+    collectives and studies their pictures."""
+    markdown: bool = False
+    """Print the tables of a study as Markdown, for a page of docs."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
@@ -50,25 +54,35 @@ class Report(Struct, frozen=True, kw_only=True):
         """Show it. Returns 0 if the run is complete, its engines agree, and always did; else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
         folder = self.run_dir
-        if (folder / BUCKETS).is_file():
-            fit, result = kept_fit(folder), read_bench(folder)
-            return buckets.show(result, fit, folder, picture=self.picture, as_json=self.json)
+        if (folder / OUTCOME).is_file():
+            return self._study()
+        if self.markdown:
+            raise ExperimentError(f"--markdown has no effect: {folder} holds no study ({', '.join(STUDIES)})")
         if (folder / COLLECTIVES).is_file():
             return collectives.show(read_collectives(folder), folder, picture=self.picture, as_json=self.json)
-        for file in (BENCH, SWEEP):
-            if self.picture and (folder / file).is_file():
+        if (folder / SWEEP).is_file():
+            if self.picture:
                 raise ExperimentError(
                     f"--picture {self.picture} has no effect: the page of {folder} has them all"
                 )
-        if (folder / BENCH).is_file():
-            return bench.show(read_bench(folder), folder, as_json=self.json)
-        if (folder / SWEEP).is_file():
             return self._sweep()
         return self._comparison()
 
+    def _study(self) -> int:
+        """Any study of `studies.registry`: its outcome says which."""
+        outcome = read_outcome(self.run_dir)
+        if outcome.study not in STUDIES:
+            raise RecordError(f"{self.run_dir / OUTCOME}: this version has no study {outcome.study}")
+        study = STUDIES[outcome.study]
+        if self.markdown:
+            found = study.findings(outcome, self.run_dir)
+            print(markdown(found))
+            return 0 if found.passed else 1
+        return show_outcome(study, outcome, self.run_dir, picture=self.picture, as_json=self.json)
+
     def _sweep(self) -> int:
         """A sweep, each of its batches judged anew."""
-        plan = read_outcome(self.run_dir).plan
+        plan = read_sweep(self.run_dir).plan
         names = dict.fromkeys(batch_name(plan.with_batch_for(devices)) for devices in plan.devices)
         begun = [name for name in names if (self.run_dir / name / COMPARISON).is_file()]
         if not begun:

@@ -7,12 +7,15 @@ from pathlib import Path
 import msgspec
 
 from compare.commands.arguments import EngineName, Spec, chosen_engines
-from compare.commands.pages import leave_page
 from compare.contract.record import Record, read_record
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
 from compare.execute.paths import create_run_dir
+from compare.host.disk import write_atomically
 from compare.judge.comparison import Comparison, read_saved
-from compare.present.sweep_tables import by_reason, print_sweep
+from compare.present.report.repeat import EXPERIMENT
+from compare.present.sweep import PAGE, findings_of_sweep
+from compare.present.tables import by_reason
+from compare.show.page import show as show_findings
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Settings
 from compare.studies.presets import CLASSIC, PRESETS, check_names
@@ -160,14 +163,9 @@ def show(
     }
     outcome = outcome_of(plan, comparisons, records)
     save_outcome(outcome, folder)
-    print_sweep(outcome, as_json=as_json)
-
-    def draw() -> Path:
-        from compare.present.report.sweep_page import write_page  # draws: 2 s to import
-
-        return write_page(outcome, comparisons, records, folder)
-
-    leave_page(draw, label="page", as_json=as_json)
+    found = findings_of_sweep(outcome, comparisons, records, folder)
+    write_atomically(folder / EXPERIMENT, found.spec.encode())
+    show_findings(found, folder, page=PAGE, picture=None, as_json=as_json)
     return outcome
 
 

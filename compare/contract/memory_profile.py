@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 MEMORY = "memory.json"
 POINTS = 300
-"""Of a curve: as many as a picture can show."""
+"""Most points of a curve: as many as a picture can show."""
 
 Class = Literal[
     "parameters",
@@ -62,10 +62,10 @@ class Peak(Struct, frozen=True, kw_only=True):
 
     bytes: dict[Class, int]
     position: int = 0
-    """In the step, counted in operations."""
+    """Position in the step, counted in operations."""
     phase: Phase | Literal[""] = ""
     operation: str = ""
-    """What runs there, by the framework's name."""
+    """Operation at that position, by the framework's name."""
     place: str = ""
     """The module; '' if that cannot be told."""
 
@@ -102,7 +102,7 @@ class MemoryProfile(Struct, frozen=True, kw_only=True):
     devices: list[DeviceMemory]
     """In the order of the mesh; one alone stands for all, where they run one program."""
     method: str
-    """How it was found, in words, and what it cannot tell."""
+    """Method and its limits, in words."""
 
     def of(self, device: int) -> DeviceMemory:
         """One device's."""
@@ -124,7 +124,7 @@ def usage(lifetimes: Iterable[Lifetime], length: int) -> dict[Class, np.ndarray]
 
 
 def peak_position(in_use: dict[Class, np.ndarray]) -> int:
-    """Where the sum over the classes is largest, the first of equals."""
+    """Point with the largest sum over the classes, the first of equals."""
     return int(np.argmax(np.sum(list(in_use.values()), axis=0)))
 
 

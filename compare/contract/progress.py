@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct
 from compare.contract.divergence import DivergedError
 from compare.contract.record import Step
 from compare.host.facts import MemoryUse
+from compare.numerics.evaluation import Evaluation
 from compare.numerics.learning_rate import learning_rate
 from compare.numerics.loss_scale import LossScale, next_scale
 from compare.spec.experiment import Experiment
@@ -59,11 +60,13 @@ class Progress:
         step: the place in the stream of data: the batch to come is `batch(step)`.
         updates: of the weights so far: what the schedule and Adam's bias correction follow.
         loss_scale: what the next step's loss is multiplied by, in float16.
+        evaluation: of the weights as they are, where there was one.
     """
 
     step: int = 0
     updates: int = 0
     loss_scale: LossScale | None = None
+    evaluation: Evaluation | None = None
 
     @property
     def place(self) -> Place:
@@ -90,4 +93,5 @@ class Progress:
             except OverflowError as error:
                 raise DivergedError(f"{engine} diverged at step {self.step}: its {error}") from None
         self.step += 1
+        self.evaluation = None
         self.updates += not skipped

@@ -71,14 +71,14 @@ class Step(Struct, frozen=True, kw_only=True):
     """Wall time from the batch on the host to the updated weights, blocked upon; in a window of a timed run
     the mean over the window."""
     tokens_per_s: float | UnsetType = UNSET
-    """Of the step, or of its window."""
+    """Tokens a second in the step, or in its window."""
     memory_bytes: int | UnsetType = UNSET
     """In use after the step: of a GPU what its allocator gave out, on rank 0; of a CPU what rank 0's process
     has in RAM, which in JAX is all devices'."""
     peak_memory_bytes: int | UnsetType = UNSET
-    """The most so far, of the same."""
+    """Peak of `memory_bytes` so far."""
     loss_scale: float | UnsetType = UNSET
-    """What the loss was multiplied by, in float16."""
+    """Loss scale of the step, in float16."""
     skipped: bool = False
     """Gradients overflowed float16: the step changed no weight."""
     instrumented: bool = False
@@ -101,7 +101,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     """python, numpy, and the framework's packages."""
     threads: str
-    """How many threads each device computes with, in words: CPU timings depend on it."""
+    """Threads of each device, in words: CPU timings depend on them."""
     started_utc: str
     compile_s: float
     """Tracing and compiling ahead of the first step; 0 where nothing is compiled."""
@@ -111,12 +111,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
     peak_memory_bytes: list[int]
     """Peak of one step, per device."""
     peak_memory_method: str
-    """How it was measured, in words."""
+    """Method of the measurement, in words."""
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
     """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters). With
     `layout.offload` also host: what a device's share of the host's memory is."""
     windows: list[Window] = field(default_factory=list)
-    """Of a timed run."""
+    """Windows of a timed run."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     """One line: which rank, and what."""
     traceback: str = ""
     rank: int = -1
-    """-1 where there are no ranks, or none of them is to blame."""
+    """Number of the failing rank; -1 without ranks, or if none is to blame."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -140,13 +140,13 @@ class Record(Struct, frozen=True, kw_only=True):
     instructions: list[Instruction] | None = None
     """Collectives of a compiled step; None where nothing is compiled."""
     timeline: Timeline | None = None
-    """Of a profiled run."""
+    """Timeline of a profiled run."""
     memory: MemoryProfile | None = None
-    """None where none of the steps was watched."""
+    """Memory of the instrumented step; None without such a step."""
     work: Work | None = None
-    """None where the engine does not tell."""
+    """Observed work of one step; None if the engine does not record it."""
     request: Request | None = None
-    """What was asked for; None for numbers that no engine of ours made."""
+    """The run's request; None for numbers from outside our engines."""
 
 
 def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
@@ -208,11 +208,14 @@ class Recorder:
         """Leave what the watched step computed."""
         write_json(self.folder / WORK, work)
 
-    def finish(self, manifest: Manifest, ledger: Ledger) -> None:
+    def ledger(self, ledger: Ledger) -> None:
+        """Leave what the watched step communicated."""
+        write_json(self.folder / LEDGER, ledger)
+
+    def finish(self, manifest: Manifest) -> None:
         """Complete the record. The manifest comes last."""
         self._steps.close()
         os.replace(self.folder / STEPS_PART, self.folder / STEPS)
-        write_json(self.folder / LEDGER, ledger)
         write_json(self.folder / MANIFEST, manifest)
 
 

@@ -25,30 +25,34 @@ class Rung(StrEnum):
     """`inputs` and `targets` (A, B, T) of the first step as the devices received them, gathered in order."""
     INITIAL_WEIGHTS = "initial_weights"
     GRADIENTS = "gradients"
-    """Of the first step: of the mean loss over the global batch, synchronised, before clipping."""
+    """Gradients of the first step's mean loss over the global batch, synchronised, before clipping."""
     FIRST_WEIGHTS = "first_weights"
-    """After the first optimizer step."""
+    """Weights after the first optimizer step."""
     FIRST_M = "first_m"
     """First moments (SGD: momentum buffer) after the first optimizer step."""
     FIRST_V = "first_v"
     """Second moments after the first optimizer step."""
     LATER_WEIGHTS = "later_weights"
-    """After `Request.later_step` optimizer steps."""
+    """Weights after `Request.later_step` optimizer steps."""
     FINAL_WEIGHTS = "final_weights"
-    """After the last optimizer step of the run, if that is neither the first nor `Request.later_step`."""
+    """Weights after the last optimizer step, if it is neither the first nor `Request.later_step`."""
+
+
+MOMENTS = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
+"""The moment whose values are a rung (`compare.numerics.optimizer.moment_names`)."""
 
 
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A checkpoint to go on from, as it was when the run was asked for."""
+    """A checkpoint to continue from, as it was at the time of the request."""
 
     checkpoint: str
-    """Its folder, an absolute path."""
+    """Folder of the checkpoint, an absolute path."""
     step: int
     """Batches drawn before it: the run's first is `batch(step)`."""
     updates: int
-    """Of the weights before it."""
+    """Updates of the weights before it."""
     loss_scale: LossScale | UnsetType = UNSET
-    """Where it stood, in float16."""
+    """Loss scale at the checkpoint, in float16."""
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,15 +64,15 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ladder: bool = False
     """Leave the tensors of the ladder's rungs (`Rung`)."""
     later_step: int = 20
-    """After how many of the run's optimizer steps `Rung.LATER_WEIGHTS` is taken; at most all of them."""
+    """Number of optimizer steps before `Rung.LATER_WEIGHTS`; at most all of them."""
     corpus_sha256: str = ""
     """Digest of data that the harness has validated already; empty makes the engine validate it."""
     timeout_s: float = 600.0
     """Seconds without any progress after which the run counts as hung."""
     cache_dir: str = ""
-    """Where programs that JAX compiled are kept between runs, if they can be; empty for none."""
+    """Folder for JAX's compiled programs between runs; empty for none."""
     init_from: str = ""
-    """Safetensors with canonical names to begin with, an absolute path; empty for what the seed gives."""
+    """Safetensors with canonical names to begin with, an absolute path; empty for the seed's weights."""
     init_sha256: str = ""
     """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
     resume: Resume | UnsetType = UNSET
@@ -94,14 +98,18 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def first_loss_scale(self) -> LossScale | None:
-        """What the run begins with; None where the precision needs none."""
+        """Loss scale at the first step; None if the precision needs none."""
         first = first_scale(self.experiment.precision)
         return (self.resume.loss_scale or first) if first and self.resume else first
 
     @property
     def steps(self) -> int:
-        """How many steps the run has."""
+        """Number of steps of the run."""
         return self.experiment.train.max_iters - self.first_step
+
+    def together(self, step: int) -> int:
+        """How many steps run from this one on until the host waits for the devices."""
+        return self.timing.together(step) if self.timing else 1
 
     @property
     def weights_due(self) -> dict[int, Rung]:
@@ -175,7 +183,7 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     """The rungs whose tensors a run must leave."""
     if not request.ladder:
         return ()
-    moments = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-    kept = [moments[name] for name in moment_names(request.experiment.optimizer)]
+    names = moment_names(request.experiment.optimizer)
+    kept = [rung for rung, name in MOMENTS.items() if name in names]
     asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, *kept, *request.weights_due.values()}
     return tuple(rung for rung in Rung if rung in asked)

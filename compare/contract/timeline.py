@@ -16,26 +16,26 @@ COMPUTE: tuple[Kind, ...] = ("forward", "backward", "update")
 
 
 class Span(Struct, frozen=True, kw_only=True):
-    """Something that a device did without a break."""
+    """One uninterrupted activity of a device."""
 
     kind: Kind
     name: str
-    """What it was, for people: the microbatch, the operation."""
+    """Name for people: the microbatch, the operation."""
     begin_us: float
-    """Since the earliest span of all devices."""
+    """Begin after the earliest span of all devices (microseconds)."""
     duration_us: float
     microbatch: int = -1
-    """-1 where there are none, or it cannot be told."""
+    """Number of the microbatch; -1 without microbatches, or if it is unknown."""
     chunk: int = 0
-    """Which of the rank's stages, with interleaving."""
+    """Number of the rank's stage, with interleaving."""
     operation: str = ""
-    """Of communication: its kind as in the ledger; axis and purpose below as there, where they are told."""
+    """Kind of communication as in the ledger; so are axis and purpose below, if they are known."""
     axis: str = ""
     purpose: str = ""
 
     @property
     def end_us(self) -> float:
-        """When it was over."""
+        """End of the span (microseconds)."""
         return self.begin_us + self.duration_us
 
 
@@ -43,7 +43,7 @@ class Lane(Struct, frozen=True, kw_only=True):
     """One device's spans, in the order in which they begin. Communication may lie beside compute."""
 
     device: int
-    """In the order of the mesh."""
+    """Position in the order of the mesh."""
     spans: list[Span] = field(default_factory=list)
 
 
@@ -52,10 +52,10 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
     step: int
     wall_us: float
-    """From the step's begin to its end, on the device that took longest."""
+    """Time from the step's begin to its end, on the slowest device (microseconds)."""
     lanes: list[Lane] = field(default_factory=list)
     method: str = ""
-    """How it was measured, in words, and what it cannot tell."""
+    """Method of the measurement and its limits, in words."""
 
 
 def profiled_step(first: int, steps: int, instrumented: int) -> int:

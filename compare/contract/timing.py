@@ -4,7 +4,12 @@ A host that waits for each step, to time it or to fetch its loss, leaves the dev
 run waits once a window of steps; the steps after the windows are waited for one by one, for their median.
 """
 
+import time
+from collections.abc import Callable, Sequence
+
 from msgspec import Struct
+
+from compare.host.facts import cpu_seconds
 
 MIN_WARMUP = 3
 
@@ -30,7 +35,7 @@ class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.warmup <= step < self.warmup + self.window * self.windows
 
     def together(self, step: int) -> int:
-        """How many steps run from this one on until the host waits for the devices."""
+        """Number of steps from this one until the host waits for the devices."""
         return self.window if self.is_in_window(step) else 1
 
 
@@ -39,12 +44,38 @@ class Window(Struct, frozen=True, kw_only=True):
 
     steps: int
     wall_s: float
-    """Of the slowest process."""
+    """Wall seconds of the slowest process."""
     cpu_s: float
     """User plus system CPU seconds, summed over the processes."""
 
 
-def merged(windows: tuple[Window, ...]) -> Window:
+class Stopwatch:
+    """Adds up wall and CPU time of what runs while it is entered.
+
+    Args:
+        now: seconds, when the devices have done what they were asked to do.
+
+    Attributes:
+        wall_s, cpu_s: so far.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self.wall_s = self.cpu_s = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = self._now(), cpu_seconds()
+
+    def __exit__(self, *error: object) -> None:
+        self.wall_s += self._now() - self._begun[0]
+        self.cpu_s += cpu_seconds() - self._begun[1]
+
+    def window(self, steps: int) -> Window:
+        """So many steps, and what they cost."""
+        return Window(steps=steps, wall_s=self.wall_s, cpu_s=self.cpu_s)
+
+
+def merged(windows: Sequence[Window]) -> Window:
     """One window of several processes, as the whole run saw it."""
     return Window(
         steps=windows[0].steps,

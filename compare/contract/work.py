@@ -16,7 +16,7 @@ Again = Literal["products", "activations"]
 
 
 class Work(Struct, frozen=True, kw_only=True):
-    """What was seen of one step, of all devices together."""
+    """Observed work of one step, all devices together."""
 
     products: dict[str, int]
     """Matrix products by the dtype of what is multiplied; tf32 where float32 may be rounded to it."""

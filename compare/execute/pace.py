@@ -1,4 +1,4 @@
-"""Progress of a comparison while it runs: which engine, which step, how fast, how long still.
+"""Progress of a running comparison: engine, step, rate and remaining time.
 
 Times are handed in, so that all of this can be tested without waiting.
 """

@@ -11,7 +11,7 @@ from compare.spec.engines.engine import Engine, Side
 
 OLDEST = (3, 11)
 CONTRACT = ("numpy", "msgspec", "safetensors")
-"""What the contract imports, on every side."""
+"""Packages that the contract imports, on every side."""
 _ANSWER = "missing:"
 _LOOK = f"""
 import importlib.util, sys
@@ -22,7 +22,7 @@ TIMEOUT_S = 60
 
 
 def missing_package(engine: Engine, python: str) -> str:
-    """What an engine lacks in a Python, and the line that installs it; '' if nothing.
+    """The package that an engine lacks in a Python, and the line that installs it; '' if nothing.
 
     Args:
         engine: any; most need nothing beyond their side.
@@ -35,7 +35,7 @@ def missing_package(engine: Engine, python: str) -> str:
 
 
 def why_not_python(side: Side, python: str) -> str:
-    """Why a Python cannot run a side: it does not start, is none, or lacks our packages; '' if it can."""
+    """Why a Python cannot run a side: it does not start, is no Python, or lacks packages; '' if it can."""
     lacks = _lacks(python, *CONTRACT, *side.packages, side.name)
     if isinstance(lacks, str):
         return f"{lacks}: give the path of a Python {OLDEST[0]}.{OLDEST[1]} or newer with shardpair in it"

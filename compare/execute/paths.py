@@ -11,7 +11,7 @@ from compare.host.files import why_not_readable
 from compare.spec.experiment import ExperimentError
 
 RUNS = Path("runs")
-"""Where runs lie that were not told where."""
+"""Default folder of runs."""
 PICTURES = (".png", ".svg", ".pdf")
 NAME_BYTES = 255  # of a file or folder, on every file system in use
 
@@ -64,7 +64,7 @@ def default_cache() -> str:
 
 
 def check_python(flag: str, python: str) -> None:
-    """Refuse an interpreter that there is not. Raises ExperimentError, naming the flag."""
+    """Raise ExperimentError, naming the flag, if the interpreter does not exist."""
     if not shutil.which(python):
         raise ExperimentError(f"{flag} {python}: no such program; give the path of a Python")
 

@@ -28,7 +28,7 @@ class ProcessTree:
             return False
 
     def _cpu_seconds(self) -> float:
-        """Of all that live, with those of their children that have ended."""
+        """CPU seconds of all living processes, and of their children that have ended."""
         try:
             root = psutil.Process(self._pid)
             members = [root, *root.children(recursive=True)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from compare.spec.experiment import ExperimentError
 
 _ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-"""What git sets for its hooks: there, every git command speaks of the repository of the hook."""
+"""Variables that git sets for its hooks: they bind every git command to the hook's repository."""
 
 
 def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -> None:

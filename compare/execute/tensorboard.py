@@ -28,7 +28,7 @@ def require_tensorboard(folder: str) -> None:
 
 
 def scalars(step: Step, experiment: Experiment) -> dict[str, float]:
-    """What is drawn of a step, by its name in TensorBoard."""
+    """Values of a step to draw, by their names in TensorBoard."""
     seconds = step.step_time_ms / 1e3
     found = {
         "train/loss": step.loss,

@@ -53,7 +53,7 @@ class MemoryUse(NamedTuple):
 
 
 def process_memory() -> MemoryUse:
-    """What this process has in RAM; where the system tells only of the most, that twice."""
+    """RAM of this process: now and at its peak; the peak twice where the system tells only that."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     pages = Path("/proc/self/statm")

@@ -27,4 +27,11 @@ def why_not_readable(path: Path) -> str:
         return "is not a path"
     if kind != stat.S_IFREG:
         return f"{_KINDS.get(kind, 'is no file')}, not a file"
-    return "" if os.access(path, os.R_OK) else "may not be read (permission denied)"
+    if not os.access(path, os.R_OK):
+        return "may not be read (permission denied)"
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:  # some of /proc, a stale mount: an error of reading would name no file
+        return f"cannot be read ({error.strerror})"
+    return ""

@@ -39,7 +39,12 @@ class Tensors(Mapping[str, np.ndarray]):
             raise KeyError(name)
         try:
             return self._file.get_tensor(name)
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
+        except TypeError:
+            dtype = self._file.get_slice(name).get_dtype()
+            raise RecordError(
+                f"{self._path}: {name} is {dtype}, which NumPy has not: write it as float32"
+            ) from None
+        except (OSError, SafetensorError, ValueError) as error:
             raise garbled(self._path, error) from None
 
     def __iter__(self) -> Iterator[str]:

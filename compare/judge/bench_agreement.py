@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from compare.judge.bench import BenchCase, BenchResult, Measurement
+from compare.judge.outcome import Measurement, Outcome, TimedCase
 from compare.judge.tolerances import tolerances_for
 from compare.numerics.learning_rate import learning_rate
 from compare.spec.engines.registry import side_of
@@ -46,12 +46,12 @@ CLOCK_SHARE, CLOCK_S = 0.25, 0.5
 draws batches and writes steps, and the harness looks twenty times a second."""
 
 
-def mistakes(result: BenchResult) -> list[str]:
+def mistakes(result: Outcome) -> list[str]:
     """What makes figures wrong, a line each: other work, or a clock that the harness contradicts."""
     return [*disagreements(result), *clock_contradictions(result)]
 
 
-def disagreements(result: BenchResult) -> list[str]:
+def disagreements(result: Outcome) -> list[str]:
     """Cases whose losses and norms are not those of the first case of their training: they did other work."""
     lines: dict[str, str] = {}
     for case, one, reference, expected in _pairs(result):
@@ -96,7 +96,7 @@ def limits_of(experiment: Experiment, figure: str, steps: int) -> tuple[int, lis
     return early, [first, *limits]
 
 
-def clock_contradictions(result: BenchResult) -> list[str]:
+def clock_contradictions(result: Outcome) -> list[str]:
     """Processes whose windows took another time by the harness's clock, a line each."""
     lines = []
     for one in result.measurements:
@@ -109,11 +109,11 @@ def clock_contradictions(result: BenchResult) -> list[str]:
     return lines
 
 
-def unequal_terms(result: BenchResult) -> list[str]:
+def unequal_terms(result: Outcome) -> list[str]:
     """Where cases of a side had other devices, or other threads on as many devices; a line each."""
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for case in result.cases:
-        if how := result.circumstances.get(case.name):
+        if how := result.how.get(case.name):
             side, devices = side_of(case.engine).name, str(case.experiment.layout.devices)
             groups.setdefault((side, "devices"), {}).setdefault(how.device_kind, []).append(case.name)
             groups.setdefault((side, "threads", devices), {}).setdefault(how.threads, []).append(case.name)
@@ -125,7 +125,7 @@ def unequal_terms(result: BenchResult) -> list[str]:
     ]
 
 
-def what_was_held(result: BenchResult) -> str:
+def what_was_held(result: Outcome) -> str:
     """How far apart losses and norms are at most, and which cases had nothing to be held against."""
     pairs = list(_pairs(result))
     held = {one.name for case, _, reference, _ in pairs if case != reference for one in (case, reference)}
@@ -144,9 +144,9 @@ def what_was_held(result: BenchResult) -> str:
     return " ".join(said)
 
 
-def _pairs(result: BenchResult) -> Iterator[tuple[BenchCase, Measurement, BenchCase, Measurement]]:
+def _pairs(result: Outcome) -> Iterator[tuple[TimedCase, Measurement, TimedCase, Measurement]]:
     """Every process but the first of its training, and that first one."""
-    first: dict[tuple, tuple[BenchCase, Measurement]] = {}
+    first: dict[tuple, tuple[TimedCase, Measurement]] = {}
     for case in result.cases:
         for one in _of(result, case):
             reference, expected = first.setdefault(_training(case), (case, one))
@@ -154,11 +154,11 @@ def _pairs(result: BenchResult) -> Iterator[tuple[BenchCase, Measurement, BenchC
                 yield case, one, reference, expected
 
 
-def _of(result: BenchResult, case: BenchCase) -> list[Measurement]:
+def _of(result: Outcome, case: TimedCase) -> list[Measurement]:
     return sorted((one for one in result.measurements if one.case == case.name), key=lambda one: one.round)
 
 
-def _training(case: BenchCase) -> tuple:
+def _training(case: TimedCase) -> tuple:
     """What decides the numbers: all of an experiment but its layout, and how many logits exist at once."""
     whole = edited(case.experiment, {"train": {"loss_chunks": 1}})
     return whole.model, whole.data, whole.optimizer, whole.train, whole.precision

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from compare.contract.collective_bench import CollectiveRow
 
 ROUNDING = 1e-9
-"""Of the latency: a growth over all sizes that is less is none."""
+"""Share of the latency: a smaller growth over all sizes counts as none."""
 FEWEST = 3
 """Sizes below which a line says nothing."""
 

@@ -16,16 +16,16 @@ class Cost(Struct, frozen=True, kw_only=True):
     engine: str
     devices: int
     gradient_sync: str
-    """What was done, as far as it was seen (`judge.strategy`)."""
+    """Gradient synchronisation as observed (`judge.strategy`)."""
     remat: str
     final_loss: float
     mean_loss: float
     """Over all steps, in nats."""
     validation_loss: float | UnsetType = UNSET
-    """Of the last evaluation; unset where there was none."""
+    """Loss of the last evaluation; unset without evaluations."""
     best_validation_loss: float | UnsetType = UNSET
     skipped_steps: str = ""
-    """How many, and the last loss scale; empty where there is none."""
+    """Number of skipped steps and the last loss scale; empty without a loss scale."""
     step_time_ms_median: float
     step_time_ms_p95: float
     tokens_per_s: float
@@ -33,7 +33,7 @@ class Cost(Struct, frozen=True, kw_only=True):
     compile_s: float
     first_step_s: float
     cpu_time_s: float
-    """Of all the engine's processes, start-up and compilation included."""
+    """CPU seconds of all the engine's processes, start-up and compilation included."""
     peak_mem_bytes: int
     """The largest of all devices."""
     comm_calls: int

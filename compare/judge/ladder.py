@@ -34,13 +34,13 @@ from compare.judge.tolerances import Tolerance, tolerances_for
 
 REQUEST = "request"
 LOSS_SCALE = "loss_scale"
-"""Of float16 alone: which steps were skipped, and the scale of each: the same in both runs."""
+"""Rung of float16 alone: skipped steps and the scale of each step are equal in both runs."""
 EVALUATIONS = "evaluations"
-"""Of runs that evaluate; as far from each other as their loss curves may be."""
+"""Rung of runs that evaluate; its limit is the loss curve's."""
 FINAL = "final_weights"
-"""Of runs whose last step is neither the first nor that of later_weights."""
+"""Rung of runs whose last step is neither the first nor that of later_weights."""
 STRATEGY = "strategy"
-"""Of engines that tell what they compute: nothing was ignored that numbers do not show."""
+"""Rung of engines that record their work: settings that numbers do not show were obeyed."""
 LADDER = (
     REQUEST,
     "batch",
@@ -78,9 +78,9 @@ class RungResult(Struct, frozen=True, kw_only=True):
     """Worst relative error; infinite where there is none to give: names differ, a value is not finite."""
     tolerance: float
     worst: str
-    """Where the worst error is: a canonical parameter name, a step, ...; or what is wrong."""
+    """Place of the worst error: a canonical parameter name, a step, ...; or the fault in words."""
     reason: str
-    """Why the tolerance is what it is."""
+    """Reason of the tolerance."""
 
     @property
     def passed(self) -> bool:
@@ -97,7 +97,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     skipped: dict[str, str] = msgspec.field(default_factory=dict)
     """Rungs that could not be compared, and why."""
     caution: str = ""
-    """Why two correct runs of this training may part; empty if nothing makes them (`judge.conditioning`)."""
+    """Settings under which two correct runs of this training may part (`judge.conditioning`); else empty."""
 
     @property
     def failure(self) -> RungResult | None:

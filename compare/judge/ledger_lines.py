@@ -23,7 +23,7 @@ ORDER: tuple[State, ...] = ("unexpected", "missing", "different", "expected")
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """What a device sends of one kind, along one axis, for one purpose in a step: as it should, and does."""
+    """Bytes of one kind, axis and purpose that a device sends in a step: expected and found."""
 
     kind: str
     axis: str
@@ -35,13 +35,13 @@ class Line(Struct, frozen=True, kw_only=True):
     found: int
     calls: int
     why: str = ""
-    """The known pattern that makes it so; empty if it is as expected, or nothing explains it."""
+    """The known pattern that gives these bytes; empty for the closed form's, and for unexplained ones."""
     seen: str = ""
-    """The version in which this difference, which nothing explains, was seen before; empty of any other."""
+    """The version in which this unexplained difference was seen before; empty for any other."""
 
     @property
     def state(self) -> State:
-        """How the two stand to each other."""
+        """Relation of found to expected bytes."""
         if self.found == self.expected:
             return "expected"
         if not self.expected:

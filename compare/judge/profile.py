@@ -38,7 +38,7 @@ class DeviceTime(Struct, frozen=True, kw_only=True):
     update_ms: float
     communication_ms: float
     exposed_ms: float
-    """Of the communication: with no compute beside it."""
+    """Communication without compute beside it."""
     idle_ms: float
     """Neither compute nor communication."""
 
@@ -47,35 +47,35 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
     """One engine's step."""
 
     name: str
-    """Of its case, and its folder."""
+    """Name of its case and of its folder."""
     step_ms: float
-    """The median of the steps that nobody watched."""
+    """Median of the unprofiled steps (ms)."""
     devices: list[DeviceTime] = []
     step: int | UnsetType = UNSET
-    """The one that was watched; unset, as what follows from it, if there is no timeline."""
+    """Index of the profiled step; without a timeline it is unset, like all fields that follow from it."""
     watched_ms: float | UnsetType = UNSET
-    """What the watched step took by the engine's own clock."""
+    """Time of the profiled step by the engine's own clock (ms)."""
     wall_ms: float | UnsetType = UNSET
-    """The same by the timeline, on the device that took longest."""
+    """Its wall time in the timeline, on the slowest device (ms)."""
     twin_ms: float | UnsetType = UNSET
-    """The median step of the silent twin, on the rank that took longest."""
+    """Median step of the silent twin, on the slowest rank (ms)."""
     no_twin: str = ""
-    """Why there is none."""
+    """Reason for a missing twin."""
     bubble: float | UnsetType = UNSET
-    """Of a pipeline: the share of its time in which devices wait, as it was measured."""
+    """Measured share of a pipeline's time in which devices wait."""
     planned_bubble: float | UnsetType = UNSET
-    """The same of the schedule on a clock, where a backward takes two forwards and messages take no time."""
+    """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
     method: str = ""
-    """How the timeline was measured, or why there is none."""
+    """Method of the timeline, or the reason for a missing one."""
 
     @property
     def exposed_by_twin_ms(self) -> float | UnsetType:
-        """What the step takes beyond that of its twin, which waits for nobody."""
+        """Step time less that of the twin, which waits for no message (ms)."""
         return UNSET if self.twin_ms is UNSET else self.step_ms - self.twin_ms
 
     @property
     def overhead(self) -> float | UnsetType:
-        """What watching costs, as a fraction of the step."""
+        """Cost of watching, as a fraction of the step."""
         return UNSET if self.watched_ms is UNSET else self.watched_ms / self.step_ms - 1.0
 
     def mean_ms(self, field: str) -> float | UnsetType:
@@ -85,7 +85,7 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True):
-    """What `shardpair profile` found."""
+    """Result of `shardpair profile`."""
 
     name: str
     experiment: Experiment
@@ -96,7 +96,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     git_commit: str
     git_dirty: bool
     engines: list[EngineProfile]
-    """Of every engine that finished."""
+    """Steps of the engines that finished."""
     failures: dict[str, str] = {}
     left_out: dict[str, str] = {}
     verdict: str = ""

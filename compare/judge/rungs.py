@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Rung, rungs_asked_for
+from compare.host.tensors import Tensors
 from compare.judge.first_update import first_update
 from compare.judge.strategy import strategy_of
 from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
 from compare.numerics.data import SPLITS
 from compare.numerics.optimizer import global_norm
-from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
 
 MOST_SAID = 2
 """Objections in one verdict."""
@@ -36,6 +37,9 @@ def _compare_batch(reference: Record, candidate: Record) -> Found | None:
 def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
     """Against the reference's, and both against what they were to begin with: the seed's weights, which are
     bitwise the same everywhere, or those that were given."""
+    for run in (candidate, reference):  # before the weights of a large model are drawn, slowly
+        if not _has_the_shapes_of_its_model(run):
+            return math.inf, f"{run.manifest.engine} left weights of another model than its experiment's"
     if begin_apart(reference, candidate):
         for run in (candidate, reference):
             if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
@@ -57,6 +61,15 @@ def _compare_initial_weights(reference: Record, candidate: Record) -> Found | No
         source = "were given" if given else "the seed gives"
         return math.inf, f"both runs begin with other weights than {source}"
     return 0.0, ""
+
+
+def _has_the_shapes_of_its_model(run: Record) -> bool:
+    """Whether the initial weights that a run left have the shapes of its model; True if it left none."""
+    found = read_tensors(run.folder, Rung.INITIAL_WEIGHTS)
+    if not isinstance(found, Tensors):
+        return True
+    expected = {one.name: one.shape for one in parameter_table(run.manifest.experiment.model)}
+    return {name: found.shape(name) for name in found} == expected
 
 
 def begin_apart(reference: Record, candidate: Record) -> bool:

@@ -21,13 +21,20 @@ class Estimate(Struct, frozen=True, kw_only=True):
     median: float
     rounds: int
     low: float | None = None
-    """None for fewer than `MIN_ROUNDS` rounds: from so few no interval can be told."""
+    """End of the interval; None for fewer than `MIN_ROUNDS` rounds, which give no interval."""
     high: float | None = None
 
     @property
     def has_interval(self) -> bool:
         """True if there were rounds enough for an interval."""
         return self.low is not None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Low and high; the median twice where there is no interval."""
+        if self.low is None or self.high is None:
+            return self.median, self.median
+        return self.low, self.high
 
     def overlaps(self, other: "Estimate") -> bool:
         """True if both intervals have a value in common. False where one is missing."""
@@ -60,7 +67,7 @@ def coverage(rounds: int, rank: int) -> float:
 
 
 CONFIDENCE = coverage(MIN_ROUNDS, 1)
-"""What every interval has at least: more rounds make it narrower, and never less sure."""
+"""Least coverage of every interval: more rounds make it narrower, never less sure."""
 
 
 def rank_of(rounds: int) -> int:
@@ -70,7 +77,7 @@ def rank_of(rounds: int) -> int:
 
 
 def coverage_text(rounds: int) -> str:
-    """How sure the interval of so many rounds is, `MIN_ROUNDS` or more: 93.8 %."""
+    """Coverage of the interval of so many rounds, `MIN_ROUNDS` or more: 93.8 %."""
     return f"{100 * coverage(rounds, rank_of(rounds)):.1f} %"
 
 
@@ -81,7 +88,7 @@ def told_by_all(estimates: Iterable[Estimate]) -> tuple[float, float] | None:
 
 
 def interval_words(estimates: Iterable[Estimate]) -> str:
-    """How sure the intervals of some estimates are, and of how many rounds: 93.8 % intervals of 5 rounds."""
+    """Coverage and rounds of some estimates' intervals: 93.8 % intervals of 5 rounds."""
     rounds = sorted({one.rounds for one in estimates if one.has_interval})
     if not rounds:
         return f"left out: fewer than {MIN_ROUNDS} rounds give no interval"

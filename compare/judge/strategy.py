@@ -1,4 +1,4 @@
-"""What a run did, beside what it was asked to do: the rung "strategy" of the ladder.
+"""The rung "strategy" of the ladder: a run's observed work beside its request.
 
 Numbers do not depend on how work is spread, ordered and kept: an engine that ignores a setting of its layout
 computes the same. So each setting is read off what was observed, and held against what was asked:
@@ -50,7 +50,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """One setting: what was asked, and what was done."""
 
     setting: str
-    """As in the experiment: layout.remat."""
+    """Name of the setting in the experiment: layout.remat."""
     asked: str
     found: str
 
@@ -72,11 +72,11 @@ class Strategy(Struct, frozen=True, kw_only=True):
 
     @property
     def objections(self) -> list[str]:
-        """What was not done as asked, each in a few words; [] if all was."""
+        """Settings that were not obeyed, each in a few words; [] if all were."""
         return [str(finding) for finding in self.findings if not finding.is_as_asked]
 
     def found(self, setting: str) -> str:
-        """What was done of one setting; empty if it is untold."""
+        """Observed value of one setting; empty if it is untold."""
         return next((one.found for one in self.findings if one.setting == setting), "")
 
 
@@ -243,7 +243,7 @@ def _of_shards(lines: list[Line]) -> set[tuple[str, str, int]]:
 
 
 def _other_layouts(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
-    """What an engine that ignores one setting would run instead."""
+    """Experiments that an engine would run if it ignored one setting."""
     layout = experiment.layout
     others: dict[str, Any] = {}
     if layout.tp > 1:
@@ -258,7 +258,7 @@ def _other_layouts(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
 
 
 def done_words(record: Record) -> "Done":
-    """What the tables say of a run: as observed, else as its engine declares."""
+    """A run's settings for the tables: as observed, else as its engine declares."""
     engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
     strategy = strategy_of(record)
     sync = strategy.found("layout.gradient_sync").split(" of ")[0]
@@ -267,7 +267,7 @@ def done_words(record: Record) -> "Done":
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """What was done, in words."""
+    """Observed settings, in words."""
 
     gradient_sync: str
     remat: str

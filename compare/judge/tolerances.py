@@ -18,7 +18,7 @@ class Tolerance(Struct, frozen=True):
     limit: float
     reason: str
     steps: int = 0
-    """Of so many first steps only; 0 for all. The verdict says so."""
+    """Number of first steps that it holds for; 0 for all. The verdict says so."""
 
 
 _EXACT = Tolerance(0.0, "copied, never computed: bitwise equal")

@@ -1,1 +1,1 @@
-"""What both sides must compute alike, in NumPy: weights, batches, dropout, optimizer and shards."""
+"""Numerics that both sides share, in NumPy: weights, batches, dropout, optimizer and shards."""

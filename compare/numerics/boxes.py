@@ -13,14 +13,14 @@ from msgspec import Struct
 from compare.numerics.shards import Shard
 
 Limits = list[tuple[int, int]]
-"""Where a box begins and ends, for each dim."""
+"""Begin and end of a box, for each dim."""
 
 
 class Box(Struct, frozen=True):
-    """A part of a tensor with nothing missing in it."""
+    """A contiguous block of a tensor, by ranges of its dims."""
 
     offset: tuple[int, ...]
-    """Where it begins, for each dim of the tensor."""
+    """First index, for each dim of the tensor."""
     shape: tuple[int, ...]
 
     @property
@@ -30,30 +30,30 @@ class Box(Struct, frozen=True):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Of the tensor."""
+        """Slices of the tensor that select this box."""
         return tuple(slice(o, o + size) for o, size in zip(self.offset, self.shape, strict=True))
 
     def within(self, other: "Box") -> tuple[slice, ...]:
-        """The same elements as slices of an array that holds another box, which has them all."""
+        """Slices that select this box in an array of another box, which contains it."""
         return tuple(
             slice(own - start, own - start + size)
             for own, start, size in zip(self.offset, other.offset, self.shape, strict=True)
         )
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What two boxes of a tensor have in common; None if that is nothing."""
+        """Intersection of two boxes of a tensor; None if it is empty."""
         pairs = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         limits = [(max(a, b), min(a + m, b + n)) for a, m, b, n in pairs]
         return _box(limits) if all(start < stop for start, stop in limits) else None
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """All of a tensor."""
+    """The box of a full tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    """What a device holds of a tensor, box by box; nothing for an empty shard.
+    """A device's part of a tensor, box by box; nothing for an empty shard.
 
     Args:
         shard: describes it.
@@ -64,7 +64,7 @@ def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]
 
 
 def from_boxes(shard: Shard, read: Callable[[Box], np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """The inverse: what a device is to hold of a tensor, from what `read` gives for each of its boxes."""
+    """Inverse of `to_boxes`: a device's part of a tensor, `shard.held_shape`, from `read` of each box."""
     held = np.zeros(shard.held_shape, dtype)
     for box, part, _, back in _boxes(shard):
         if part is None:

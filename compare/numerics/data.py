@@ -67,7 +67,7 @@ class Corpus:
     def evaluation_batch(
         self, experiment: Experiment, split: str, step: int, index: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One of the batches that weights are evaluated on: other windows than those that are trained on.
+        """One of the evaluation's batches: other windows of the text than the training's.
 
         Args:
             experiment: as for `batch`.

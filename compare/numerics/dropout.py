@@ -35,7 +35,7 @@ Words = tuple[np.ndarray, np.ndarray]
 
 
 class Site(IntEnum):
-    """Where nanoGPT drops: in its order."""
+    """Dropout sites in nanoGPT's order."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -50,7 +50,7 @@ def site_number(layer: Any, site: Site) -> Any:
 
 
 def kept_scale(rate: float) -> float:
-    """What kept elements are multiplied by: one over the share that is kept."""
+    """Factor of kept elements: one over the share that is kept."""
     return 2**BITS / (2**BITS - threshold(rate))
 
 

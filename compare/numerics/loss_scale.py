@@ -20,10 +20,10 @@ FACTOR = 2.0
 
 
 class LossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the scale stands between two steps."""
+    """Loss scale between two steps."""
 
     scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)]
-    """What the next step's loss is multiplied by."""
+    """Factor of the next step's loss."""
     good_steps: Annotated[int, Meta(ge=0)] = 0
     """Since the scale changed, or a step was skipped."""
     hysteresis: Annotated[int, Meta(ge=1)] = 1

@@ -56,7 +56,7 @@ def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
-    """The Euclidean norm over all gradients, accumulated in float64."""
+    """Euclidean norm over all gradients, any shapes, accumulated in float64."""
     return float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients.values())))
 
 

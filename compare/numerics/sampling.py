@@ -56,7 +56,7 @@ def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> l
     drawn = np.tile(np.array(request.prompt, np.int32), (request.samples, 1))
     for place in range(request.tokens):
         logits_NV = np.asarray(logits_of(drawn[:, -block_size:]), np.float64)
-        if np.isnan(logits_NV).any():
+        if not np.isfinite(logits_NV.max(axis=1)).all():
             raise ExperimentError(f"{request.checkpoint}: its weights give logits that are not numbers")
         uniform_N = uniform(request.seed, place, request.samples)
         drawn = np.concatenate([drawn, next_tokens(logits_NV, uniform_N, request)[:, None]], axis=1)
@@ -73,11 +73,13 @@ def next_tokens(logits_NV: np.ndarray, uniform_N: np.ndarray, request: SampleReq
     """
     if not request.temperature:
         return logits_NV.argmax(axis=1).astype(np.int32)
-    scaled_NV = logits_NV / request.temperature
+    # The greatest is 0, whatever it is divided by: a small temperature would make infinities of all.
+    with np.errstate(over="ignore"):
+        scaled_NV = (logits_NV - logits_NV.max(axis=1, keepdims=True)) / request.temperature
     if 0 < request.top_k < logits_NV.shape[1]:
         least_N1 = np.partition(scaled_NV, -request.top_k, axis=1)[:, -request.top_k, None]
         scaled_NV = np.where(scaled_NV < least_N1, -np.inf, scaled_NV)
-    share_NV = np.exp(scaled_NV - scaled_NV.max(axis=1, keepdims=True))
+    share_NV = np.exp(scaled_NV)
     ends_NV = share_NV.cumsum(axis=1)
     found_N = (ends_NV <= uniform_N[:, None] * ends_NV[:, -1:]).sum(axis=1)
     return np.minimum(found_N, logits_NV.shape[1] - 1).astype(np.int32)

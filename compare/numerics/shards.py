@@ -1,4 +1,4 @@
-"""Who holds what: the part of a canonical tensor that a device has, how to cut it out, and the way back.
+"""`Shard`: one device's part of a canonical tensor; cutting it out and putting the tensor together.
 
 Each side describes where its weights live in these terms (`jaxpar.shards`, `torchpar.shards`), whatever
 cut them:
@@ -35,13 +35,13 @@ class Shard(Struct, frozen=True, kw_only=True):
     device: int
     """Its number in the mesh, as the layout's axes count: the last axis fastest."""
     offset: tuple[int, ...]
-    """Where the box begins, for each dim of the tensor."""
+    """First index of the box, for each dim of the tensor."""
     shape: tuple[int, ...]
-    """Of the box."""
+    """Shape of the box."""
     elements: tuple[int, int] | None = None
-    """Of the box's elements only those from the first number up to the second; None for all of them."""
+    """Range of the box's elements, [first, last); None for all of them."""
     dim_order: tuple[int, ...] = ()
-    """How `elements` counts: the tensor's dims, the slowest first; () for row by row."""
+    """Order in which `elements` counts: the tensor's dims, the slowest first; () for row by row."""
     replica: int = 0
     """0 for one of the devices that hold this part, 1 and so on for its copies on others."""
 
@@ -66,7 +66,7 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 
 def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
-    """What a device holds of a tensor: a copy of `shard.held_shape`. ShardError if it reaches beyond it."""
+    """Copy of a device's part of a full tensor, `shard.held_shape`. ShardError if it reaches beyond it."""
     box = _box(tensor, shard)
     return box.copy() if shard.elements is None else box.flat[slice(*shard.elements)]
 

@@ -48,7 +48,7 @@ class OwnBatches:
 
 
 def arrays_of_step(stream: Corpus | OwnBatches, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
-    """What a step is given, by name: see `shapes_of_step`."""
+    """Arrays of one step: inputs, targets int32 (A, B, T); with dropout keys uint32 (A, B, 2)."""
     inputs, targets = stream.batch(experiment, step)
     return {"inputs": inputs, "targets": targets, **keys_of_step(experiment, step)}
 
@@ -63,7 +63,7 @@ def keys_of_step(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
 
 
 def shapes_of_step(experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of what a step is given.
+    """Shapes and dtypes of one step's arrays.
 
     Returns:
         inputs and targets, int32 (A, B, T); and with dropout keys of the sequences, uint32 (A, B, 2).

@@ -24,23 +24,23 @@ class Place(Struct, frozen=True):
 
 
 class Instruction(Struct, frozen=True, kw_only=True):
-    """One collective of the optimised program, or several that are alike but for their names."""
+    """One collective of the optimised program, or several that differ only in their names."""
 
     kind: str
-    """As in the ledger; so are axis and purpose."""
+    """Kind of collective; kind, axis and purpose are the ledger's."""
     axis: str
     purpose: str
     operation: str
-    """As the compiler writes it: all-reduce, collective-permute-start."""
+    """Name in the compiled program: all-reduce, collective-permute-start."""
     result: str
-    """Dtypes and shapes of what it returns on one device, without their layouts in memory: f64[4,96]."""
+    """Dtypes and shapes of its result on one device, without memory layouts: f64[4,96]."""
     groups: str
     """Devices that speak with each other, by their places in the mesh: {{0,1},{2,3}}; of a permute from
     where to where."""
     op_name: str = ""
-    """The path of scopes and transforms in the program that it is made of."""
+    """Path of scopes and transforms in the source program."""
     calls: int
-    """How often it runs in a step."""
+    """Number of runs in a step."""
     bytes: int
     """Logical bytes of all its calls."""
     stack: tuple[Place, ...] = ()

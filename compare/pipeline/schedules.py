@@ -20,9 +20,9 @@ class Kind(StrEnum):
     BACKWARD = "B"
     """Gradients of the stage's input and of its weights."""
     BACKWARD_INPUT = "I"
-    """Of its input alone: what the stage before waits for."""
+    """Gradient of the stage's input: the stage before waits for it."""
     BACKWARD_WEIGHT = "W"
-    """Of its weights alone: no rank waits for it, so it can fill a bubble."""
+    """Gradients of the stage's weights: no rank waits for them, so they can fill a bubble."""
 
 
 class Task(NamedTuple):

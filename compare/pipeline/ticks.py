@@ -40,17 +40,17 @@ class TickTasks(NamedTuple):
     kind: np.ndarray
     """IDLE, FORWARD or BACKWARD."""
     stage: np.ndarray
-    """Along the model, from 0; it is the rank's chunk `stage // ranks`."""
+    """Number along the model, from 0; it is the rank's chunk `stage // ranks`."""
     microbatch: np.ndarray
     input_slot: np.ndarray
-    """Where the stage's input lies."""
+    """Slot of the stage's input."""
     gradient_slot: np.ndarray
-    """Where the gradient of its output lies, for a backward."""
+    """Slot of the gradient of its output, for a backward."""
     arriving_input: np.ndarray
-    """Where to put the activation that arrives at the end of this tick."""
+    """Slot for the activation that arrives at the end of this tick."""
     arriving_gradient: np.ndarray
     kept_slot: np.ndarray
-    """Where a forward puts what it keeps, and where the backward finds it."""
+    """Slot in which a forward keeps its tensors for the backward."""
 
 
 class Ticks(NamedTuple):
@@ -58,17 +58,17 @@ class Ticks(NamedTuple):
 
     tasks: TickTasks
     sends_activations: np.ndarray
-    """Whether a rank has one to send, by tick."""
+    """Whether a rank sends an activation, by tick."""
     sends_gradients: np.ndarray
     ranks: int
     stages: int
-    """Along the model."""
+    """Number of stages along the model."""
     microbatches: int
     input_slots: int
     """The most inputs of stages that a rank has at once. The slot after them is the scratch slot: it is
     written where nothing of use arrives, and its content is never used."""
     gradient_slots: int
-    """The same for gradients of outputs."""
+    """Most gradients of outputs that a rank has at once, with such a scratch slot after them."""
     kept_slots: int
     """The most forwards that a rank has kept at once, without a scratch slot; 0 if backward computes the
     forward anew."""

@@ -1,89 +1,160 @@
-"""The benchmark of collectives on stdout: nccl-tests' columns, ways side by side, and the fitted lines."""
+"""What the benchmark of collectives found: nccl-tests' columns, fitted lines, figures over size."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
+import msgspec
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
 from compare.execute.load import is_busy
 from compare.judge.collective_fit import Fit
-from compare.studies.collectives import CollectiveBench
-from compare.terminal.console import coloured, print_json, results_console
+from compare.show.findings import Column, Figure, Findings, Series, table_of
+from compare.studies.collectives import RESULT, CollectiveBench
 
-COLUMNS = ("size (B)", "count", "type", "way", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
-FIT_COLUMNS = ("collective", "ranks", "way", "latency (us)", "bandwidth (GB/s)", "misfit")
 ORDER = list(IMPLEMENTATIONS)
+MOST_TICKS = 6
+DASHES = ("-", "--", ":", "-.")
+"""Of numbers of ranks, in order; more begin anew."""
+MARKS = "os^Dv"
+"""Of implementations, so that colour is not all that tells them apart."""
+
+COLUMNS = (
+    Column[CollectiveRow]("size (B)", lambda row: row.size, ",d"),
+    Column[CollectiveRow]("count", lambda row: row.count, ",d"),
+    Column[CollectiveRow]("type", lambda row: row.type),
+    Column[CollectiveRow]("way", lambda row: row.implementation),
+    Column[CollectiveRow]("time (us)", lambda row: row.time_us, ",.1f"),
+    Column[CollectiveRow]("algbw (GB/s)", lambda row: row.algbw_gb_s, ".3f"),
+    Column[CollectiveRow]("busbw (GB/s)", lambda row: row.busbw_gb_s, ".3f"),
+    Column[CollectiveRow](
+        "#wrong", lambda row: row.wrong, ",d", news=lambda row: "fail" if row.wrong else ""
+    ),
+)
+FIT_COLUMNS = (
+    Column[Fit]("collective", lambda fit: fit.kind),
+    Column[Fit]("ranks", lambda fit: fit.ranks, "d"),
+    Column[Fit]("way", lambda fit: fit.implementation),
+    Column[Fit]("latency (us)", lambda fit: fit.latency_us, ",.1f"),
+    Column[Fit]("bandwidth (GB/s)", lambda fit: fit.bandwidth_gb_s or None, ".3f"),
+    Column[Fit]("misfit", lambda fit: fit.misfit, ".0%"),
+)
 
 
-def print_bench(bench: CollectiveBench, *, as_json: bool) -> None:
-    """Print a table for each collective and number of ranks, the fits, and what is missing."""
-    if as_json:
-        print_json(bench)
-        return
-    console = results_console()
-    for kind, ranks in groups(bench.rows):
-        table = Table(title=f"{kind} on {ranks} ranks", box=SIMPLE_HEAD, padding=0)
-        for column in COLUMNS:
-            table.add_column(column.replace(" (", "\n("), justify="right")
-        for row in rows_of(bench, kind, ranks):
-            table.add_row(*(coloured(text, "red") if bad else Text(text) for text, bad in row_cells(row)))
-        console.print(table)
-    if bench.fits:
-        table = Table(title="time = latency + size / bandwidth, fitted", box=SIMPLE_HEAD, padding=0)
-        for column in FIT_COLUMNS:
-            table.add_column(column, justify="left" if column == "collective" else "right")
-        for fit in fits_in_order(bench):
-            table.add_row(*fit_cells(fit))
-        console.print(table)
-    for note in dict.fromkeys(note for side in bench.sides.values() for note in side.notes):
-        console.print(note, soft_wrap=True)
-    for line in bench.left_out:
-        console.print(f"left out: {line}", soft_wrap=True)
-    if line := busy_line(bench):
-        console.print(line, style="yellow", soft_wrap=True)
-    console.print(bench.sentence(), style="bold green" if bench.passed else "bold red", soft_wrap=True)
+def findings_of_bench(bench: CollectiveBench) -> Findings:
+    """A table for each collective and number of ranks, the fits, two figures for each collective."""
+    kinds = list(dict.fromkeys(row.kind for row in bench.rows))
+    groups = [(kind, ranks) for kind in kinds for ranks in _ranks(bench.rows)]
+    tables = [
+        table_of(f"{kind} on {ranks} ranks", COLUMNS, rows)
+        for kind, ranks in groups
+        if (rows := _in_order(row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)))
+    ]
+    fits = sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
+    if fits:
+        tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
+    sides = bench.sides.values()
+    devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
+    versions = {name: version for side in sides for name, version in side.versions.items()}
+    return Findings(
+        title="Collectives: latency and bandwidth",
+        sentence=bench.sentence(),
+        value=bench,
+        passed=bench.passed,
+        about=[
+            " ".join(["; ".join(devices), ", ".join(f"{name} {what}" for name, what in versions.items())]),
+            "Columns of nccl-tests: size is the total, count one rank's elements, the time that of the "
+            "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share the "
+            "cores.",
+        ],
+        warnings=_busy(bench),
+        tables=tables,
+        figures=[figure for kind in kinds for figure in _figures(bench, kind)],
+        notes=[
+            *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in _ways(bench.rows)),
+            *dict.fromkeys(f"{note}." for side in sides for note in side.notes),
+            *(f"left out: {line}." for line in bench.left_out),
+            "Each time weighs by its own size in the fit; misfit is the median distance of a time from the "
+            "line.",
+        ],
+        command=bench.command,
+        source=f"{bench.circumstances.words} Every single figure is in {RESULT}, beside this page.",
+    )
 
 
-def busy_line(bench: CollectiveBench) -> str:
-    """A line that says so if the machine was busy; else ''."""
-    if not is_busy(bench.busy_cores):
-        return ""
-    return f"other processes used {bench.busy_cores:.1f} cores when the first row was timed: no time holds"
+def _busy(bench: CollectiveBench) -> list[str]:
+    cores = max(bench.circumstances.busy_cores, default=0.0)
+    if not is_busy(cores):
+        return []
+    return [f"other processes used {cores:.1f} cores when the first row was timed: no time holds"]
 
 
-def groups(rows: Sequence[CollectiveRow]) -> list[tuple[str, int]]:
-    """Collectives and numbers of ranks that there are, collective by collective."""
-    kinds: list[str] = list(dict.fromkeys(row.kind for row in rows))
-    return sorted({(row.kind, row.ranks) for row in rows}, key=lambda one: (kinds.index(one[0]), one[1]))
+def _in_order(rows: Iterable[CollectiveRow]) -> list[CollectiveRow]:
+    """By size, ways next to each other."""
+    return sorted(rows, key=lambda row: (row.size, ORDER.index(row.implementation)))
 
 
-def ways(rows: Sequence[CollectiveRow]) -> list[str]:
+def _ways(rows: Sequence[CollectiveRow]) -> list[str]:
     """Implementations that there are, in their declared order."""
-    return [name for name in IMPLEMENTATIONS if any(row.implementation == name for row in rows)]
+    return [name for name in ORDER if any(row.implementation == name for row in rows)]
 
 
-def rows_of(bench: CollectiveBench, kind: str, ranks: int) -> list[CollectiveRow]:
-    """The rows of one collective, by size, ways next to each other."""
-    mine = [row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)]
-    return sorted(mine, key=lambda row: (row.size, ORDER.index(row.implementation)))
+def _ranks(rows: Sequence[CollectiveRow]) -> list[int]:
+    return sorted({row.ranks for row in rows})
 
 
-def row_cells(row: CollectiveRow) -> list[tuple[str, bool]]:
-    """Texts under `COLUMNS`, and whether each is bad news."""
-    what = (f"{row.size:,}", f"{row.count:,}", row.type, row.implementation)
-    figures = (f"{row.time_us:,.1f}", f"{row.algbw_gb_s:.3f}", f"{row.busbw_gb_s:.3f}")
-    return [*((text, False) for text in (*what, *figures)), (f"{row.wrong:,}", row.wrong > 0)]
+def _figures(bench: CollectiveBench, kind: str) -> list[Figure]:
+    """Time and bus bandwidth of a collective over size."""
+    rows = _in_order(row for row in bench.rows if row.kind == kind)
+    sizes = sorted({row.size for row in rows})
+    times = Figure(
+        title=f"{kind}: time over size",
+        caption="Of the slowest rank. Both axes are logarithmic.",
+        x="size (bytes; K, M, G are powers of 1024)",
+        y="time (us), slowest rank",
+        log="xy",
+        ticks={size: _size_text(size) for size in sizes[:: -(-len(sizes) // MOST_TICKS)]},
+        is_small=True,
+        series=_curves(rows, lambda row: row.time_us),
+    )
+    bandwidths = msgspec.structs.replace(
+        times,
+        title=f"{kind}: bus bandwidth over size",
+        caption="What a rank sends on a ring, over the time. Sizes are on a logarithmic axis.",
+        y="bus bandwidth (GB/s)",
+        log="x",
+        y_form="{x:g}",
+        series=_curves(rows, lambda row: row.busbw_gb_s),
+    )
+    return [times, bandwidths]
 
 
-def fits_in_order(bench: CollectiveBench) -> list[Fit]:
-    """The fits, collective by collective, ways next to each other."""
-    return sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
+def _curves(rows: Sequence[CollectiveRow], value: Callable[[CollectiveRow], float]) -> list[Series]:
+    """A line for each way and number of ranks; in the legend each way, and each number, once."""
+    ways = [
+        Series(label=name, x=(), colour=ORDER.index(name), mark=MARKS[ORDER.index(name) % len(MARKS)])
+        for name in _ways(rows)
+    ]
+    counts = [
+        Series(label=f"{count} ranks", x=(), dash=DASHES[place % len(DASHES)])
+        for place, count in enumerate(_ranks(rows))
+    ]
+    curves = [
+        msgspec.structs.replace(
+            way,
+            label="",
+            dash=number.dash,
+            x=[row.size for row in own],
+            y=[value(row) for row in own],
+        )
+        for way in ways
+        for count, number in zip(_ranks(rows), counts, strict=True)
+        if (own := [row for row in rows if (row.implementation, row.ranks) == (way.label, count)])
+    ]
+    return [*ways, *counts, *curves]
 
 
-def fit_cells(fit: Fit) -> list[str]:
-    """Texts under `FIT_COLUMNS`."""
-    bandwidth = f"{fit.bandwidth_gb_s:.3f}" if fit.bandwidth_gb_s else "-"
-    what = [fit.kind, str(fit.ranks), fit.implementation]
-    return [*what, f"{fit.latency_us:,.1f}", bandwidth, f"{fit.misfit:.0%}"]
+def _size_text(size: float) -> str:
+    for unit in ("", "K", "M"):
+        if size < 1024:
+            return f"{size:.3g}{unit}"
+        size /= 1024
+    return f"{size:.3g}G"

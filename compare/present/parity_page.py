@@ -1,4 +1,4 @@
-"""The parity matrix as a page: docs/parity.md."""
+"""The parity matrix as a page: docs/generated/parity.md."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +22,7 @@ from its own engine's closed form is off it: more than 5 % fails the cell."""
 
 
 def markdown(cells: list[Cell], *, steps: int, version: str) -> str:
-    """The grid as a page of its own: docs/parity.md.
+    """The grid as a page of its own: docs/generated/parity.md.
 
     Args:
         cells: row by row.

@@ -1,6 +1,6 @@
-"""What an experiment must not be: each combination of fields that cannot work, with both numbers.
+"""Validation of field combinations; the message has both numbers.
 
-The bounds of a field by itself are with its type (`compare.spec.sections`).
+A single field's bounds are with its type (`compare.spec.sections`).
 """
 
 from compare.spec.axes import BATCH

@@ -153,7 +153,13 @@ _TYPES = {
     "str": "a text",
     "object": "a table of fields",
 }
-_LONGEST = 60
+LONGEST = 60
+"""Characters of a word that a message repeats."""
+
+
+def shortened(word: str) -> str:
+    """A word as a message repeats it."""
+    return word if len(word) <= LONGEST else f"{word[:LONGEST]}..."
 
 
 def _in_our_words(message: str, fields: Any) -> str:
@@ -163,7 +169,7 @@ def _in_our_words(message: str, fields: Any) -> str:
         known = getattr(Experiment(), section).__struct_fields__ if section else Experiment.__struct_fields__
         close = difflib.get_close_matches(name, known, n=1)
         has_no = f"[{section}] has no field" if section else "there is no field"
-        return f"{has_no} {name[:_LONGEST]}{f' (did you mean {close[0]}?)' if close else ''}"
+        return f"{has_no} {shortened(name)}{f' (did you mean {close[0]}?)' if close else ''}"
     found = re.search(r"^(?:Expected|Invalid) (?:enum value )?(.*) - at `(\w+(?:\.\w+)?)`$", message)
     if not found:
         return message
@@ -191,6 +197,5 @@ def _short(value: object) -> str:
     """A value as a message repeats it; a table or list is only named."""
     if isinstance(value, dict | list):
         return "[...]" if isinstance(value, list) else "{...}"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    text = shortened(str(value).lower() if isinstance(value, bool) else str(value))
     return f'"{text}"' if isinstance(value, str) else text

@@ -1,235 +1,233 @@
-"""Time cases against each other: fresh processes, in rounds whose order rotates, saved after each process."""
+"""`shardpair bench`: which engine is faster on this machine, by how much, and how surely."""
 
-import datetime
-import platform as host
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from compare.contract.run_lock import lock_folder
-from compare.contract.timing import Timing
-from compare.execute.launch import EnvironmentMissing, Prepared, freeze_data, prepare, require_devices
-from compare.execute.load import busy_cores, require_idle
-from compare.execute.machine import memory_bytes
-from compare.execute.paths import create_run_dir
-from compare.execute.progress import Reporter
-from compare.execute.source import git_state, require_same_source
-from compare.host.facts import cores, cpu_model
-from compare.judge.bench import BenchCase, BenchResult, Machine, read_bench, save
-from compare.judge.bench_rows import baseline_of
-from compare.numerics.data import open_corpus
-from compare.spec.engines.registry import REFERENCE
+from compare.commands.arguments import EngineName
+from compare.commands.chosen_layout import DEVICES
+from compare.commands.pythons import pythons_of
+from compare.judge.bench_rows import BenchRow, blocks
+from compare.judge.outcome import Outcome
+from compare.judge.statistics import Estimate
+from compare.present.bench_words import block_title, circumstances_rows, in_one_line, sentences, told_in
+from compare.show.findings import Column, Figure, Findings, Row, Series, Table, Text, table_of
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.bench_cases import Choice, bench_cases, rotated
-from compare.studies.bench_process import measure, request_for, with_ceilings
-from compare.studies.cases import Settings
-from compare.studies.fitting import require_sides
-from compare.studies.memory_estimate import require_memory
-from compare.studies.paired_run import Interrupted
+from compare.studies.bench_cases import Choice, bench_cases
+from compare.studies.fitting import installed
+from compare.study import Cases, Study, findings_of
+from compare.terminal.units import human_bytes
 
 
-class BenchInterrupted(Interrupted):
-    """Ctrl-C in a bench, whose finished rounds are in `folder`."""
+class Bench(Study, frozen=True, kw_only=True):
+    """Time engines, layouts, sizes and settings against each other, and say how sure the ratios are.
 
-    def __init__(self, message: str, folder: Path):
-        super().__init__(message)
-        self.folder = folder
+    Each case is a fresh process, or the ranks that it starts; all of them run in rounds, whose order rotates.
+    Steps run in windows: nothing waits for a step inside of one. A ratio is taken within a round; the median
+    over rounds has an interval from five rounds on. Loss and gradient norm of every step are held against the
+    first case's; `shardpair check` proves more. On a busy machine it refuses to begin.
 
-
-def plan_bench(
-    name: str,
-    experiment: Experiment,
-    choice: Choice,
-    *,
-    timing: Timing,
-    rounds: int,
-    baseline: str,
-    anyway: bool,
-    settings: Settings,
-    left_out: Mapping[str, str] | None = None,
-) -> BenchResult:
-    """A bench before anything is started: its cases, and what is left out.
-
-    Args:
-        name: for people.
-        experiment: with the user's overrides.
-        choice: engines, layouts, sizes and variants.
-        timing: of each process.
-        rounds: how often each case is timed.
-        baseline: see `BenchResult.baseline`; '' for the reference engine, or the first if that is none.
-        anyway: time on a busy machine, too.
-        settings: how it will run.
-        left_out: engines that are not installed, and what they lack.
-
-    Raises:
-        ExperimentError, EnvironmentMissing: a field, a preset, a baseline or a number that cannot work, more
-            devices or memory than there are.
+    Try:
+      shardpair bench demo --rounds 2
+      shardpair bench cpu --presets ddp zero1 fsdp --devices 2 --baseline torch-library
+      shardpair bench demo --engines torch-manual torch-manual
+      shardpair bench cpu --engines torch-manual --presets ddp --devices 2 --variants layout.bucket_mb=1
+      shardpair bench cpu --presets single ddp --devices 4 --baseline jax-compiler.single
     """
-    if rounds < 1:
-        raise ExperimentError(f"--rounds {rounds} must be at least 1")
-    if timing.window < 1 or timing.windows < 1:
-        raise ExperimentError(f"--window {timing.window} and --windows {timing.windows} must be at least 1")
-    platform = settings.platform
-    cases, refused = bench_cases(experiment, choice, steps=timing.steps, platform=platform)
-    for case in cases:
-        require_devices(case.experiment, platform)
-        require_memory(case.engine, case.experiment, platform=platform)
-    commit, dirty = git_state()
-    result = BenchResult(
-        name=name,
-        experiment=experiment,
-        platform=platform,
-        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine(
-            system=f"{host.system()} {host.machine()}",
-            cpu_model=cpu_model(),
-            cores=cores(),
-            memory_bytes=memory_bytes(),
-        ),
-        git_commit=commit,
-        git_dirty=dirty,
-        rounds=rounds,
-        timing=timing,
-        baseline=baseline or _default_baseline(cases),
-        anyway=anyway,
-        is_cached=bool(settings.cache_dir),
-        cases=cases,
-        left_out={**(left_out or {}), **refused},
-    )
-    if why := result.left_out.get(baseline):
-        raise EnvironmentMissing(f"--baseline {baseline}: {why}")
-    if not any(baseline_of(result, case) for case in cases):
-        there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in cases)
-        raise ExperimentError(
-            f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
-            f"(there are {', '.join(there)})"
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines. Default: all four. One that is named twice is held against itself. A peer
+    (`shardpair list`) runs if it is named, and is left out, with the line that installs it, where missing."""
+    presets: tuple[str, ...] = ()
+    """Layouts by name (`shardpair list`), a block of the table each. Default: the experiment's own layout."""
+    devices: tuple[int, ...] = ()
+    """How many devices each preset spreads over, one number or several. Default: 4."""
+    sizes: tuple[str, ...] = ()
+    """Sizes of the work, a block of the table each: fields of the experiment, such as train.batch_size=8 or
+    model.n_layer=12,model.n_embd=768."""
+    variants: tuple[str, ...] = ()
+    """Settings for the same work, a row beside each engine's own: such as layout.bucket_mb=1 or
+    layout.remat=full."""
+    baseline: str = ""
+    """What the others are divided by: an engine, in each block its own case; or ENGINE.LAYOUT, such as
+    jax-compiler.single, one case for all blocks of its size. Default: torch-manual, or the first engine."""
+    cache_dir: str = ""
+    """Keep compiled programs here between processes, to save time. Default: compile anew, and time it."""
+
+    brief = "which engine, layout or setting is faster, and how surely"
+
+    @property
+    def gives_layouts(self) -> bool:
+        """True if presets replace the experiment's layout."""
+        return bool(self.presets)
+
+    def divisor(self) -> str:
+        """--baseline."""
+        return self.baseline
+
+    def cases(self, experiment: Experiment) -> Cases:
+        """Engines x layouts x sizes x variants, as far as engines are installed and can express them."""
+        if self.devices and not self.presets:
+            raise ExperimentError(
+                f"--devices {self.devices[0]} without --presets has no effect: say how they are used, with "
+                f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
+            )
+        able, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
+        choice = Choice(
+            engines=tuple(able),
+            presets=self.presets,
+            devices=self.devices or (DEVICES,),
+            sizes=self.sizes,
+            variants=self.variants,
+            said=self.said,
         )
-    return result
+        cases, refused = bench_cases(experiment, choice, steps=self.timing.steps, platform=self.platform)
+        return cases, {**missing, **refused}
+
+    @classmethod
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+        """A table for each block, the ratios with their intervals, and what goes before the steps."""
+        found = blocks(outcome)
+        rows = [row for of_block in found.values() for row in of_block]
+        return findings_of(
+            outcome,
+            title=f"{outcome.name}: {len(outcome.cases)} cases timed",
+            sentence=in_one_line(outcome) if found else "nothing was measured",
+            about=sentences(outcome),
+            tables=[
+                table_of(block_title(outcome, block), COLUMNS, of_block, below=told_in(of_block))
+                for block, of_block in found.items()
+            ],
+            figures=figures_of(outcome, rows) if rows else [],
+            details=[how_each_ran(outcome)],
+            rows=found,
+        )
 
 
-def run_bench(
-    planned: BenchResult, *, run_dir: str, settings: Settings, reporter: Reporter
-) -> tuple[BenchResult, Path]:
-    """Time every case of a plan, round by round.
-
-    A case that fails is told, and tried once more in the next round; the others go on.
-
-    Args:
-        planned: from `plan_bench`.
-        run_dir: folder of the results, which must not exist; '' names one after the bench.
-        settings: how to run.
-        reporter: told of the progress.
-
-    Returns:
-        The outcome, and the folder it is saved in.
-
-    Raises:
-        ExperimentError, EnvironmentMissing: bad data, or a busy machine; nothing was started.
-        BenchInterrupted: Ctrl-C. What was measured is saved; `continue_bench` goes on.
-    """
-    busy = busy_cores()
-    require_idle(busy, anyway=planned.anyway)
-    require_sides([case.engine for case in planned.cases], settings.pythons)
-    reporter.reads(planned.experiment)
-    folder = create_run_dir(planned.name, run_dir)
-    with lock_folder(folder):
-        prepared = prepare(planned.experiment, folder)
-        result = msgspec.structs.replace(planned, corpus_sha256=prepared.corpus_sha256)
-        save(result, folder)
-        return _run(result, prepared, folder, settings=settings, reporter=reporter, busy=busy), folder
+COLUMNS = (
+    Column[BenchRow]("engine", lambda row: row.label),
+    Column[BenchRow]("wall ms", lambda row: row.wall_ms, ".1f"),
+    Column[BenchRow]("ratio", lambda row: row.wall_ratio, ".2f"),
+    Column[BenchRow]("CPU ms", lambda row: row.cpu_ms, ".1f"),
+    Column[BenchRow]("CPU ratio", lambda row: row.cpu_ratio, ".2f"),
+    Column[BenchRow]("single ms", lambda row: row.single_ms, ".1f"),
+    Column[BenchRow]("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
+    Column[BenchRow]("GFLOP/s", lambda row: row.flops_per_s / 1e9, ",.3g"),
+    Column[BenchRow]("of ceiling", lambda row: row.of_ceiling, ".0%"),
+    Column[BenchRow]("MFU", lambda row: row.mfu, ".0%"),
+    Column[BenchRow]("compile s", lambda row: row.compile_s, ".2f"),
+    Column[BenchRow]("first s", lambda row: row.first_step_s, ".2f"),
+    Column[BenchRow]("start s", lambda row: row.start_up_s, ".1f"),
+    Column[BenchRow]("memory", lambda row: row.peak_mem_bytes, human_bytes),
+)
 
 
-def continue_bench(folder: Path, *, anyway: bool, settings: Settings, reporter: Reporter) -> BenchResult:
-    """Measure what a bench still lacks, with the same source.
-
-    Args:
-        folder: of the bench.
-        anyway: time on a busy machine, too, from now on.
-        settings, reporter: as for `run_bench`.
-
-    Raises:
-        RecordError: the folder holds no bench.
-        ExperimentError: it was made by another version of the source: its figures and ours do not mix.
-        EnvironmentMissing, BenchInterrupted: as `run_bench`.
-    """
-    read_bench(folder)  # says what is wrong with a folder that is none
-    with lock_folder(folder):
-        saved = read_bench(folder)
-        require_same_source(folder, saved.git_commit, saved.git_dirty, begun="timed")
-        frozen = freeze_data(saved.experiment, folder)
-        prepared = Prepared(experiment=frozen, folder=folder, corpus_sha256=open_corpus(frozen).sha256)
-        if prepared.corpus_sha256 != saved.corpus_sha256:
-            raise ExperimentError(f"{folder}: its data has changed since; start a new bench")
-        anyway = anyway or saved.anyway
-        busy = busy_cores()
-        require_idle(busy, anyway=anyway)
-        again = msgspec.structs.replace(saved, anyway=anyway)
-        return _run(again, prepared, folder, settings=settings, reporter=reporter, busy=busy)
-
-
-def _run(
-    result: BenchResult,
-    prepared: Prepared,
-    folder: Path,
-    *,
-    settings: Settings,
-    reporter: Reporter,
-    busy: float,
-) -> BenchResult:
-    requests = {case.name: request_for(case, result, prepared, settings) for case in result.cases}
-    places = {
-        _place(number, case): requests[case.name]
-        for number in range(1, result.rounds + 1)
-        for case in rotated(result.missing(number), number)
-    }
-    reporter.start(places, folder)
-    try:
-        for number in range(1, result.rounds + 1):
-            if not result.missing(number):
-                continue
-            if number > 1:
-                busy = busy_cores()
-            result = with_ceilings(_with_load(result, number, busy), settings)
-            for case in rotated(result.missing(number), number):
-                place = _place(number, case)
-                result = measure(
-                    result,
-                    number,
-                    case,
-                    requests[case.name],
-                    folder / place,
-                    settings=settings,
-                    reporter=reporter,
-                )
-                save(result, folder)
-    except KeyboardInterrupt:
-        raise BenchInterrupted(_interrupted(result, folder), folder) from None
-    return result
-
-
-def _place(number: int, case: BenchCase) -> str:
-    """Folder of one process while it runs, and its name in the progress."""
-    return f"round {number}, {case.name}".replace("/", "_")  # which a file of data has
-
-
-def _interrupted(result: BenchResult, folder: Path) -> str:
-    return (
-        f"interrupted; every process was ended. Kept: {result.finished_rounds} of {result.rounds} rounds, "
-        f"{len(result.measurements)} processes. `shardpair bench --continue {folder}` runs the rest"
+def how_each_ran(outcome: Outcome) -> Table:
+    """Every case's synchronisation, recomputation, threads and device, as its manifest says."""
+    return Table(
+        name="How each case ran",
+        corner="case",
+        columns=["gradient synchronisation", "recomputed in backward", "threads", "device", "peak memory is"],
+        rows=[
+            Row(Text(case.name), [Text(word) for word in words])
+            for case, words in circumstances_rows(outcome)
+        ],
+        look="words",
     )
 
 
-def _with_load(result: BenchResult, number: int, busy: float) -> BenchResult:
-    """The result with what others used before a round, the most if it was begun twice."""
-    loads = list(result.busy_cores)
-    if number <= len(loads):
-        loads[number - 1] = max(loads[number - 1], busy)
-    else:
-        loads.append(busy)
-    return msgspec.structs.replace(result, busy_cores=loads)
+def figures_of(outcome: Outcome, rows: Sequence[BenchRow]) -> list[Figure]:
+    """Ratios with intervals, step times over rounds, and what goes before the steps."""
+    return [*_ratios(outcome, [row for row in rows if row.wall_ratio]), _step_times(rows), _before(rows)]
 
 
-def _default_baseline(cases: list[BenchCase]) -> str:
-    engines = list(dict.fromkeys(case.engine for case in cases))
-    return REFERENCE if REFERENCE in engines else engines[0]
+def _ratios(outcome: Outcome, rows: Sequence[BenchRow]) -> list[Figure]:
+    if not rows:
+        return []
+    whiskers = any(row.wall_ratio and row.wall_ratio.has_interval for row in rows)
+    said = "whiskers are their intervals over rounds." if whiskers else "too few rounds for intervals."
+    return [
+        Figure(
+            title=f"Against {outcome.baseline}",
+            caption=f"Medians of the ratios of each round; {said}",
+            x=f"times {outcome.baseline}; less is faster",
+            names=_names(rows),
+            at=1.0,
+            series=[
+                _estimates("wall time", [row.wall_ratio for row in rows], above=-0.13, colour=0, mark="o"),
+                _estimates("CPU time", [row.cpu_ratio for row in rows], above=0.13, colour=1, mark="s"),
+            ],
+        )
+    ]
+
+
+def _estimates(
+    label: str, found: Sequence[Estimate | None], *, above: float, colour: int, mark: str
+) -> Series:
+    there = [(place + above, one) for place, one in enumerate(found) if one]
+    return Series(
+        label=label,
+        look="points",
+        colour=colour,
+        mark=mark,
+        x=[one.median for _, one in there],
+        y=[place for place, _ in there],
+        spread=[one.ends for _, one in there],
+    )
+
+
+def _step_times(rows: Sequence[BenchRow]) -> Figure:
+    colours = {label: number for number, label in enumerate(dict.fromkeys(row.label for row in rows))}
+    return Figure(
+        title="Step time",
+        caption="Wall time of a step in windows, inside of which nothing waits for it.",
+        x="step time (ms), median; whisker over rounds",
+        names=_names(rows),
+        series=[
+            Series(
+                label="step time",
+                look="bars",
+                x=[row.wall_ms for row in rows],
+                y=range(len(rows)),
+                spread=[(row.wall_ms_least, row.wall_ms_most) for row in rows],
+                texts=[f"{row.wall_ms:,.1f} ms" for row in rows],
+                colour=[colours[row.label] for row in rows],
+            )
+        ],
+    )
+
+
+def _before(rows: Sequence[BenchRow]) -> Figure:
+    parts = {
+        "start-up": ([row.start_up_s for row in rows], 5),
+        "compilation": ([row.compile_s for row in rows], 4),
+        "first step": ([row.first_step_s for row in rows], 2),
+    }
+    series, begin = [], [0.0] * len(rows)
+    for label, (seconds, colour) in parts.items():
+        end = [sum(pair) for pair in zip(begin, seconds, strict=True)]
+        texts = [f"{second:.1f} s" for second in end] if label == "first step" else []
+        series.append(
+            Series(
+                label=label,
+                look="bars",
+                x=seconds,
+                y=range(len(rows)),
+                begin=begin,
+                texts=texts,
+                colour=colour,
+            )
+        )
+        begin = end
+    return Figure(
+        title="Before the steps",
+        caption="Apart from the step time: Python, the framework, data and weights; compilation; the first "
+        "step.",
+        x="seconds",
+        names=_names(rows),
+        series=series,
+    )
+
+
+def _names(rows: Sequence[BenchRow]) -> list[str]:
+    return [f"{row.label}\n{row.block}" for row in rows]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.judge.bench import BenchCase
+from compare.judge.outcome import TimedCase
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
@@ -37,7 +37,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 def bench_cases(
     experiment: Experiment, choice: Choice, *, steps: int, platform: str
-) -> tuple[list[BenchCase], dict[str, str]]:
+) -> tuple[list[TimedCase], dict[str, str]]:
     """Every case, block by block, and why others are none, by name.
 
     Args:
@@ -55,7 +55,7 @@ def bench_cases(
         _require_different(flag, given)
         _refuse_degrees(flag, given, choice.presets)
     layouts, left_out = _layouts(experiment.layout, choice)
-    cases: list[BenchCase] = []
+    cases: list[TimedCase] = []
     could_be: set[str] = set()
     for layout_name, layout in layouts.items():
         spread = msgspec.structs.replace(experiment, layout=layout)
@@ -122,16 +122,16 @@ def layout_name(layout: Layout) -> str:
     return "-".join(f"{axis}{layout.axes[axis]}" for axis in AXES if layout.axes[axis] > 1)
 
 
-def rotated(cases: Sequence[BenchCase], number: int) -> list[BenchCase]:
+def rotated(cases: Sequence[TimedCase], number: int) -> list[TimedCase]:
     """The order of a round, counted from 1: block by block, and in each block A B C, then B C A, ...
 
     No case is always the first, when the machine is cool, nor always after the same other one; and cases of a
     block, whose ratios count, run close to each other.
     """
-    blocks: dict[str, list[BenchCase]] = {}
+    blocks: dict[str, list[TimedCase]] = {}
     for case in cases:
         blocks.setdefault(case.block, []).append(case)
-    order: list[BenchCase] = []
+    order: list[TimedCase] = []
     for own in blocks.values():
         first = (number - 1) % len(own)
         order += own[first:] + own[:first]
@@ -161,7 +161,7 @@ def _with_devices(preset: str, layout: Layout) -> str:
     return f"{preset}-{layout.devices}" if layout.devices > 1 else preset
 
 
-def _rows(engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment) -> list[BenchCase]:
+def _rows(engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment) -> list[TimedCase]:
     """A case for each engine. Raises ExperimentError for a variant that cannot work there."""
     whole = _resolved(plain, "", variant, steps=plain.train.max_iters)
     seen: Counter[str] = Counter()
@@ -169,14 +169,14 @@ def _rows(engines: Sequence[str], layout: str, size: str, variant: str, plain: E
     for engine in engines:
         seen[engine] += 1
         cases.append(
-            BenchCase(
+            TimedCase(
                 engine=engine, layout=layout, size=size, variant=variant, copy=seen[engine], experiment=whole
             )
         )
     return cases
 
 
-def _refusal(case: BenchCase, plain: Experiment, *, is_preset: bool, platform: str) -> str:
+def _refusal(case: TimedCase, plain: Experiment, *, is_preset: bool, platform: str) -> str:
     """Why an engine cannot do a case, or does it as it does another one; '' if it can."""
     engine, whole = ENGINES[case.engine], case.experiment
     preset = case.layout.partition("-")[0] if is_preset else "ddp"
@@ -231,6 +231,6 @@ def _value(text: str) -> object:
     return found["value"] if found.keys() == {"value"} else text
 
 
-def _block_by_block(cases: list[BenchCase]) -> list[BenchCase]:
+def _block_by_block(cases: list[TimedCase]) -> list[TimedCase]:
     order = list(dict.fromkeys(case.block for case in cases))
     return sorted(cases, key=lambda case: order.index(case.block))

@@ -1,154 +1,219 @@
-"""The bucket study: data parallelism's step over bucket sizes, and an all-reduce fitted beside it."""
+"""`shardpair buckets`: what gradient buckets cost on this machine, and what a closed form predicts."""
 
 import math
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
-import msgspec
+import numpy as np
 
 from compare.contract.collective_bench import OURS
-from compare.contract.timing import Timing
-from compare.execute.launch import EngineError, require_devices
+from compare.execute.launch import EngineError
 from compare.execute.load import busy_cores
-from compare.judge.bench import BenchCase, BenchResult
-from compare.judge.bucket_study import ALONE, BUCKETED, mb_text
-from compare.judge.closed_forms.buckets import bucket_sizes
+from compare.judge.bucket_overheads import (
+    ALONE,
+    BUCKETED,
+    Line,
+    Point,
+    best_of,
+    default_bucket_mb,
+    gradient_bytes,
+    line_of,
+    overheads_of,
+    reduced_experiment,
+)
 from compare.judge.collective_fit import Fit
-from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.judge.outcome import Outcome, TimedCase
+from compare.judge.statistics import interval_words
+from compare.show.findings import Column, Figure, Findings, Series, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.studies.bench import plan_bench
-from compare.studies.bench_cases import Choice
 from compare.studies.cases import Settings, with_layout
-from compare.studies.collectives import (
-    RESULT,
-    Order,
-    read_bench,
-    requests_of,
-    run_requests,
-    sizes_between,
-)
-from compare.studies.memory_estimate import require_memory
+from compare.studies.collectives import RESULT, Order, read_bench, requests_of, run_requests, sizes_between
 from compare.studies.presets import spread
+from compare.study import Cases, Study, findings_of
+from compare.terminal.units import human_bytes
 
 OTHERS = ("flat", "naive", "overlapped")
-STEPS_OF_TEN = (1.0, 2.5, 5.0)
-MOST_BUCKETS = 50
+"""Of the first the losses are what others are held to."""
+MARKS = {BUCKETED: "o", "overlapped": "s", "flat": "^", "naive": "D"}
 SMALLEST_SIZE, LARGEST_SIZE = 2**10, 2**22
 """Bytes between which an all-reduce is timed at least, for its fit."""
 COLLECTIVES = "collectives"
+"""Folder of its times, in that of the study."""
 
 
-def default_bucket_mb(experiment: Experiment) -> tuple[float, ...]:
-    """Round numbers of megabytes, of which the gradients fill 2 to `MOST_BUCKETS`, each in another way."""
-    itemsize = storage_dtype(experiment).itemsize
-    whole = parameter_count(experiment.model) * itemsize / 1e6
-    tens = [10.0**power for power in range(-3, math.ceil(math.log10(whole)) + 1)]
-    sizes = [round(step * ten, 6) for ten in tens for step in STEPS_OF_TEN]
-    fitting = [size for size in sizes if whole / MOST_BUCKETS <= size <= whole / 2]
-    different = {
-        tuple(bucket_sizes(experiment.model, limit=size * 1e6, itemsize=itemsize)): size
-        for size in reversed(fitting)  # of several that make the same buckets, the smallest
-    }
-    return tuple(sorted(different.values())) or (max(whole, 0.001),)
+class Buckets(Study, frozen=True, kw_only=True):
+    """Time data parallelism over bucket sizes, and hold the best one against a closed form.
 
+    torch-manual's step with its gradients flat, naive, overlapped and in buckets, each in fresh processes, in
+    rounds whose order rotates; less the step of one rank on the same tokens without communication. Beside it
+    overhead(n) = s/(n w) + n o, with w and o from an all-reduce that is timed in the same run.
 
-def plan_study(
-    name: str,
-    experiment: Experiment,
-    *,
-    devices: int,
-    bucket_mb: tuple[float, ...],
-    timing: Timing,
-    rounds: int,
-    anyway: bool,
-    settings: Settings,
-) -> BenchResult:
-    """A bench of the study's cases, in one block, whose rounds rotate; nothing is started.
-
-    Args:
-        name: for people.
-        experiment: with the user's overrides; its layout is replaced.
-        devices: of data parallelism.
-        bucket_mb: limits of a bucket; none for `default_bucket_mb`.
-        timing, rounds, anyway, settings: as for `plan_bench`.
-
-    Raises:
-        ExperimentError, EnvironmentMissing: what cannot work.
+    Try:
+      shardpair buckets demo --rounds 2
+      shardpair buckets baby-gpt --train.batch_size 4 --bucket_mb 1 2.5 5 10 25
     """
-    if devices < 2:
-        raise ExperimentError(f"--devices {devices}: there is nothing to reduce on fewer than 2")
-    if len(set(bucket_mb)) < len(bucket_mb):
-        raise ExperimentError(f"--bucket_mb {' '.join(f'{mb:g}' for mb in bucket_mb)}: give each once")
-    single = spread(edited(experiment, {"train": {"max_iters": timing.steps}}), "single")
-    if single.train.batch_size % devices:
-        raise ExperimentError(
-            f"train.batch_size = {single.train.batch_size} is not divisible by --devices {devices}: change "
-            f"one of them"
+
+    bucket_mb: tuple[float, ...] = ()
+    """Bucket sizes in MB (1e6 bytes). Default: round numbers of which the gradients fill 2 to 50, but none
+    that makes the same buckets as another."""
+    devices: int = 2
+    """Ranks of data parallelism."""
+
+    brief = "sizes of gradient buckets, beside a closed form"
+    layouts = "the study has layouts of its own, on --devices"
+    decided: ClassVar = {**Study.decided, "layout.bucket_mb": "--bucket_mb"}
+
+    def cases(self, experiment: Experiment) -> Cases:
+        """Every way of reducing gradients, and the step without communication, in one block."""
+        if self.devices < 2:
+            raise ExperimentError(f"--devices {self.devices}: there is nothing to reduce on fewer than 2")
+        if len(set(self.bucket_mb)) < len(self.bucket_mb):
+            given = " ".join(f"{mb:g}" for mb in self.bucket_mb)
+            raise ExperimentError(f"--bucket_mb {given}: give each once")
+        single = spread(edited(experiment, {"train": {"max_iters": self.timing.steps}}), "single")
+        batch = single.train.batch_size
+        if batch % self.devices:
+            raise ExperimentError(
+                f"train.batch_size = {batch} is not divisible by --devices {self.devices}: change one of them"
+            )
+        share = revalidate(edited(single, {"train": {"batch_size": batch // self.devices}}))
+        reduced = with_layout(single, dp_replicate=self.devices)
+        ways = {sync: with_layout(reduced, gradient_sync=sync) for sync in OTHERS}
+        for mb in sorted(self.bucket_mb or default_bucket_mb(experiment)):
+            ways[mb_text(mb)] = with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=mb)
+        layout = f"ddp-{self.devices}"
+        return [
+            TimedCase(engine=REFERENCE, layout=layout, variant=variant, experiment=whole)
+            for variant, whole in {**ways, ALONE: share}.items()
+        ], {}
+
+    @classmethod
+    def measure_beside(cls, outcome: Outcome, folder: Path, *, settings: Settings, quiet: bool) -> None:
+        """Time our all-reduce up to the size of all gradients, unless the folder has its times.
+
+        Raises:
+            EngineError: it did not finish, or gave wrong results.
+        """
+        place, reduced = folder / COLLECTIVES, reduced_experiment(outcome)
+        if not (place / RESULT).is_file() or not read_bench(place).passed:
+            shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
+            order = Order(
+                kinds=("all_reduce",),
+                implementations=(OURS,),
+                sizes=sizes_between(SMALLEST_SIZE, max(LARGEST_SIZE, gradient_bytes(reduced)), 4),
+                ranks=(reduced.layout.devices,),
+                platform=settings.platform,
+                timeout_s=settings.timeout_s,
+            )
+            how = {"busy": busy_cores(), "pythons": settings.pythons, "quiet": quiet}
+            run_requests(*requests_of(order), command="", run_dir=str(place), **how)
+        kept_fit(folder)
+
+    @classmethod
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+        """Overheads over bucket sizes, beside the closed forms."""
+        timed = {one.case for one in outcome.measurements}
+        if len(timed) < 2 or outcome.cases[-1].name not in timed:  # there is no overhead to tell
+            raise EngineError("; ".join(one.why for one in outcome.failures), exit_code=1)
+        line = line_of(reduced_experiment(outcome), kept_fit(folder))
+        alone_ms, points = overheads_of(outcome, line)
+        ranks = line.fit.ranks
+        title = f"Data parallelism over {ranks} ranks, {human_bytes(line.gradient_bytes)} of gradients"
+        return findings_of(
+            outcome,
+            title=title,
+            sentence=sentence_of(points, line, alone_ms),
+            about=[
+                f"Overhead is a step less {alone_ms:.1f} ms, the step of one rank on the same tokens without "
+                f"communication; so it holds, too, what ranks that share cores and memory take from each "
+                f"other. {outcome.finished_rounds} rounds of fresh processes.",
+                f"An all-reduce on {ranks} ranks here: {line.words()}",
+            ],
+            tables=[table_of(title, COLUMNS, points)],
+            figures=[figure_of(points, line)],
+            rows=points,
+            alone_ms=alone_ms,
+            prediction=line,
         )
-    share = revalidate(edited(single, {"train": {"batch_size": single.train.batch_size // devices}}))
-    reduced = with_layout(single, dp_replicate=devices)
-    ways = [(sync, with_layout(reduced, gradient_sync=sync)) for sync in OTHERS]
-    ways += [
-        (mb_text(mb), with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=mb))
-        for mb in sorted(bucket_mb or default_bucket_mb(experiment))
-    ]
-    cases = [
-        BenchCase(engine=REFERENCE, layout=f"ddp-{devices}", variant=variant, experiment=whole)
-        for variant, whole in [*ways, (ALONE, share)]  # the first is what others' losses are held to
-    ]
-    for case in cases:
-        require_devices(case.experiment, settings.platform)
-        require_memory(case.engine, case.experiment, platform=settings.platform)
-    planned = plan_bench(
-        name,
-        single,
-        Choice(engines=(REFERENCE,)),
-        timing=timing,
-        rounds=rounds,
-        baseline=REFERENCE,
-        anyway=anyway,
-        settings=settings,
+
+
+COLUMNS = (
+    Column[Point]("gradients", lambda point: point.name),
+    Column[Point]("buckets", lambda point: point.buckets, "d"),
+    Column[Point]("ms/step", lambda point: point.wall_ms, ".1f"),
+    Column[Point]("overhead ms", lambda point: point.overhead_ms, ".1f"),
+    Column[Point]("overlapped: s/(n w) + n o", lambda point: point.overlapped_ms, ".1f"),
+    Column[Point]("exposed: s/w + n o", lambda point: point.exposed_ms, ".1f"),
+)
+
+
+def sentence_of(points: list[Point], line: Line, alone_ms: float) -> str:
+    """The outcome in a line."""
+    predicted = f"predicted best bucket {mb_text(line.best_bucket_mb)}"
+    if (best := best_of(points)) is None:
+        return f"{predicted}; none was measured"
+    ms, space, interval = written(best.overhead_ms, ".1f").partition(" ")
+    return (
+        f"{predicted}; measured best {best.name}: {ms} ms{space}{interval} beyond {alone_ms:.1f} ms without "
+        f"communication"
     )
-    return msgspec.structs.replace(planned, experiment=experiment, cases=cases)
 
 
-def fitted_all_reduce(folder: Path, result: BenchResult, *, settings: Settings, quiet: bool) -> Fit:
-    """Time our all-reduce on this machine, once a study, up to the size of all gradients; its fit.
-
-    Args:
-        folder: of the study; the times are kept in it.
-        result: of the study's bench.
-        settings, quiet: how to run.
-
-    Raises:
-        EngineError: it did not finish, or gave wrong results.
-    """
-    place = folder / COLLECTIVES
-    experiment = next(case.experiment for case in result.cases if case.variant != ALONE)
-    devices = experiment.layout.devices
-    gradient_bytes = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
-    if not (place / RESULT).is_file() or not read_bench(place).passed:
-        shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
-        order = Order(
-            kinds=("all_reduce",),
-            implementations=(OURS,),
-            sizes=sizes_between(SMALLEST_SIZE, max(LARGEST_SIZE, gradient_bytes), 4),
-            ranks=(devices,),
-            platform=settings.platform,
-            timeout_s=settings.timeout_s,
-        )
-        requests, left_out = requests_of(order)
-        run_requests(
-            requests,
-            left_out,
-            command="",
-            run_dir=str(place),
-            busy=busy_cores(),
-            pythons=settings.pythons,
-            quiet=quiet,
-        )
-    return kept_fit(folder)
+def figure_of(points: list[Point], line: Line) -> Figure:
+    """Measured overheads over bucket size, and the closed forms' curves."""
+    size_mb, most = line.gradient_bytes / 1e6, max([1.0, *(point.buckets for point in points)])
+    counts = np.geomspace(1, max(most, line.best_buckets) if math.isfinite(line.best_buckets) else 100, 200)
+    curves = {
+        "overlapped: s/(n w) + n o": ("-", line.overlapped_ms),
+        "exposed: s/w + n o": (":", line.exposed_ms),
+    }
+    series = [
+        *(
+            Series(
+                label=f"measured, {sync}",
+                look="points",
+                mark=mark,
+                colour=place,
+                x=[size_mb / point.buckets for point in of_sync],
+                y=[point.overhead_ms.median for point in of_sync],
+                spread=[point.overhead_ms.ends for point in of_sync],
+            )
+            for place, (sync, mark) in enumerate(MARKS.items())
+            if (of_sync := [point for point in points if point.gradient_sync == sync])
+        ),
+        *(
+            Series(
+                label=f"closed form, {name}",
+                dash=dash,
+                x=list(size_mb / counts),
+                y=[form(count) for count in counts],
+            )
+            for name, (dash, form) in curves.items()
+        ),
+    ]
+    best = best_of(points)
+    if math.isfinite(line.best_buckets):
+        label = f"predicted best: {mb_text(line.best_bucket_mb)}"
+        series.append(Series(label=label, look="upright", dash="--", colour=4, x=[line.best_bucket_mb]))
+    if best:
+        label = f"measured best: {best.name} asked for, {best.buckets} buckets"
+        series.append(Series(label=label, look="upright", dash="--", colour=0, x=[size_mb / best.buckets]))
+    intervals = interval_words(point.overhead_ms for point in points)
+    return Figure(
+        title="Overhead over bucket size",
+        caption=(
+            f"Medians over rounds; whiskers are {intervals}. The lines are closed forms: overlapped if "
+            f"backward takes as long for a bucket as its bytes do, exposed if nothing runs beside backward. "
+            f"A size is the gradients over the number of buckets."
+        ),
+        x="bucket size (MB)",
+        y="overhead of a step (ms)",
+        series=series,
+        log="x",
+        at=0.0,
+    )
 
 
 def kept_fit(folder: Path) -> Fit:
@@ -162,3 +227,8 @@ def kept_fit(folder: Path) -> Fit:
     if not bench.passed or not bench.fits:
         raise EngineError(f"all_reduce: {bench.sentence()}", exit_code=1)
     return bench.fits[0]
+
+
+def mb_text(megabytes: float) -> str:
+    """A size of a bucket: 2.5 MB; more precision would say nothing."""
+    return f"{megabytes:.3g} MB"

@@ -1,7 +1,5 @@
 """The benchmark of collectives: its rows, timed by each side in fresh processes, and their fits."""
 
-import datetime
-import platform as host
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,12 +22,13 @@ from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.paths import create_run_dir
-from compare.execute.source import git_state
 from compare.execute.tally import Tally
 from compare.host.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
+from compare.judge.circumstances import Circumstances
 from compare.judge.collective_fit import Fit, fits_of
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
+from compare.studies.rounds import here_and_now
 from compare.terminal.units import human_bytes
 
 RESULT = "collectives.json"
@@ -41,18 +40,14 @@ class CollectiveBench(Struct, frozen=True, kw_only=True):
 
     command: str
     """That makes it again."""
-    created_utc: str
-    machine: str
+    circumstances: Circumstances
+    """With the load before the first row."""
     platform: Platform
-    git_commit: str
-    git_dirty: bool
     requests: dict[FolderName, CollectiveRequest]
     """By the folder in which each ran."""
     rows: list[CollectiveRow] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     sides: dict[str, CollectiveSide] = field(default_factory=dict)
-    busy_cores: float = 0.0
-    """In use by others before the first row."""
     left_out: list[str] = field(default_factory=list)
     """What this machine's memory cannot hold, a line each."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -177,16 +172,11 @@ def run_requests(
         Interrupted: Ctrl-C. Finished rows are saved.
     """
     folder = create_run_dir("collectives", run_dir)
-    commit, dirty = git_state()
     bench = CollectiveBench(
         command=command,
-        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=f"{host.system()} {host.machine()}",
+        circumstances=here_and_now(busy),
         platform=next(iter(requests.values())).platform,
-        git_commit=commit,
-        git_dirty=dirty,
         requests=dict(requests),
-        busy_cores=busy,
         left_out=list(left_out),
     )
     tally = Tally(sum(map(_rows_asked_for, requests.values())), "rows", quiet=quiet)

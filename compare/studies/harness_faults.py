@@ -226,6 +226,11 @@ def _evaluations(change: Callable[[list[Evaluation]], list[Evaluation]]) -> Dama
     return damage
 
 
+def _each(**fields: object) -> Damage:
+    """The same figure in every step."""
+    return _steps(lambda steps: [msgspec.structs.replace(step, **fields) for step in steps])
+
+
 def _lacking_last(done: list[Evaluation]) -> list[Evaluation]:
     return done[:-1]
 
@@ -257,6 +262,20 @@ def _ledger(**fields: object) -> Damage:
         files.write_json(folder / files.LEDGER, ledger)
 
     return damage
+
+
+def _with_a_problem(folder: Path) -> None:
+    ledger = read_json(folder / files.LEDGER, dict)
+    files.write_json(folder / files.LEDGER, ledger | {"problems": ["something was sent that nobody saw"]})
+
+
+def _without_memory(folder: Path) -> None:
+    held = read_json(folder / files.MANIFEST, dict)["peak_memory_bytes"]
+    _manifest(peak_memory_bytes=[0] * len(held))(folder)
+
+
+def _failed_as_well(folder: Path) -> None:
+    (folder / files.ERROR).write_bytes(b"{}")
 
 
 def _held_twice(folder: Path) -> None:
@@ -328,6 +347,11 @@ HARNESS_FAULTS = {
             "both are to guess the tokens that they were given",
             _tensors(Rung.BATCH, lambda named: named | {"targets": named["inputs"]}),
         ),
+        _fault("negative_times", REQUEST, "steps of less than no time", _each(step_time_ms=-1.0)),
+        _fault("other_throughput", REQUEST, "tokens/s that do not fit the times", _each(tokens_per_s=1.0)),
+        _fault("all_watched", REQUEST, "every step is the watched one", _each(instrumented=True)),
+        _fault("no_memory", REQUEST, "devices that held nothing", _without_memory),
+        _fault("other_axis", REQUEST, "gradients over an axis that the layout has not", _ledger(axis="tp")),
         _fault("turned_query_bias", LATER, "a query bias turned round", _turn_query_bias, whose=CANDIDATE),
         _fault(
             "better_validation",
@@ -339,11 +363,20 @@ HARNESS_FAULTS = {
         _fault("lacking_evaluation", REQUEST, "both lack the last evaluation", _evaluations(_lacking_last)),
         _fault("no_work", STRATEGY, "neither says what it computed", _without_work),
         _fault("other_products", STRATEGY, "products in bfloat16", _work(products={"bfloat16": 9})),
+        _fault(
+            "reference_products",
+            STRATEGY,
+            "the reference's products are in bfloat16",
+            _work(products={"bfloat16": 9}),
+            whose=REFERENCE,
+        ),
         _fault("other_remat", STRATEGY, "all is computed again", _work(again=["activations", "products"])),
         _fault("whole_logits", STRATEGY, "logits of other positions", _work(logits_positions=[1])),
         _fault("other_sync", STRATEGY, "gradients in 99 messages", _ledger(calls=99)),
         _fault("other_messages", STRATEGY, "gradients sent in bfloat16", _ledger(dtype="bfloat16")),
+        _fault("incomplete_ledger", STRATEGY, "a ledger that is not complete", _with_a_problem),
         _fault("held_more", STRATEGY, "optimizer state twice as large", _held_twice),
+        _fault("failed_as_well", READING, "an error.json beside the manifest", _failed_as_well),
         _fault("no_steps", READING, "an emptied steps file", _garble(files.STEPS, lambda text: b"")),
         _fault(
             "garbled_tensors",

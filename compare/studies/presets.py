@@ -126,7 +126,7 @@ def settings_in(layout: Layout, written: Iterable[str] = SPREAD) -> frozenset[st
 
 
 def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse a name that there is not, or that is given twice. Raises ExperimentError, naming the flag."""
+    """Raise ExperimentError, naming the flag, for an unknown or repeated name."""
     for name, count in Counter(names).items():
         if name not in known:
             raise ExperimentError(f"{flag} {name}: no such {what} (there are {', '.join(known)})")

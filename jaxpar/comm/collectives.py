@@ -47,7 +47,7 @@ def _is_varying(x: jax.Array, axis: str) -> bool:
 
 
 def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
-    """The sum of x over a mesh axis, or several, on every device of it."""
+    """Sum of x, any shape, over one or several mesh axes, on every device of them."""
     # A sum over one device is nothing, and XLA on a CPU copies all of x for it.
     axes = [name for name in _names(axis) if axis_size(name) > 1 or _is_varying(x, name)]
     with ledger_scope(purpose):
@@ -55,12 +55,12 @@ def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") 
 
 
 def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
-    """The mean of x over a mesh axis, or several, on every device of it."""
+    """Mean of x, any shape, over one or several mesh axes, on every device of them."""
     return all_reduce(x, axis, purpose=purpose) / math.prod(map(axis_size, _names(axis)))
 
 
 def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
-    """The maximum of x over a mesh axis, on every device of it. Not differentiable."""
+    """Maximum of x, any shape, over a mesh axis, on every device of it. Not differentiable."""
     with ledger_scope(purpose):
         return lax.pmax(x, axis)
 
@@ -79,31 +79,31 @@ def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
 
 
 def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """The shards of a dim, joined on every device of a mesh axis. Its transpose is `reduce_scatter`."""
+    """Shards joined at `dim`, (.., d, ..) -> (.., n d, ..), n devices. Its transpose: `reduce_scatter`."""
     with ledger_scope(purpose):
         return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def all_gather_equal(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """`all_gather`, its result marked as equal on all devices: for parameters after an update."""
+    """`all_gather` with a result marked as equal on all devices: for parameters after an update."""
     with ledger_scope(purpose):
         return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 
 
 def reduce_scatter(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """This device's shard, along a dim, of the sum over a mesh axis."""
+    """This device's shard at `dim` of the sum over a mesh axis: (.., d, ..) -> (.., d / n, ..)."""
     with ledger_scope(purpose):
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
 def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
-    """This device's shard of an array that is whole on every device: no communication."""
+    """This device's shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`, without communication."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
 def shift(x: jax.Array, axis: str, *, by: int = 1, purpose: str = "") -> jax.Array:
-    """The x of the device `by` places further along a mesh axis, a ring."""
+    """The x, any shape, of the device `by` positions further along a mesh axis, a ring."""
     n = axis_size(axis)
     with ledger_scope(purpose):
         return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])

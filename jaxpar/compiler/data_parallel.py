@@ -20,7 +20,7 @@ AXIS = DP_REPLICATE
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a batch (A, B, ...): B is split, over replicas outermost."""
+    """Sharding of a batch (A, B, ...): B is split, replicas outermost."""
     return NamedSharding(mesh, P(None, BATCH))
 
 

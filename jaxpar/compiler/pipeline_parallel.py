@@ -37,7 +37,7 @@ Tree = Any
 
 
 class Turn(NamedTuple):
-    """What a device does at a tick: numbers of the chunk that is on, of its stage, and of the microbatch."""
+    """One device's task at a tick: numbers of its chunk's turn, of its stage, and of the microbatch."""
 
     chunk: jax.Array
     stage: jax.Array

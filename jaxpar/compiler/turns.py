@@ -1,4 +1,4 @@
-"""What a device of the pipeline does at a tick, for a timeline: as `run_pipeline` counts it."""
+"""Tasks of each device of the pipeline by tick, for a timeline: as `run_pipeline` counts them."""
 
 from functools import partial
 

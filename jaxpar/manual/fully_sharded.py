@@ -79,9 +79,10 @@ def unpad(params: Any, placements: Any) -> Any:
     """Local parameters without what only makes shards equal in size."""
 
     def cut(p: Placement, x: jax.Array) -> jax.Array:
-        if p.shard_dim is None:
+        dim = p.dims.get(AXIS)
+        if dim is None:
             return x
-        return lax.slice_in_dim(x, 0, p.part(p.shard_dim, sharded=False), axis=p.shard_dim)
+        return lax.slice_in_dim(x, 0, p.part(dim, sharded=False), axis=dim)
 
     return jax.tree.map(cut, placements, params)
 
@@ -126,7 +127,7 @@ def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any
     """`move(x, AXIS, dim=...)` of every leaf that dp_shard splits, along the dim that it splits."""
 
     def moved(p: Placement, x: jax.Array) -> jax.Array:
-        return x if p.shard_dim is None else move(x, AXIS, dim=p.shard_dim)
+        return move(x, AXIS, dim=p.dims[AXIS]) if AXIS in p.dims else x
 
     return jax.tree.map(moved, placements, tree)
 

@@ -1,4 +1,4 @@
-"""How fast XLA multiplies matrices on this machine: `python -m jaxpar --ceiling JSON`."""
+"""XLA's best rate of matrix products on this machine: `python -m jaxpar --ceiling JSON`."""
 
 import time
 

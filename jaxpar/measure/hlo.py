@@ -84,7 +84,7 @@ class Collective:
     name: str = ""
 
     def calls_at(self, stage: int) -> int:
-        """How often it runs in one step on a rank of a pipeline."""
+        """Number of runs in one step on a pipeline's rank."""
         if not self.calls:
             return 0
         return self.calls * self.turns[stage if len(self.turns) > 1 else 0] // max(self.turns)
@@ -172,9 +172,7 @@ class _Module:
             self._object(
                 f"a branch with a collective in it ({kinds}), which counts as if it were always taken", text
             )
-        yield from max(
-            unsaid, key=lambda branch: sum(sum(found.arrays) * found.calls for found in branch), default=[]
-        )
+        yield from max(unsaid, key=_bytes_sent, default=[])
 
     def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
         try:

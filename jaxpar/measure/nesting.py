@@ -18,11 +18,11 @@ CONTROL = ("while", "conditional", "call", "async-start", "async-done")
 
 
 class Place(NamedTuple):
-    """An instruction, and where it stands."""
+    """An instruction and its position in the module."""
 
     opcode: str
     op_name: str
-    """Of the operation in JAX that it is made of; "" where XLA put it there."""
+    """Name of the JAX operation that it comes from; "" for XLA's own."""
     loop: str = ""
     """The outermost `while` around it whose number of turns XLA tells; "" if there is none."""
     trips: int = 0

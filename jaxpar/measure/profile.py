@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
+from compare.contract.observers import Observer
 from compare.contract.record import Recorder
-from compare.contract.request import Request
 from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
 from compare.spec.experiment import Experiment
 from jaxpar.measure.hlo import collectives
@@ -18,6 +18,7 @@ from jaxpar.measure.merging import merged
 from jaxpar.measure.nesting import CONTROL, Place, Turns, places
 from jaxpar.measure.profile_events import Event, Executions, read_events
 from jaxpar.measure.turns_of_work import Schedule, Work, make_turns
+from jaxpar.state import Run
 
 METHOD = (
     "jax.profiler: XLA's own marks when an instruction begins and is over, on each device. Forward, backward "
@@ -31,35 +32,30 @@ NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and
 NO_LOOP = " XLA has left no loop over microbatches: of which one a span is cannot be told."
 
 
-def watched_step(request: Request) -> int | None:
-    """The number of the step that is watched; None in a run that leaves no timeline."""
-    if not request.profile:
-        return None
-    return profiled_step(request.first_step, request.steps, NONE_INSTRUMENTED)
-
-
-@contextmanager
-def profiling(
-    request: Request, recorder: Recorder, number: int, step: jax.stages.Compiled, devices: list[jax.Device]
-) -> Generator[None]:
-    """Around a step: if it is the one to be watched, leave its timeline.
+class Profile(Observer):
+    """Watches one step, and writes timeline.json.
 
     Args:
-        request, recorder: of the run.
-        number: of the step.
-        step: what runs, and is waited for inside.
-        devices: of the mesh, in order.
+        run: what is trained.
+        recorder: writes.
     """
-    if number != watched_step(request):
-        yield
-        return
-    hlo = step.as_text()
-    assert hlo, "XLA keeps no text of the compiled step"
-    with recorded(hlo, devices) as found:
-        yield
-    recorder.timeline(
-        make_timeline(found[0], hlo, engine=request.engine, experiment=request.experiment, step=number)
-    )
+
+    def __init__(self, run: Run, recorder: Recorder):
+        self._run, self._recorder = run, recorder
+        first, steps = run.request.first_step, run.request.steps
+        self.watched = profiled_step(first, steps, NONE_INSTRUMENTED)
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """The step is waited for inside."""
+        hlo, request = self._run.program(self.watched).as_text(), self._run.request
+        assert hlo, "XLA keeps no text of the compiled step"
+        with recorded(hlo, self._run.devices) as found:
+            yield
+        engine, experiment = request.engine, request.experiment
+        self._recorder.timeline(
+            make_timeline(found[0], hlo, engine=engine, experiment=experiment, step=self.watched)
+        )
 
 
 @contextmanager

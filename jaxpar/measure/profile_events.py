@@ -25,20 +25,20 @@ class Event(NamedTuple):
     """One execution of an instruction on a device."""
 
     device: int
-    """In the order of the mesh."""
+    """Position in the order of the mesh."""
     name: str
-    """Of the instruction."""
+    """Name of the instruction."""
     begin_us: float
     end_us: float
 
 
 class Executions(NamedTuple):
-    """What the devices did of a module."""
+    """Executions of a module's instructions on the devices."""
 
     events: list[Event]
     """The earliest first."""
     waited_us: float
-    """In collectives, until the last device had come: of all devices together, as far as it is told."""
+    """Waiting in collectives for the last device (microseconds), summed over the devices as far as known."""
 
 
 class UnreadableProfileError(RuntimeError):

@@ -16,20 +16,20 @@ from compare.spec.experiment import Experiment, Layout
 
 
 class Work(NamedTuple):
-    """What a device does at a turn."""
+    """One device's work at a turn."""
 
     microbatch: int = -1
-    """-1 for none: the device is idle."""
+    """Number of the microbatch; -1: the device is idle."""
     chunk: int = 0
     kind: Kind | None = None
-    """If it does one thing alone."""
+    """Kind of work, if the turn has only one."""
 
 
 class Schedule(NamedTuple):
     """Work by turns."""
 
     turns: int
-    """Of the loop; 0 if there is none over microbatches."""
+    """Number of the loop's turns; 0 without a loop over microbatches."""
     work: Callable[[int, int, bool], Work]
     """(device, turn, whether the loop is of backward alone) -> its work; of a pipeline's engine by the place
     along pp."""

@@ -59,12 +59,12 @@ def _kept(analysis: Any) -> int:
 
 
 def first_device(tree: Any) -> jax.Device:
-    """The one with the lowest number, of those that hold a tree of arrays."""
+    """The device with the lowest id among the holders of a tree of arrays, any shapes."""
     return min(jax.tree.leaves(tree)[0].sharding.device_set, key=lambda device: device.id)
 
 
 def memory_in_use(device: jax.Device) -> MemoryUse:
-    """Of a GPU; of a CPU that of the process, which has all devices' arrays."""
+    """Bytes in use: the allocator's on a GPU; on a CPU the process's, all virtual devices together."""
     statistics = device.memory_stats()
     if not statistics:
         return process_memory()

@@ -9,5 +9,5 @@ MODULES = {peer.name: f"jaxpar.{peer.folder}" for peer in JAX.peers}
 
 
 def load_train(engine: str) -> Callable[..., None]:
-    """What trains with an engine: a peer's own `train`, or the loop of all others, called alike."""
+    """The `train` of an engine: a peer's own, or the common loop, called alike."""
     return importlib.import_module(MODULES.get(engine, "jaxpar.train")).train

@@ -4,7 +4,6 @@ A gradient accumulation, B batch, T position. Neither mesh nor sharding. The one
 is the 1e-6 beside the norm that clips, PyTorch's: `optax.clip_by_global_norm` has none, and 1e-6 would show.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -18,20 +17,22 @@ from jax.sharding import SingleDeviceSharding
 from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from compare.contract.timing import Window
-from compare.host.facts import cpu_seconds
+from compare.contract.timing import Stopwatch
 from compare.numerics.optimizer import CLIP_EPS
-from compare.numerics.stream import Batches
+from compare.numerics.parameters import fingerprint
+from compare.numerics.stream import Batches, arrays_of_step
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, Layout, Optimizer
+from compare.spec.experiment import Layout, Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
+from jaxpar.measure.work import work_of
+from jaxpar.observers import observers_of
 from jaxpar.optimizer import global_norm
 from jaxpar.problem import Loss, Problem
-from jaxpar.recording import Recording
 from jaxpar.remat import resolve_remat
-from jaxpar.state import TrainState
-from jaxpar.train import make_problem
+from jaxpar.setup import make_problem
+from jaxpar.state import Run, TrainState, canonical
+from jaxpar.train import run_loop
 from jaxpar.training_step import ShardedStep, accumulated_gradients
 
 
@@ -100,7 +101,7 @@ def train(
 ) -> None:
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    experiment = request.experiment
+    experiment, sizes = request.experiment, request.experiment.train
     ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     (device,) = find_devices(1, platform=request.platform)
@@ -115,63 +116,36 @@ def train(
     params = jax.device_put(names.from_canonical(initial, experiment.model), device)
     state = TrainState(params=params, opt_state=jax.jit(optimizer.init)(params))
     step = make_step(loss, optimizer, grad_clip=experiment.optimizer.grad_clip)
-    recording = Recording(
-        request,
-        recorder,
-        sharded=_on_one_device(step, problem, params, device),
-        state=state,
-        corpus=corpus,
-        started_utc=started_utc,
-        moments=moments,
-    )
-
-    begun = time.perf_counter()
-    sizes = experiment.train
     shape_ABT = (sizes.gradient_accumulation_steps, sizes.batch_size, experiment.model.block_size)
     shapes = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    traced = jitted.trace(state.params, state.opt_state, shapes)
-    recording.is_traced(traced.jaxpr)
-    compiled = traced.lower().compile()
-    compile_s = time.perf_counter() - begun
+    clock = Stopwatch()
+    with clock:
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(state.params, state.opt_state, shapes)
+        recorder.work(work_of(traced.jaxpr))
+        compiled = traced.lower().compile()
     progress()
 
-    def draw(step: int) -> dict[str, np.ndarray]:
-        return dict(zip(("inputs", "targets"), corpus.batch(experiment, step), strict=True))
-
-    gradients = None
+    sharded = _on_one_device(step, problem, params, device)
+    run = Run(
+        request=request,
+        corpus=corpus,
+        devices=[device],
+        sharded=sharded,
+        state=state,
+        step=compiled,
+        compile_s=clock.wall_s,
+        initial_weights_sha256=fingerprint(canonical(sharded, params, experiment)),
+        moments=moments,
+    )
     if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
-        gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])(state.params, draw(0))
-    progress(in_step=True)
-    while state.step < sizes.max_iters:
-        together = request.timing.together(state.step) if request.timing else 1
-        drawn = [draw(state.step + ahead) for ahead in range(together)]
-        take_steps(compiled, state, recording, experiment, drawn, gradients, device=device)
-        progress(in_step=state.step < sizes.max_iters)
-    recording.finish(compiled, [device], compile_s=compile_s)
+        gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])
+        state.gradients = gradients(params, arrays_of_step(corpus, experiment, 0))
 
+    def take(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        state.params, state.opt_state, metrics = compiled(state.params, state.opt_state, batch)
+        return metrics
 
-def take_steps(
-    step: jax.stages.Compiled,
-    state: TrainState,
-    recording: Recording,
-    experiment: Experiment,
-    drawn: list[dict[str, np.ndarray]],
-    gradients: Any,
-    *,
-    device: jax.Device,
-) -> None:
-    """A step for each batch that was drawn: waited for together at their end, and timed."""
-    done, placed = [], None
-    begun, cpu_begun = time.perf_counter(), cpu_seconds()
-    for batch in drawn:
-        placed = jax.device_put(batch, device)
-        state.params, state.opt_state, metrics = step(state.params, state.opt_state, placed)
-        done.append((state.place, metrics))
-        state.move_on(recording.engine, experiment)
-    jax.block_until_ready((state.params, state.opt_state, done))
-    wall_s, cpu_s = time.perf_counter() - begun, cpu_seconds() - cpu_begun
-    recording.steps_are_done(placed, done, gradients, Window(steps=len(drawn), wall_s=wall_s, cpu_s=cpu_s))
+    run_loop(run, take, observers_of(run, recorder, started_utc=started_utc), progress=progress)
 
 
 def _on_one_device(

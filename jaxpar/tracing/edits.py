@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from compare.spec.axes import DP_SHARD, TP
 from compare.spec.experiment import Layout
 from jaxpar.model import Embedding, Linear
 from jaxpar.placement import Placement
@@ -47,10 +48,8 @@ def require_edits(
 
     def labels(path: tuple[Any, ...], p: Placement) -> frozenset[Label]:
         name = dotted(tuple(key.key for key in path))
-        is_shard = gathers_layers and path[0].key == problem.stacked and p.shard_dim is not None
-        return frozenset(
-            (kind, name) for kind, holds in ((SHARD, is_shard), (PART, p.tp_dim is not None)) if holds
-        )
+        is_shard = gathers_layers and path[0].key == problem.stacked and DP_SHARD in p.dims
+        return frozenset((kind, name) for kind, holds in ((SHARD, is_shard), (PART, TP in p.dims)) if holds)
 
     of_leaves = jax.tree.leaves(
         jax.tree_util.tree_map_with_path(labels, placements), is_leaf=lambda x: isinstance(x, frozenset)
@@ -92,7 +91,7 @@ def mark_modules(problem: Problem, placements: Any, *, sequence_parallel: bool) 
 
 
 class MarkedColumn(Linear):
-    """In the place of a Linear whose outputs are split: only a row may use them."""
+    """Replaces a Linear with split outputs: only a row-parallel layer may use them."""
 
     def __init__(self, linear: Linear, name: str):
         self.contracted, self.compute = linear.contracted, linear.compute
@@ -104,14 +103,14 @@ class MarkedColumn(Linear):
 
 
 class MarkedRow(MarkedColumn):
-    """In the place of a Linear whose inputs are split: its outputs are whole."""
+    """Replaces a Linear with split inputs: its outputs are full."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return Linear.__call__(_marked(self), clears(x, OUTPUT))
 
 
 class MarkedEmbedding(Embedding):
-    """In the place of an Embedding: what it looks up is whole, its logits are split."""
+    """Replaces an Embedding: its vectors are full, its logits split."""
 
     def __init__(self, embedding: Embedding, name: str):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from compare.spec.axes import LAYER
+from compare.spec.axes import LAYER, TP
 from jaxpar.model import Embedding, Linear, cross_entropy
 from jaxpar.problem import Problem
 
@@ -47,9 +47,9 @@ def find_sites(model: Any, problem: Problem, placements: Any) -> list[Site]:
     axes, sites = flatten_dict(problem.axes), []
     for path, placement in flatten_dict(placements).items():
         module = module_at(model, path[:-1])
-        if placement.tp_dim is None or SPLIT_WEIGHT.get(type(module)) != path[-1]:
+        if TP not in placement.dims or SPLIT_WEIGHT.get(type(module)) != path[-1]:
             continue
-        site = Site(path[:-1], module, placement.tp_dim - axes[path].count(LAYER))
+        site = Site(path[:-1], module, placement.dims[TP] - axes[path].count(LAYER))
         _check(site, axes)
         sites.append(site)
     if problem.vocab_size and getattr(model, "cross_entropy", None) is not cross_entropy:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from small_checkpoint import save
 
 from compare.checkpoint.description import DESCRIPTION, SHARDING
-from compare.checkpoint.reader import CheckpointError, CheckpointReader, sum_of
+from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description, sum_of
 
 
 @pytest.fixture
@@ -149,6 +149,13 @@ def test_what_is_wrong_is_refused_by_name_and_nothing_is_changed(copied, spoil, 
     assert str(copied) in str(refused.value)
     assert {path.name: path.read_bytes() for path in copied.iterdir()} == before
     assert not (tmp_path / "hacked").exists()
+
+
+def test_one_that_is_removed_while_it_is_read_is_an_error_of_checkpoints(tmp_path, monkeypatch):
+    """The run that it is of may remove it at any time."""
+    monkeypatch.setattr(Path, "is_file", lambda path: True)  # as it was a moment ago
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json cannot be read: .*No such file"):
+        read_description(tmp_path / "step-00000007")
 
 
 def test_parts_that_overlap_are_refused_when_they_are_read(copied):

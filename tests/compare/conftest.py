@@ -5,8 +5,7 @@ from timed_engines import Engines
 
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
-from compare.studies import bench as study
-from compare.studies import bench_process
+from compare.studies import one_process, rounds
 
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
 
@@ -21,10 +20,10 @@ def small(tiny: Experiment) -> Experiment:
 def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
     """Made-up engines in the place of `launch`, on an idle machine, and tiny.toml in the working folder."""
     made_up = Engines()
-    monkeypatch.setattr(bench_process, "launch", made_up)
-    monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(one_process, "launch", made_up)
+    monkeypatch.setattr(rounds, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
-    monkeypatch.setattr(bench_process, "measure_ceiling", made_up.ceiling)
+    monkeypatch.setattr(one_process, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from benches import TIMING
+from benches import TIMING, cases_of
 from timed_engines import bench
 
 from compare import api
@@ -11,14 +11,13 @@ from compare.cli import main
 from compare.execute import source
 from compare.host.tensors import RecordError
 from compare.judge import ladder
-from compare.judge.bench import BENCH, read_bench
 from compare.judge.bench_rows import blocks
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
 from compare.spec.experiment import ExperimentError
-from compare.studies import bench as study
-from compare.studies.bench import continue_bench, plan_bench, run_bench
-from compare.studies.bench_cases import Choice
+from compare.studies import rounds as study
 from compare.studies.cases import Settings
+from compare.studies.rounds import continue_rounds, plan_rounds, run_rounds
 
 
 def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_path, capsys):
@@ -30,12 +29,12 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
     assert all(
         request.experiment.train.max_iters == request.timing.steps for request in timed_engines.requests
     )
-    result = read_bench(tmp_path / "b")
+    result = read_outcome(tmp_path / "b")
     assert (len(result.measurements), result.finished_rounds, result.failures) == (6, 3, [])
     one = result.measurements[0]
     assert (one.wall_ms, one.cpu_ms) == (pytest.approx(10), pytest.approx(20))
     assert (len(one.single_ms), len(one.windows)) == (result.timing.single, result.timing.windows)
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["bench.html", BENCH, "stdlib.txt"]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["bench.html", OUTCOME, "stdlib.txt"]
     printed = capsys.readouterr().out
     assert "Fewer than 5 rounds: no interval can be told" in printed
     assert "[" not in next(line for line in printed.splitlines() if "torch-library" in line)
@@ -43,8 +42,8 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
     assert main(["report", "b"]) == 0
     assert capsys.readouterr().out == printed
     assert (tmp_path / "b" / "bench.html").is_file()
-    assert main(["report", "b", "--picture", "a.png"]) == 2
-    assert "the page of b has them all" in capsys.readouterr().err
+    assert main(["report", "b", "--picture", "a.png"]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_five_rounds_have_intervals(timed_engines, capsys):
@@ -70,7 +69,7 @@ def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engi
     assert bench("--rounds", "5") == 1
     tries = [name for name in timed_engines.launched if "torch-library" in name]
     assert tries == ["round 1, torch-library.single", "round 2, torch-library.single"]
-    result = read_bench(tmp_path / "b")
+    result = read_outcome(tmp_path / "b")
     assert (len(result.measurements), result.finished_rounds) == (5, 5)
     printed = capsys.readouterr().out
     assert "torch-library.single failed in round 1: torch-library" in printed
@@ -97,13 +96,13 @@ def test_ctrl_c_keeps_and_prints_the_finished_rounds(timed_engines, tmp_path, ca
     assert f"Kept: {(at - 1) // 2} of 3 rounds, {at - 1} processes" in printed.err
     assert "shardpair bench --continue b" in printed.err
     assert ("torch-manual" in printed.out) == (at > 1)
-    assert len(read_bench(tmp_path / "b").measurements) == at - 1
+    assert len(read_outcome(tmp_path / "b").measurements) == at - 1
     timed_engines.launched.clear()
     timed_engines.interrupted_at = 0
     assert main(["bench", "--continue", "b", "--quiet"]) == 0
     assert len(timed_engines.launched) == 6 - (at - 1)
-    result = read_bench(tmp_path / "b")
-    assert (result.finished_rounds, len(result.busy_cores)) == (3, 3)
+    result = read_outcome(tmp_path / "b")
+    assert (result.finished_rounds, len(result.circumstances.busy_cores)) == (3, 3)
 
 
 def test_figures_are_held_against_what_the_machine_can_do(timed_engines, tmp_path, capsys):
@@ -112,7 +111,7 @@ def test_figures_are_held_against_what_the_machine_can_do(timed_engines, tmp_pat
     assert "fastest matrix product on all cores: torchpar float64 1 GFLOP/s." in printed
     assert "left out: ceiling of jaxpar float64: no matmul ceiling: it is shy" in printed
     (folder,) = (tmp_path / "runs").iterdir()
-    manual, jax = next(iter(blocks(read_bench(folder)).values()))
+    manual, jax = next(iter(blocks(read_outcome(folder)).values()))
     assert manual.of_ceiling == manual.flops_per_s / 1e9
     assert (jax.of_ceiling, jax.mfu) == (None, None)
 
@@ -144,7 +143,7 @@ def test_a_case_that_runs_otherwise_than_before_is_a_failure(timed_engines, tmp_
     timed_engines.threads = iter(["one", "one", "one", "two"])  # A B, then B A
     assert bench("--rounds", "2") == 1
     assert "it ran with threads = two, and in an earlier round with one" in capsys.readouterr().out
-    assert [one.case for one in read_bench(tmp_path / "b").failures] == ["torch-manual.single"]
+    assert [one.case for one in read_outcome(tmp_path / "b").failures] == ["torch-manual.single"]
 
 
 def test_unequal_threads_are_told(timed_engines, capsys):
@@ -182,9 +181,9 @@ def test_figures_of_two_versions_do_not_mix(timed_engines, tmp_path, tiny, monke
     settings, quiet = Settings(), study.Reporter(quiet=True)
     monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, False))
     with pytest.raises(ExperimentError, match=r"was timed with .*two do not mix"):
-        continue_bench(tmp_path / "b", anyway=False, settings=settings, reporter=quiet)
-    with pytest.raises(RecordError, match=r"has no bench\.json"):
-        continue_bench(tmp_path, anyway=False, settings=settings, reporter=quiet)
+        continue_rounds(tmp_path / "b", anyway=False, settings=settings, reporter=quiet)
+    with pytest.raises(RecordError, match=r"has no outcome\.json"):
+        continue_rounds(tmp_path, anyway=False, settings=settings, reporter=quiet)
 
 
 def test_a_plan_starts_nothing(timed_engines, tmp_path, capsys):
@@ -200,20 +199,20 @@ def test_saved_after_every_process(timed_engines, tmp_path, tiny, monkeypatch):
 
     def save(result, folder):
         original(result, folder)
-        kept.append(len(read_bench(folder).measurements))
+        kept.append(len(read_outcome(folder).measurements))
 
     monkeypatch.setattr(study, "save", save)
-    planned = plan_bench(
+    planned = plan_rounds(
+        "bench",
         "bench-test",
         tiny,
-        Choice(engines=("torch-manual",)),
+        cases_of(tiny, engines=("torch-manual",)),
         timing=TIMING,
         rounds=3,
-        baseline="",
         anyway=False,
         settings=Settings(),
     )
-    run_bench(planned, run_dir="c", settings=Settings(), reporter=study.Reporter(quiet=True))
+    run_rounds(planned, run_dir="c", settings=Settings(), reporter=study.Reporter(quiet=True))
     assert kept == [0, 1, 2, 3]
 
 
@@ -226,7 +225,7 @@ def test_a_bench_from_python(timed_engines, tmp_path, capsys):
     assert library.wall_ratio is not None
     assert library.wall_ratio.holds(1.0)
     assert "Wall time over that of torch-manual, 5 rounds" in repr(race)
-    assert race.result == read_bench(race.folder)
+    assert race.result == read_outcome(race.folder)
     assert capsys.readouterr().out == ""
     with pytest.raises(ExperimentError, match="rounds"):
         api.bench("tiny.toml", rounds=0)

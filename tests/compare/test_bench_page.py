@@ -7,8 +7,10 @@ from outline import Outline
 
 from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate
-from compare.present.bench_words import in_one_line, ratio_text, sentences, table_cells, told_in, warnings
-from compare.present.report.bench_page import write_bench_page
+from compare.present.bench_words import in_one_line, sentences, told_in, warnings
+from compare.show.findings import table_of, written
+from compare.show.page import write_page
+from compare.studies.bench import COLUMNS, Bench
 
 
 @pytest.fixture
@@ -17,14 +19,18 @@ def result(tiny):
     return finished(cases, name="<script>alert(1)</script>", left_out={"x": "<b>no</b>"})
 
 
+def page_of(result, folder) -> str:
+    return write_page(folder / "bench.html", Bench.findings(result, folder)).read_text()
+
+
 def test_page_is_self_contained_and_reproducible(tmp_path, result):
-    page = write_bench_page(result, tmp_path).read_text()
+    page = page_of(result, tmp_path)
     assert page.count("<svg") == 3
     assert "currentColor" in page
     assert not [
         word for word in ("src=", "<link", "@import", "url(http", "<script>", "<b>no") if word in page
     ]
-    assert write_bench_page(result, tmp_path).read_text() == page
+    assert page_of(result, tmp_path) == page
     outline = Outline(page)
     assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
     assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
@@ -34,26 +40,24 @@ def test_page_is_self_contained_and_reproducible(tmp_path, result):
 
 
 def test_page_has_every_row_and_its_interval(tmp_path, result):
-    cells = Outline(write_bench_page(result, tmp_path).read_text()).cells
+    cells = Outline(page_of(result, tmp_path)).cells
     for rows in blocks(result).values():
         for row in rows:
             assert row.label in cells
-            assert ratio_text(row.wall_ratio) in cells
+            assert written(row.wall_ratio, ".2f") in cells
     assert sum("[" in cell for cell in cells) == 2 * 6  # wall and CPU of all but the two baselines
 
 
 def test_page_of_one_case_has_no_ratios(tmp_path, tiny):
-    page = write_bench_page(
-        finished(cases_of(tiny, engines=("torch-manual",)), rounds=1), tmp_path
-    ).read_text()
+    page = page_of(finished(cases_of(tiny, engines=("torch-manual",)), rounds=1), tmp_path)
     assert page.count("<svg") == 2
     assert "nothing to divide by torch-manual" in page
 
 
 def test_ratios_say_no_more_than_they_know():
-    assert ratio_text(None) == "-"
-    assert ratio_text(Estimate(median=0.734, rounds=3)) == "0.73"
-    assert ratio_text(Estimate(median=0.734, rounds=5, low=0.7, high=0.8)) == "0.73 [0.70, 0.80]"
+    assert written(None, ".2f") == "-"
+    assert written(Estimate(median=0.734, rounds=3), ".2f") == "0.73"
+    assert written(Estimate(median=0.734, rounds=5, low=0.7, high=0.8), ".2f") == "0.73 [0.70, 0.80]"
 
 
 def test_a_round_without_the_baseline_has_no_ratio(tiny):
@@ -77,11 +81,11 @@ def test_figures_are_medians_over_rounds(tiny):
 
 def test_a_column_that_nobody_has_a_figure_for_is_left_out(result):
     rows = next(iter(blocks(result).values()))
-    header, cells = table_cells([msgspec.structs.replace(row, mfu=None) for row in rows])
-    assert "MFU" not in header
-    assert {len(row) for row in cells} == {len(header)}
-    header, _ = table_cells([msgspec.structs.replace(rows[0], mfu=0.4), *rows[1:]])
-    assert "MFU" in header
+    table = table_of("a", COLUMNS, [msgspec.structs.replace(row, mfu=None) for row in rows])
+    assert "MFU" not in table.columns
+    assert {len(row.cells) for row in table.rows} == {len(table.columns)}
+    table = table_of("a", COLUMNS, [msgspec.structs.replace(rows[0], mfu=0.4), *rows[1:]])
+    assert "MFU" in table.columns
 
 
 def test_words_say_what_must_be_known(result, tiny):

@@ -6,6 +6,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
+from benches import HERE
 
 from compare import cli
 from compare.cli import main
@@ -24,9 +25,10 @@ from compare.execute.launch import EngineError
 from compare.host.json_files import write_json
 from compare.host.tensors import RecordError
 from compare.judge.collective_fit import fit_line, fits_of
-from compare.present import collectives as presented
-from compare.present.collectives import print_bench
-from compare.present.report.collectives import save_picture, write_page
+from compare.present.collectives import findings_of_bench
+from compare.show import terminal
+from compare.show.figures import save_figures
+from compare.show.page import write_page
 from compare.studies import collectives as study
 from compare.studies.collectives import (
     RESULT,
@@ -49,14 +51,11 @@ def row_of(name: str, kind: Kind, size: int, *, ranks: int = 4, wrong: int = 0, 
     return make_row(name, case, ranks=ranks, seconds=seconds, iterations=5, wrong=wrong)
 
 
-def bench_of(rows: list[CollectiveRow], **given) -> CollectiveBench:
+def bench_of(rows: list[CollectiveRow], *, busy: float = 0.0, **given) -> CollectiveBench:
     fields = {
         "command": "shardpair collectives",
-        "created_utc": "2026-01-01T00:00:00+00:00",
-        "machine": "Linux x86_64",
+        "circumstances": msgspec.structs.replace(HERE, busy_cores=[busy]),
         "platform": "cpu",
-        "git_commit": "0123456789abcdef",
-        "git_dirty": False,
         "requests": {},
         "rows": rows,
         "fits": fits_of(rows),
@@ -194,9 +193,9 @@ def test_the_command_that_makes_it_again_asks_for_the_same():
 
 
 def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
-    monkeypatch.setattr(presented, "results_console", lambda: PlainConsole(width=80))
+    monkeypatch.setattr(terminal, "results_console", lambda: PlainConsole(width=80))
     rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]
-    print_bench(bench_of(rows), as_json=False)
+    terminal.print_findings(findings_of_bench(bench_of(rows)), as_json=False)
     printed = capsys.readouterr().out
     assert "all_reduce on 4 ranks" in printed
     for word in ("size (B)", "count", "type", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong"):
@@ -207,17 +206,22 @@ def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys
     assert "\u2026" not in printed  # nothing is cut
 
 
+def page_of(folder, bench: CollectiveBench) -> str:
+    return write_page(folder / "collectives.html", findings_of_bench(bench)).read_text()
+
+
 def test_the_page_stands_alone(tmp_path):
     bench = bench_of([*all_rows(), row_of("ours", "permute", 2**22, wrong=3)], left_out=["a <b>"])
-    page = write_page(tmp_path, bench).read_text()
-    assert page.count("<svg") == len(KINDS)
+    page = page_of(tmp_path, bench)
+    assert page.count("<svg") == 2 * len(KINDS)
     assert "a &lt;b&gt;" in page
     assert 'class="fail">3' in page
     assert "What spoils these figures" not in page
-    busy = write_page(tmp_path, bench_of(all_rows(), busy_cores=99.0)).read_text()
+    busy = page_of(tmp_path, bench_of(all_rows(), busy=99.0))
     assert "other processes used 99.0 cores" in busy
     assert "http://" not in page.replace("http://www.w3.org", "")
-    save_picture(tmp_path / "a.png", bench)
+    found = findings_of_bench(bench)
+    save_figures(tmp_path / "a.png", found.figures, title=found.title)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

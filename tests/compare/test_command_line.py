@@ -1,5 +1,7 @@
 """What cannot be read is refused in one line: the wrong word, what would be right, and the right help."""
 
+import re
+
 import msgspec
 import pytest
 
@@ -83,6 +85,7 @@ def test_every_flag_of_the_help_is_known_to_the_messages(word, capsys):
     printed = capsys.readouterr().out
     flags = [flag for flag in _flags(COMMANDS[word]) if flag.name.startswith("--")]
     assert flags or word == "mirror"
+    assert not re.search(r"--[a-z_.]+-[a-z]", printed)  # one spelling, though both are read
     for flag in flags:
         assert f"{flag.name} " in printed or f"{flag.name}," in printed, flag.name
         assert "no such flag" not in why_refused(COMMANDS[word], [flag.name])

@@ -104,6 +104,7 @@ def test_the_rest_is_run_later_and_only_the_rest(tmp_path, tiny, engines):
     comparison = go_on(tmp_path / "run")
     assert engines.started == ["jax-manual", "torch-library"]
     assert comparison.passed
+    assert [verdict.reference for verdict in comparison.verdicts] == ["torch-manual"] * 2
     assert comparison.sentence() == "PASS: jax-manual, torch-library agree with torch-manual on 14 rungs"
     assert (tmp_path / "run" / "jax-manual.unfinished-1").is_dir()  # what it left is kept
     assert read_saved(tmp_path / "run") == comparison

@@ -1,16 +1,19 @@
 """`shardpair convert`: from and to what others use; nothing half-written, nothing executed."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import assert_is_random, random_state, write_random
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as torch_save_file
 
 from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
-from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, edited
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision, edited
 from compare.studies.conversion import format_of
 from compare.studies.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 
@@ -56,6 +59,7 @@ def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "back")]) == 0
     reader = CheckpointReader(tmp_path / "back")
     assert (reader.description.updates, reader.description.experiment.model) == (0, EXPERIMENT.model)
+    assert reader.description.experiment.layout == Layout()  # nobody gave one
     assert not reader.read("v", "embedding.token").any()
 
 
@@ -97,6 +101,17 @@ def test_masks_of_old_files_are_left_out_and_an_untied_head_is_not(tmp_path):
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
     with pytest.raises(ExperimentError, match="is not tied to the embedding"):
         read_gpt2(tmp_path / "gpt2")
+
+
+def test_numbers_that_numpy_has_not_are_named(tmp_path, capsys):
+    write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
+    path = tmp_path / "gpt2" / WEIGHTS_FILE
+    halves = {name: torch.from_numpy(array).bfloat16() for name, array in load_file(path).items()}
+    torch_save_file(halves, path)
+    assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
+    assert re.search(
+        r"wte\.weight is BF16, which NumPy has not: write it as float32", capsys.readouterr().err
+    )
 
 
 def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):

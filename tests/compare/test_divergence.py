@@ -1,13 +1,14 @@
 """Divergence ends a run at its step, in one line and with exit code 1, and never passes for anything else."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from compare.contract.divergence import DivergedError, end_if_diverged, first_not_finite
-from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Recorder, Step
+from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
 from compare.host.json_files import read_json
@@ -17,8 +18,9 @@ from compare.terminal.units import error_text
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import make_report
-from torchpar.recording import Recording
-from torchpar.train import set_up, train_step
+from torchpar.observers import observers_of
+from torchpar.setup import set_up
+from torchpar.train import compute_gradients, train_step, update_weights
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
@@ -74,7 +76,12 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
     before = {name: weight.clone() for name, weight in run.parallel.weights().items()}
     with pytest.raises(DivergedError) as error:
-        train_step(run, Recording(run, Recorder(tmp_path), started_utc=""))
+        train_step(
+            run,
+            partial(compute_gradients, run),
+            partial(update_weights, run),
+            observers_of(run, tmp_path, started_utc=""),
+        )
     assert str(error.value).endswith(
         "the first gradient that is not finite is that of blocks.1.norm2.scale"
     ), error.value

@@ -14,7 +14,7 @@ from compare.studies.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in make_docs.PAGES}
-LINK = re.compile(r"\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^]]*\]\(([^)#]*)(?:#([^)]*))?\)")
 SHARED = ("host", "spec", "numerics", "pipeline", "checkpoint", "contract")
 PACKAGES = (tuple(f"compare/{room}" for room in SHARED), ("jaxpar",), ("torchpar",))
 
@@ -37,6 +37,13 @@ def test_a_stale_number_is_noticed():
     assert make_docs.renewed("<!-- generated: commands -->\n<!-- end -->") == table
     with pytest.raises(KeyError, match="nosuch"):
         make_docs.renewed("<!-- generated: nosuch --><!-- end -->")
+
+
+def test_the_ledgers_summary_counts_every_line():
+    cells = [line.split("|")[3:6] for line in SECTIONS["ledger-summary"]().splitlines()[2:]]
+    equal, by_pattern, unexplained = (sum(map(int, column)) for column in zip(*cells, strict=True))
+    lines = equal + by_pattern + unexplained
+    assert f"{equal} of {lines} lines are the closed form's" in PAGES["docs/generated/ledger.md"]
 
 
 def test_every_planted_fault_was_measured():
@@ -63,9 +70,24 @@ def test_commands_that_are_spoken_of_are_there():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    for link in LINK.findall(PAGES[page]):
+    for link, anchor in LINK.findall(PAGES[page]):
         if "://" not in link:
-            assert ((ROOT / page).parent / link).exists(), link
+            target = (ROOT / page).parent / link if link else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text()), f"{link}#{anchor}"
+
+
+def anchors(page: str) -> list[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_a_dead_anchor_is_noticed():
+    assert anchors("# Why a cell is -\n## What is sent, and why\n") == [
+        "why-a-cell-is--",
+        "what-is-sent-and-why",
+    ]
 
 
 def test_names_in_the_glossary_are_in_the_code():

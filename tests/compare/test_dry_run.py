@@ -39,7 +39,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ("check --devices 2", 1 + 4 + 1 + 3 + 4 + 1),
         ("faults --names no_clip dropped_all_reduce", 1 + 4 + 3),
         ("matrix --layouts fsdp tp --studies float64 float32", 2 * (1 + 2 * 4)),
-        ("golden --preset fsdp --devices 2", 4),
+        ("golden --preset fsdp --devices 2", 4 + 4),  # by AdamW, and by SGD
         ("sweep check --presets ddp tp --engines jax-manual torch-manual", 1 + 2 * 2),
     ],
 )

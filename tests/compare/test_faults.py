@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from records import comparison_of
 
-from compare.judge.ladder import LADDER
+from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.spec.engines.registry import STUDIED
-from compare.studies.faults import FAULTS
+from compare.studies.faults import FAULTS, caught_as_expected
 
 
 def planted_in(engine: str) -> list[str]:
@@ -40,6 +41,26 @@ def test_every_planted_fault_is_caught_at_its_rung(shardpair, engine):
 
 def test_no_fault_is_planted_nowhere():
     assert {name for engine in STUDIED for name in planted_in(engine)} == set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "is_right"),
+    [
+        ({"loss": 0.0, "gradients": 1.0}, True),
+        ({"loss": 1.0, "gradients": 1.0}, False),
+        ({"loss": 0.0, "gradients": 0.0}, False),
+    ],
+)
+def test_a_fault_is_caught_at_its_own_rung_or_not_at_all(tiny, rungs, is_right):
+    results = [
+        RungResult(rung=rung, error=error, tolerance=0.5, worst="", reason="")
+        for rung, error in rungs.items()
+    ]
+    verdict = Verdict(candidate="sum_for_mean.torch-manual", reference="reference", rungs=results)
+    assert caught_as_expected(comparison_of(tiny, verdicts=[verdict])) == is_right
+    failed = comparison_of(tiny, verdicts=[verdict], failures={"sum_for_mean.jax-manual": "lost"})
+    assert not caught_as_expected(failed)
+    assert not caught_as_expected(comparison_of(tiny))
 
 
 def test_an_engine_without_a_fault_passes(shardpair):

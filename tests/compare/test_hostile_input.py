@@ -51,6 +51,7 @@ def folder(tmp_path, monkeypatch, no_engine):
         Path(name).mkdir(parents=True)
     Path("loop").symlink_to("loop")
     Path("dangling").symlink_to("nowhere")
+    Path("mem.py").symlink_to("/proc/self/mem")  # a file that opens, and cannot be read
     Path("file").write_text("")
     Path("text.txt").write_text("x" * 10_000)
     Path("bad_val").mkdir()
@@ -66,6 +67,8 @@ def folder(tmp_path, monkeypatch, no_engine):
     Path("nested.toml").write_text("x = " + "[" * (MAX_FILE_BYTES - 10))
     Path("digits.toml").write_text("[model]\nn_layer = " + "9" * 5000)
     Path("inf.toml").write_text("[optimizer]\nlearning_rate = inf\n")
+    Path("key.toml").write_text(f"[model]\n{'k' * 16_000} = 1\n")
+    Path("word.toml").write_text(f"[layout]\nremat = '{'k' * 16_000}'\n")
     Path("null.toml").write_text('[data]\nsource = "a\\u0000b"\n')
     Path("table.toml").write_text("model = 3\n")
     return tmp_path
@@ -80,6 +83,9 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "/dev/zero"], "/dev/zero is a device, not a file"),
         (["run", "loop"], "loop cannot be read (Too many levels of symbolic links)"),
         (["run", "dangling"], "dangling is a link to nothing"),
+        (["run", "/proc/self/mem"], "/proc/self/mem cannot be read (Input/output error)"),
+        (["run", "mem.py"], "mem.py cannot be read (Input/output error)"),
+        (["run", "--data.source", "/proc/self/mem"], "/proc/self/mem cannot be read (Input/output error)"),
         (["run", ""], "the name of the experiment is empty"),
         (["run", LONG], "cannot be read (File name too long)"),
         (["run", "a\nb"], r"a\nb: no such file"),
@@ -90,6 +96,8 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "digits.toml"], "digits.toml: Exceeds the limit (4300 digits)"),
         (["run", "inf.toml"], "inf.toml: optimizer.learning_rate = inf must be a finite number"),
         (["run", "table.toml"], "table.toml: model = 3 must be a table of fields"),
+        (["run", "key.toml"], f"key.toml: [model] has no field {'k' * 60}..."),
+        (["run", "word.toml"], f"word.toml: layout.remat = \"{'k' * 60}...\" must be one of auto,"),
         (["run", "null.toml"], r"a\x00b is not a path"),
         (["run", "--data.source", "fifo"], "fifo is a named pipe (FIFO), not a file"),
         (["run", "--data.source", "fifo.bin"], "fifo.bin is a named pipe (FIFO), not a file"),
@@ -113,6 +121,7 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "--data.source", NOT_UTF8], r"caf\udce9 is not UTF-8"),
         (["run", "--run_dir", NOT_UTF8], r"caf\udce9 is not UTF-8"),
         (["report", NOT_UTF8], r"caf\udce9 is not UTF-8"),
+        (["sample", "somewhere", "--prompt", NOT_UTF8], r"caf\udce9 is not UTF-8: write it so, or rename"),
         (["run", "--run_dir", LONG], "cannot be created (File name too long)"),
         (["run", "--run_dir", "file"], "file exists already"),
         (["run", "--run_dir", "fifo"], "fifo exists already"),

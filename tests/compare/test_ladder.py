@@ -67,6 +67,54 @@ def test_damage_to_one_tensor_is_named_at_its_rung(tmp_path, tiny, reference, ru
     assert WORST in verdict.sentence()
 
 
+WRONG_WEIGHTS = {
+    "turned round": lambda begin, after: 2 * begin - after,
+    "as they began": lambda begin, after: begin,
+    "zero": lambda begin, after: np.zeros_like(after),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_WEIGHTS)
+@pytest.mark.parametrize("rung", [Rung.LATER_WEIGHTS, Rung.FINAL_WEIGHTS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_below_float64_weights_are_held_to_how_far_they_moved(tmp_path, tiny, dtype, rung, wrong):
+    spec = edited(tiny, {"precision": {"dtype": dtype}})
+    tensors = tensors_of(spec)
+    begin, after = tensors[Rung.INITIAL_WEIGHTS], tensors[rung]
+    tensors[rung] = {name: WRONG_WEIGHTS[wrong](begin[name], after[name]) for name in after}
+    right = make_record(tmp_path / "right", spec)
+    assert climb(right, make_record(tmp_path / "same", spec)).error(rung) == 0
+    verdict = climb(right, make_record(tmp_path / "wrong", spec, tensors=tensors))
+    assert rung in [result.rung for result in verdict.rungs if not result.passed]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_of_a_bias_of_attention_the_key_s_third_alone_is_left_out(tmp_path, tiny, dtype):
+    spec = edited(tiny, {"precision": {"dtype": dtype}})
+    right, name = make_record(tmp_path / "right", spec), "blocks.0.attention.qkv.bias"
+    for third, passes in enumerate((False, True, False)):
+        tensors = tensors_of(spec)
+        bias = tensors[Rung.LATER_WEIGHTS][name].copy()
+        bias[third] *= -1
+        tensors[Rung.LATER_WEIGHTS][name] = bias
+        verdict = climb(right, make_record(tmp_path / str(third), spec, tensors=tensors))
+        assert (verdict.failure is None) == passes
+        assert passes or (verdict.failure.rung, verdict.failure.worst) == ("later_weights", name)
+
+
+def test_the_reference_s_own_update_is_held_to_the_optimizer_too(tmp_path, tiny):
+    """In 16 bits it may be off by more than two runs may be apart."""
+    spec = edited(tiny, {"precision": {"dtype": "bfloat16"}})
+    tensors = tensors_of(spec)
+    tensors[Rung.FIRST_V] = {
+        name: tensor * np.float32(1.01) for name, tensor in tensors[Rung.FIRST_V].items()
+    }
+    wrong = make_record(tmp_path / "wrong", spec, tensors=tensors)
+    failure = climb(wrong, make_record(tmp_path / "right", spec)).failure
+    assert failure.rung == "first_update"
+    assert failure.worst.startswith("the reference's v of ")
+
+
 def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):
     tensors = tensors_of(tiny)
     tensors[Rung.BATCH]["targets"] = tensors[Rung.BATCH]["targets"].copy()

@@ -176,6 +176,12 @@ def test_instructions_lead_to_their_lines_and_their_rows(lesson):
     assert html.escape("jvp(<lambda>)") in page
 
 
+def test_page_says_which_gradients_rest(lesson):
+    """By hand they are dropped after the step, and the table has them as they are before it."""
+    _, page = lesson
+    assert "gradients as they are just before the optimizer's, of which only DDP's buckets outlive" in page
+
+
 def test_page_says_what_to_try(lesson):
     strategy, page = lesson
     for trial in LESSONS[strategy].trials:

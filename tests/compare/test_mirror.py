@@ -1,4 +1,4 @@
-"""`shardpair mirror`: lines of code of each lesson, alone and with the helpers that it alone uses."""
+"""`shardpair mirror`: lines of code of each lesson, alone and with the helpers that it uses."""
 
 import json
 
@@ -12,11 +12,11 @@ FILES = {
     "data_parallel.py": "from side.engine.buckets import Bucket\nimport side.engine.shared",
     "fully_sharded.py": "from side.engine.zero import units\nimport side.engine.shared\nimport side.comm",
     "tensor_parallel.py": "import numpy",
-    "pipeline_parallel.py": "ONE = 1",
+    "pipeline_parallel.py": "from compare.pipeline.ticks import Ticks",
     "buckets.py": '"""Text."""\n\n# a comment\nONE = 1\nTWO = 2',
     "shared.py": "ONE = 1",
     "optimizer.py": "from side.engine.zero.layout import ONE\nimport side.engine.shared",
-    "runner.py": "from side.engine.pipeline_parallel import ONE",
+    "runner.py": "from side.engine.pipeline_parallel import ONE\nfrom side.engine.buckets import Bucket",
     "norm.py": "from side.engine.buckets import Bucket\nfrom side.engine.zero.layout import ONE",
     "alone.py": "ONE = 1",
     "zero/__init__.py": "",
@@ -24,30 +24,36 @@ FILES = {
     "zero/layout.py": "ONE = 1",
 }
 
+PIPELINE = {
+    "compare/pipeline/ticks.py": "import numpy\nONE = 1",
+    "compare/pipeline/other.py": "import compare.pipeline.ticks",
+}
+
 
 @pytest.fixture
 def engine(tmp_path):
-    for name, source in {f"engine/{name}": source for name, source in FILES.items()}.items():
-        path = tmp_path / "side" / name
+    own = {f"side/engine/{name}": source for name, source in FILES.items()}
+    for name, source in {**own, **PIPELINE}.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     return tmp_path / "side" / "engine"
 
 
-def test_helpers_are_what_one_strategy_alone_uses(engine):
-    """Not `shared`, which two strategies use, `norm`, which belongs to two, and `alone`, to none."""
+def test_helpers_are_what_a_strategy_uses(engine):
+    """`shared` counts twice; not `norm`, which belongs to two strategies, and `alone`, to none."""
     lessons = lessons_of(engine)
     assert {name: lesson.helpers for name, lesson in lessons.items()} == {
-        "data_parallel": ["buckets.py"],
-        "fully_sharded": ["optimizer.py", "zero/layout.py", "zero/units.py"],
+        "data_parallel": ["buckets.py", "shared.py"],
+        "fully_sharded": ["optimizer.py", "shared.py", "zero/layout.py", "zero/units.py"],
         "tensor_parallel": [],
-        "pipeline_parallel": ["runner.py"],
+        "pipeline_parallel": ["buckets.py", "compare/pipeline/ticks.py", "runner.py"],
     }
     assert {name: (lesson.code, lesson.with_helpers, lesson.lines) for name, lesson in lessons.items()} == {
-        "data_parallel": (2, 4, 2),
-        "fully_sharded": (3, 8, 3),
+        "data_parallel": (2, 5, 2),
+        "fully_sharded": (3, 9, 3),
         "tensor_parallel": (1, 1, 1),
-        "pipeline_parallel": (1, 2, 1),
+        "pipeline_parallel": (1, 7, 1),
     }
 
 
@@ -59,13 +65,15 @@ def test_lines_of_code_are_neither_blank_nor_comment_nor_docstring():
 def test_every_engine_has_every_lesson_as_json(capsys):
     assert main(["mirror", "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
+    assert counts.pop("guards")["torchpar/manual"] > 100
     assert list(counts) == list(STRATEGIES)
     for by_folder in counts.values():
         assert list(by_folder) == list(FOLDERS.values())
         for lesson in by_folder.values():
             assert 0 < lesson["code"] <= lesson["with_helpers"]
             assert lesson["code"] < lesson["lines"]
-    assert counts["data_parallel"]["torchpar/manual"]["helpers"]
+    assert "compare/pipeline/ticks.py" in counts["pipeline_parallel"]["jaxpar/manual"]["helpers"]
+    assert "sharded_optimizer.py" in counts["fully_sharded"]["torchpar/manual"]["helpers"]
 
 
 def test_table(capsys):

@@ -86,9 +86,10 @@ def test_the_command_line_says_what_has_no_meaning(config, capsys):
         ("n_layer = 1 / 0", "line 1: division by zero"),
         ("n_layer =", "line 1: it is no Python"),
         ("n_layers = 6", "n_layers: nanoGPT has no such setting"),
+        ("n" * 16_000 + " = 6", f"{'n' * 60}...: nanoGPT has no such setting"),
         ("n_layer = 'six'", 'model.n_layer = "six" must be a whole number'),
         ("n_layer = 0", "model.n_layer = 0 must be at least 1"),
-        ("eval_only = True", "a run here trains"),
+        ("batch_size = 8\neval_only = True\ninit_from = 'gpt2'", "a run here trains"),  # its eval_*.py
         ("x = " + "(" * 5000, "it is no Python"),
     ],
 )

@@ -8,7 +8,7 @@ from benches import cases_of, finished
 from performance import BENCHES, kept, read_performance, write
 
 from compare.cli import parse
-from compare.commands.bench import Bench
+from compare.studies.bench import Bench
 
 
 @pytest.fixture
@@ -34,10 +34,21 @@ def test_a_stored_bench_is_a_table_with_its_command(stored):
     assert "| torch-library | " in section
     assert "Fewer than 5" not in section
     assert "Every row could tell from 1.00 a wall time below 0." in section
-    assert tables.resolution().startswith("The 2 ratios below have 93.8 % intervals of 5 rounds, ")
+    assert tables.resolution().startswith("The 2 ratios have 93.8 % intervals of 5 rounds, ")
     assert "Machine: a CPU, 2 cores" in section
     assert "**Others used the processor before round 1 (1.5 cores): figures may not hold.**" in section
     assert "Left out: pp-8: it has too few layers." in section
+
+
+def test_the_summary_has_a_row_for_each_layout_and_the_method_is_said_once(stored):
+    once = read_performance()["itself"]
+    (ratios, *_) = once.ratios.values()
+    named = msgspec.structs.replace(once, ratios={"torch-manual.fsdp-2": ratios, "torch-manual.pp2": ratios})
+    write({"torch-2": named, "itself": once})
+    rows = [line.split(" | ")[:2] for line in tables.performance_summary().splitlines()[2:]]
+    assert rows == [["| `fsdp`", "2"], ["| `pp`", "2"]]
+    assert tables.method().count("each case a fresh process") == 1
+    assert "each case a fresh process" not in tables.performance("itself")
 
 
 def test_two_benches_agree_where_all_their_intervals_overlap(stored):

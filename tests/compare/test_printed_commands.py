@@ -32,7 +32,7 @@ ASIDE = re.compile(r"\s{2,}\(.*")
 CONFIG = "n_layer = 6\ndataset = 'shakespeare_char'\n"
 
 
-FOLDERS = ("--continue", "--results", "--resume")
+FOLDERS = ("--continue", "--results", "--resume", "--runs")
 
 
 class Started(BaseException):

@@ -76,6 +76,7 @@ def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):
     table = tables.cost_table(compared(tiny, [cost, twice]))
     notes = {row.head.text: [cell.note for cell in row.cells] for row in table.rows}
     assert tables.RATIOS.keys() <= notes.keys()
+    assert "tokens/s, at the median step" in notes  # while it runs, the mean is shown
     assert notes["collectives per step"] == ["", f"{tables.TIMES}2.00"]
     assert notes["peak memory per device"] == ["", f"{tables.TIMES}0.50"]
     against_nothing = tables.cost_table(compared(tiny, [none, cost]))

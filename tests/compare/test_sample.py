@@ -32,6 +32,8 @@ def test_both_frameworks_draw_the_same(given, capsys):
         (("--prompt_tokens", "256"), "token 256: the model has 0 to 255"),
         (("--tokens", "0"), "--tokens"),
         (("--temperature", "-1"), "--temperature"),
+        (("--temperature", "inf"), "--temperature"),
+        (("--temperature", "nan"), "--temperature"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(given, capsys, arguments, says):

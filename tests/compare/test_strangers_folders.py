@@ -123,6 +123,18 @@ def test_a_manifest_that_no_engine_writes_is_one_line(folder, capsys, fields, sa
     assert "Traceback" not in output.err
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"step_time_ms": 0}, "ZeroDivisionError"), ({"loss": 1e308}, "OverflowError")],
+)
+def test_steps_that_no_run_has_are_one_line(folder, capsys, fields, says):
+    path = folder / "jax-manual" / "steps.jsonl"
+    steps = [json.loads(line) | fields for line in path.read_text().splitlines()]
+    path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    assert main(["report", "run"]) == 2
+    assert f"the records in run cannot be judged ({says}" in capsys.readouterr().err
+
+
 def test_a_page_that_cannot_be_drawn_costs_no_verdict(folder, capsys, monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")

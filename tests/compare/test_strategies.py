@@ -1,4 +1,4 @@
-"""Sweeps in docs/performance.md: their tables, and what is said where none was run."""
+"""Sweeps in docs/generated/strategies.md: their tables, also where none was run."""
 
 import msgspec
 import strategies

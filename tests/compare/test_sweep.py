@@ -6,8 +6,9 @@ from sweeps import plan_of, swept
 
 from compare.judge.comparison import judged
 from compare.numerics.parameters import parameter_count
-from compare.present.report.sweep_page import write_page
-from compare.present.sweep_tables import print_sweep
+from compare.present.sweep import findings_of_sweep
+from compare.show.page import write_page
+from compare.show.terminal import print_findings
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, edited
 from compare.studies import memory_estimate
@@ -144,11 +145,11 @@ def test_without_one_device_each_strategy_is_its_own_measure(small, tmp_path):
 
 def test_a_strategy_that_computes_something_else_fails_the_sweep(small, tmp_path, capsys):
     plan = plan_of(small, devices=[1, 2], scaling="weak")
-    outcome, *_ = swept(plan, tmp_path, wrong=("torch-manual.fsdp.2",))
+    outcome, comparisons, records = swept(plan, tmp_path, wrong=("torch-manual.fsdp.2",))
     assert not outcome.passed
     assert [row.passed for row in outcome.rows] == [True, True, False]
     assert outcome.sentence.startswith("batch-16: torch-manual.fsdp.2 against reference: FAIL at loss")
-    print_sweep(outcome, as_json=False)
+    print_findings(findings_of_sweep(outcome, comparisons, records, tmp_path), as_json=False)
     assert "FAIL at loss" in " ".join(capsys.readouterr().out.split())
 
 
@@ -162,9 +163,11 @@ def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
     assert [row.strategy for row in outcome.rows] == ["single", "ddp"]
     assert not outcome.passed
     assert outcome.sentence.startswith("INCOMPLETE: the losses of torch-manual.ddp.2 agree with those of")
-    print_sweep(outcome, as_json=False)
+    judged_anew = {name: judged(failed, kept)}
+    found = findings_of_sweep(outcome, judged_anew, {name: list(kept.values())}, tmp_path)
+    print_findings(found, as_json=False)
     assert "torch-manual.fsdp.2 did not finish: rank 1 [/x] died" in capsys.readouterr().out
-    page = write_page(outcome, {name: judged(failed, kept)}, {name: list(kept.values())}, tmp_path)
+    page = write_page(tmp_path / "sweep.html", found)
     assert "rank 1 [/x] died" in page.read_text()
     assert f"shardpair sweep --continue {tmp_path}" in page.read_text()
 

@@ -10,7 +10,7 @@ from records import make_record
 from compare.cli import main
 from compare.execute.launch import EngineError
 from compare.host.json_files import read_json
-from compare.present.sweep_tables import PAGE
+from compare.present.sweep import PAGE
 from compare.studies import paired_run
 from compare.studies.sweep import FIRST
 from compare.studies.sweep_outcome import SWEEP, SweepOutcome

@@ -7,10 +7,16 @@ from sweeps import plan_of, swept
 
 from compare.cli import parse
 from compare.commands import sweep as command
-from compare.present.report.sweep_page import own_experiment, repeat_command, write_page
-from compare.present.sweep_tables import columns, headline, worth
+from compare.present.report.sweep_repeat import own_experiment, repeat_command
+from compare.present.sweep import findings_of_sweep, headline, sweep_table, worth
+from compare.show.page import write_page
 from compare.spec.experiment import load, to_toml
 from compare.studies.sweep import sweep_batches
+
+
+def page_of(outcome, comparisons, records, folder) -> str:
+    found = findings_of_sweep(outcome, comparisons, records, folder)
+    return write_page(folder / "sweep.html", found).read_text()
 
 
 @pytest.mark.parametrize(
@@ -26,7 +32,7 @@ from compare.studies.sweep import sweep_batches
 )
 def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, drawn):
     outcome, comparisons, records = swept(plan_of(small, **given), tmp_path)
-    page = write_page(outcome, comparisons, records, tmp_path).read_text()
+    page = page_of(outcome, comparisons, records, tmp_path)
     outline = Outline(page)
     others = ["Efficiency against one device", "Throughput over devices"]
     if drawn:
@@ -40,7 +46,7 @@ def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, dr
     assert "torch-manual, torch-manual" not in page
     assert "PASS" in page
     again = swept(plan_of(small, **given), tmp_path / "again")
-    assert write_page(*again, tmp_path).read_text() == page
+    assert page_of(*again, tmp_path) == page
 
 
 def test_the_page_says_what_its_times_are_worth(small, tmp_path):
@@ -56,10 +62,10 @@ def test_the_page_says_what_its_times_are_worth(small, tmp_path):
 
 def test_mfu_is_a_column_where_a_chip_has_a_peak(small, tmp_path):
     outcome, *_ = swept(plan_of(small), tmp_path)
-    assert "MFU" not in columns(outcome)
+    assert "MFU" not in sweep_table(outcome).columns
     known = [msgspec.structs.replace(row, mfu=0.4) for row in outcome.rows]
-    cell = columns(msgspec.structs.replace(outcome, rows=known))["MFU"]
-    assert cell(known[0]) == "40.0%"
+    table = sweep_table(msgspec.structs.replace(outcome, rows=known))
+    assert table.rows[0].cells[table.columns.index("MFU")].text == "40.0%"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,8 @@ def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch,
     plan = plan_of(small, **given)
     monkeypatch.chdir(tmp_path)
     outcome, comparisons, records = swept(plan, tmp_path / "run")
-    write_page(outcome, comparisons, records, tmp_path)
+    spec = findings_of_sweep(outcome, comparisons, records, tmp_path).spec
+    (tmp_path / "experiment.toml").write_text(spec)
     words = repeat_command(plan).split()
     parsed, name = parse(words[1:])
     assert isinstance(parsed, command.Sweep)

@@ -19,7 +19,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import GPT
 from jaxpar.optimizer import make_optimizer, state_like
 from jaxpar.problem import in_order
-from jaxpar.train import make_problem
+from jaxpar.setup import make_problem
 
 MODEL = Model(n_layer=2, n_head=4, n_embd=16, block_size=8, vocab_size=32, bias=True)
 HEADS = {compiler.parallelize: 4, manual.parallelize: 2}  # of a core under tp = 2: XLA splits a whole one

@@ -18,8 +18,8 @@ from jaxpar.checkpoint import state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.optimizer import moments
 from jaxpar.remat import resolve_remat
+from jaxpar.setup import prepare
 from jaxpar.shards import held
-from jaxpar.train import prepare
 
 # Four devices divide no width, vocabulary or number of positions: most shards are padded.
 MODEL = Model(n_layer=4, n_head=2, n_embd=6, block_size=10, vocab_size=13, bias=True)

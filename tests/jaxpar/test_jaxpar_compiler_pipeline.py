@@ -16,6 +16,7 @@ from layouts import JAX_COMPILER_PIPELINES as LAYOUTS
 
 from compare.contract.communication import summed
 from compare.numerics.parameters import parameter_count, parameter_table
+from compare.spec.axes import PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, Layout, Model
 from jaxpar.compiler.pipeline_parallel import lanes, pipelined
@@ -59,7 +60,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     batch = {"x": draw((microbatches, 2, 3)), "y": draw((microbatches, 2, 3))}
     value, gradients = jax.value_and_grad(plain)(params, batch)
 
-    place = Placement(shape=params["stack"].shape, pp_dim=0, pp=stages, chunks=chunks)
+    place = Placement(shape=params["stack"].shape, dims={PP: 0}, degrees={PP: stages}, chunks=chunks)
     spread = NamedSharding(mesh, P("pp"))
     stored = {"first": params["first"], "stack": jax.device_put(place.pad(params["stack"]), spread)}
     loss = pipelined(PIECES, mesh=mesh, stacked="stack", chunks=chunks)

@@ -10,6 +10,7 @@ import pytest
 from jax_steps import ACCUMULATION as A
 from jax_steps import Outcome, size_of, two_steps, worst_errors
 from layouts import JAX as LAYOUTS
+from msgspec.structs import replace
 
 from compare.judge.closed_forms.communication import data_parallel, fully_sharded, measured, tensor_parallel
 from compare.numerics.parameters import parameter_count
@@ -58,6 +59,16 @@ def test_zero3_gathers_again_in_backward_and_shard_grad_op_does_not(engine):
         # XLA comes to the same by itself: it sees that what is outside the layers does not change.
         expected = fully_sharded("jax-manual", experiment_of(layout))["all_gather", "dp_shard", "parameters"]
         assert size_of(ledger, axis="dp_shard", purpose="parameters") == expected
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_only_layer_is_gathered_once_a_step(remat):
+    """XLA unrolls a scan of one layer, and then sees that what is gathered does not change."""
+    layout, model = Layout(dp_shard=4, zero=3, remat=remat), replace(MODEL, n_layer=1)
+    ledger = two_steps("jax-manual", layout, model=model, batch_size=4).ledger
+    experiment = jax_steps.experiment_of(layout, model=model, batch_size=4)
+    expected = fully_sharded("jax-manual", experiment)["all_gather", "dp_shard", "parameters"]
+    assert size_of(ledger, axis="dp_shard", purpose="parameters") == expected
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -16,7 +16,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
-from jaxpar.train import prepare
+from jaxpar.setup import prepare
 
 GRID = {"dp": 2, "tp": 2}
 CASES = {

@@ -11,7 +11,7 @@ from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precis
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.measure.usage import memory_profile, planned_memory, resident_bytes
-from jaxpar.train import prepare
+from jaxpar.setup import prepare
 
 MODEL = Model(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=512, bias=True)
 LAYOUTS = {

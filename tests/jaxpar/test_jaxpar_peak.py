@@ -10,7 +10,7 @@ from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
-from jaxpar.train import prepare
+from jaxpar.setup import prepare
 
 SHARDS, DEPTHS = 4, (4, 12)
 ACTIVATIONS = 0.1

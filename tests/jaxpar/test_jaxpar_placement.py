@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.spec.axes import LAYER
+from compare.spec.axes import DP_SHARD, LAYER, PP, TP
 from jaxpar.placement import one_layer, place, split_axes
 
 SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
@@ -21,24 +21,24 @@ AXES = ("vocab", "embed", "heads", "mlp", "position")
 )
 def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
     shape, axes = tuple(size for size, _ in dims), tuple(axis for _, axis in dims)
-    p = place(shape, axes, split=SPLIT, tp=tp, shards=shards)
+    p = place(shape, axes, split=SPLIT, degrees={TP: tp, DP_SHARD: shards})
     x = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
     stored = p.pad(x)
     np.testing.assert_array_equal(p.unpad(stored), x)
     assert stored.shape == p.stored_shape
     assert stored.sum() == x.sum()  # padding is zero
     for dim, size in enumerate(stored.shape):
-        degree = (tp if dim == p.tp_dim else 1) * (shards if dim == p.shard_dim else 1)
+        degree = (tp if dim == p.dims.get(TP) else 1) * (shards if dim == p.dims.get(DP_SHARD) else 1)
         assert size == degree * p.part(dim, sharded=True)
 
 
 @given(st.integers(1, 12), st.integers(2, 4), st.integers(2, 4))
 def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
     """A device's part along tp does not depend on how dp_shard cuts it."""
-    p = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=shards)
-    assert (p.tp_dim, p.shard_dim) == (0, 0)
+    p = place((size,), ("mlp",), split=SPLIT, degrees={TP: tp, DP_SHARD: shards})
+    assert p.dims == {TP: 0, DP_SHARD: 0}
     x = np.arange(1.0, size + 1)
-    alone = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=1)
+    alone = place((size,), ("mlp",), split=SPLIT, degrees={TP: tp})
     parts = p.pad(x).reshape(tp, -1)
     for part, expected in zip(parts, alone.pad(x).reshape(tp, -1), strict=True):
         np.testing.assert_array_equal(part[: len(expected)], expected)
@@ -47,10 +47,10 @@ def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
 
 @given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 4))
 def test_a_device_s_range_is_what_is_true_of_it_before_its_padding(size, tp, shards):
-    p = place((size,), ("mlp",), split=SPLIT, tp=tp, shards=shards)
+    p = place((size,), ("mlp",), split=SPLIT, degrees={TP: tp, DP_SHARD: shards})
     x = np.arange(1.0, size + 1)
     stored = p.pad(x)
-    for devices in (tp, tp * shards if p.shard_dim == 0 else tp):  # at rest without dp_shard, and with it
+    for devices in (tp, tp * shards if DP_SHARD in p.dims else tp):  # at rest without dp_shard, and with it
         for device, held in enumerate(stored.reshape(devices, -1)):
             first, last = p.true_range(0, device * len(held), (device + 1) * len(held))
             np.testing.assert_array_equal(held[: last - first], x[first:last])
@@ -62,7 +62,11 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
     """Stage s of the model is on device s mod pp of the pipeline, as its chunk s // pp."""
     length = pp * chunks * layers
     p = place(
-        (length, 8), (LAYER, "mlp"), split=SPLIT, tp=tp, shards=shards, pp=pp, chunks=chunks if pp > 1 else 1
+        (length, 8),
+        (LAYER, "mlp"),
+        split=SPLIT,
+        degrees={TP: tp, DP_SHARD: shards, PP: pp},
+        chunks=chunks if pp > 1 else 1,
     )
     x = np.arange(length * 8.0).reshape(length, 8)
     stored = p.pad(x)
@@ -91,8 +95,8 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
     ],
 )
 def test_which_dim(shape, axes, shards, expected):
-    p = place(shape, axes, split=SPLIT, tp=2, shards=shards)
-    assert p.shard_dim == expected
+    p = place(shape, axes, split=SPLIT, degrees={TP: 2, DP_SHARD: shards})
+    assert p.dims.get(DP_SHARD) == expected
     if axes[:1] == (LAYER,) and expected is not None:
         (layer,) = one_layer([p])
-        assert (layer.shape, layer.shard_dim) == (shape[1:], expected - 1)
+        assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)

@@ -13,8 +13,8 @@ from compare.spec.experiment import Layout, Model
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.remat import resolve_remat
+from jaxpar.setup import prepare
 from jaxpar.shards import held, shards
-from jaxpar.train import prepare
 from jaxpar.training_step import ShardedStep
 
 # Four devices divide no width, vocabulary or number of positions: most shards are padded.

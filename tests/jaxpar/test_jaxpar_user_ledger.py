@@ -156,10 +156,15 @@ def test_branches_are_counted_where_all_send_the_same_and_named_elsewhere():
         first, second = (lambda x, f=f: lax.psum(f(x), "data") for f in (jnp.sin, jnp.cos))
         return lax.cond(choice, first, second, x)
 
-    mesh, function = over_data(in_both, P("data"), P(), out=P())
-    ledger = jaxpar.ledger(function, X, True, mesh=mesh)
-    assert ledger.is_complete
-    assert [row.calls for row in ledger.rows] == [1]
+    def in_each(x, choice):
+        functions = (jnp.sin, jnp.cos, jnp.tanh, jnp.exp)
+        return lax.switch(choice, [lambda x, f=f: lax.psum(f(x), "data") for f in functions], x)
+
+    for choose, choice in ((in_both, True), (in_each, 3)):
+        mesh, function = over_data(choose, P("data"), P(), out=P())
+        ledger = jaxpar.ledger(function, X, choice, mesh=mesh)
+        assert ledger.is_complete
+        assert [row.calls for row in ledger.rows] == [1]
 
 
 def test_a_scope_that_looks_like_one_of_ours_deletes_nothing():
@@ -182,6 +187,24 @@ def test_gradients_that_are_summed_by_hand_have_no_phase():
     mesh, function = over_data(step, P(), P("data"), out=P())
     ledger = jaxpar.ledger(function, jax.ShapeDtypeStruct((16, 4), jnp.float32), X, mesh=mesh)
     assert {row.phase for row in ledger.rows} == {""}
+
+
+def test_they_have_none_beside_what_autodiff_made(mesh):
+    """Split by tensor, too: what forward and backward send has a phase, and the sum by hand is no update."""
+
+    def step(up, down, x):
+        out = lambda weights: lax.psum(jnp.tanh(x @ weights[0]) @ weights[1], "model")  # noqa: E731
+        gradients = jax.grad(lambda weights: jnp.square(out(weights)).sum())((up, down))
+        return jax.tree.map(lambda gradient: lax.psum(gradient, "data"), gradients)
+
+    split = (P(None, "model"), P("model", None))
+    function = jax.shard_map(
+        step, mesh=mesh, in_specs=(*split, P("data", None)), out_specs=split, check_vma=False
+    )
+    shapes = (on(mesh, (C, H), split[0]), on(mesh, (H, C), split[1]), on(mesh, (N, C), ("data", None)))
+    rows = jaxpar.ledger(function, *shapes, mesh=mesh).rows
+    assert {row.phase for row in rows if row.axis == "data"} == {""}
+    assert {row.phase for row in rows if row.axis == "model"} == {"forward", "backward"}
 
 
 def test_a_mesh_of_other_devices_is_refused(mesh):

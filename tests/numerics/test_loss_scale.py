@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 from msgspec import UNSET
+from msgspec.structs import replace
 from records import make_record, make_steps
 
 from compare.contract.divergence import DivergedError
@@ -114,10 +115,19 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
 
     right = record("right", scaled_steps(spec, ".x.."))
     assert climb(right, record("same", scaled_steps(spec, ".x.."))).error(LOSS_SCALE) == 0
-    other = climb(right, record("other", scaled_steps(spec, "..x.")))
+    steps = scaled_steps(spec, "..x.")
+    steps[2:] = [replace(step, loss=step.loss * 1.1) for step in steps[2:]]  # of other weights
+    other = climb(right, record("other", steps))
+    assert other.failure.rung == LOSS_SCALE  # and not the losses, which differ for that reason
     assert other.error(LOSS_SCALE) == math.inf
-    (found,) = (rung for rung in other.rungs if rung.rung == LOSS_SCALE)
-    assert found.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
+    assert other.failure.rung == LOSS_SCALE  # before all that follows from it
+    assert other.failure.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
+    half = edited(spec, {"precision": {"dtype": "float16", "loss_scale": 32.0}})
+    lower = climb(right, make_record(tmp_path / "half", half, steps=scaled_steps(half, ".x..")))
+    assert (lower.failure.rung, lower.failure.worst) == (
+        LOSS_SCALE,
+        "step 0 is made at scale 32.0 instead of made at scale 64.0",
+    )
 
     broken = scaled_steps(spec, "....")  # nothing follows from the overflow
     broken[1] = scaled_steps(spec, ".x..")[1]

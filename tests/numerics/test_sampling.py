@@ -28,6 +28,14 @@ def test_temperature_and_top_k():
     assert next_tokens(LOGITS, np.array([0.63]), asked(top_k=2)) == [2]  # 0.5 / 0.8 = 0.625
     assert next_tokens(LOGITS, np.array([0.62]), asked(top_k=2)) == [0]
     assert next_tokens(LOGITS, np.array([0.66]), asked(temperature=0.5)) == [1]  # 25 : 4 : 9
+    for least in (1e-300, 5e-324):
+        assert next_tokens(LOGITS[:, ::-1], np.array([0.5]), asked(temperature=least)) == [2]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_not_numbers_draw_nothing(wrong):
+    with pytest.raises(ExperimentError, match="its weights give logits that are not numbers"):
+        generate(asked(tokens=2), lambda tokens: np.array([[0.0, wrong, 1.0]]), block_size=4)
 
 
 def test_shares_are_met():
@@ -55,7 +63,16 @@ def test_the_model_sees_a_window_of_what_was_drawn():
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"checkpoint": "x"}', '{"checkpoint": "x", "prompt": [], "tokens": 0}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"checkpoint": "x"}',
+        '{"checkpoint": "x", "prompt": [], "tokens": 0}',
+        '{"checkpoint": "x", "prompt": [], "temperature": 1e308}',
+        '{"checkpoint": "x", "prompt": [], "temperature": -1}',
+        '{"checkpoint": "x", "prompt": [], "temperature": NaN}',
+    ],
 )
 def test_a_bad_request_is_one_line(text):
     with pytest.raises(ExperimentError, match=r"^--sample: "):

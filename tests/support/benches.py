@@ -2,17 +2,19 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from compare.contract.timing import Timing, Window
-from compare.judge.bench import BenchCase, BenchResult, Circumstances, Machine, Measurement
+from compare.judge.circumstances import Circumstances, Machine
+from compare.judge.outcome import HowItRan, Measurement, Outcome, TimedCase
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps
 """Of a curve: as many as a bench has."""
-RAN = Circumstances(
+RAN = HowItRan(
     device_kind="a CPU",
     threads="one",
     gradient_sync="none",
@@ -22,33 +24,40 @@ RAN = Circumstances(
 )
 
 
-def cases_of(experiment: Experiment, **choice: Any) -> list[BenchCase]:
+def cases_of(experiment: Experiment, **choice: Any) -> list[TimedCase]:
     """The cases that engines, presets, sizes and variants make."""
     chosen = {"engines": ("torch-manual", "torch-library")} | choice
     return bench_cases(experiment, Choice(**chosen), steps=TIMING.steps, platform="cpu")[0]
 
 
-def bench_of(cases: list[BenchCase], **given: Any) -> BenchResult:
+HERE = Circumstances(
+    created_utc="2026-01-01T00:00:00+00:00",
+    machine=Machine(system="Linux x86_64", cpu_model="a CPU", cores=2, memory_bytes=24 * 10**9),
+    git_commit="0123456789abcdef",
+    git_dirty=False,
+    versions=RAN.versions,
+)
+
+
+def bench_of(cases: list[TimedCase], *, busy_cores: list[float] | None = None, **given: Any) -> Outcome:
     """A bench of these cases, nothing of it measured yet; fields that are not given say nothing."""
     nothing: dict[str, Any] = {
+        "study": "bench",
         "name": "bench-test",
         "experiment": cases[0].experiment,
         "platform": "cpu",
-        "created_utc": "2026-01-01T00:00:00+00:00",
-        "machine": Machine(system="Linux x86_64", cpu_model="a CPU", cores=2, memory_bytes=24 * 10**9),
-        "git_commit": "0123456789abcdef",
-        "git_dirty": False,
+        "circumstances": msgspec.structs.replace(HERE, busy_cores=busy_cores or []),
         "rounds": 5,
         "timing": TIMING,
         "baseline": cases[0].engine,
         "anyway": False,
         "cases": cases,
-        "circumstances": dict.fromkeys((case.name for case in cases), RAN),
+        "how": dict.fromkeys((case.name for case in cases), RAN),
     }
-    return BenchResult(**nothing | given)
+    return Outcome(**nothing | given)
 
 
-def measurement_of(case: BenchCase, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
+def measurement_of(case: TimedCase, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
     """One process whose every step took `wall_ms`, and twice that of CPU time."""
     window = Window(
         steps=TIMING.window, wall_s=TIMING.window * wall_ms / 1e3, cpu_s=TIMING.window * wall_ms / 500
@@ -67,7 +76,7 @@ def measurement_of(case: BenchCase, number: int, *, wall_ms: float = 10.0, **giv
     return Measurement(round=number, case=case.name, **figures | given)
 
 
-def finished(cases: list[BenchCase], *, noise: float = 0.03, **given: Any) -> BenchResult:
+def finished(cases: list[TimedCase], *, noise: float = 0.03, **given: Any) -> Outcome:
     """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
     planned = bench_of(cases, **given)
     random = np.random.default_rng(0)

@@ -17,9 +17,9 @@ from jaxpar.compilation import compile_step, device_scalars
 from jaxpar.faults import plant
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.usage import resident_bytes
-from jaxpar.recording import gradients_at_rest
+from jaxpar.observers import gradients_at_rest
 from jaxpar.remat import resolve_remat
-from jaxpar.train import prepare
+from jaxpar.setup import prepare
 
 ACCUMULATION = 2
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
+from torchpar import FSDP, DataParallel
 
 WAYS = {
     "zero3": {"zero": 3},

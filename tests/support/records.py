@@ -151,7 +151,8 @@ def make_record(
         recorder.evaluation(Evaluation(step=step, train=5.5, validation=5.5))
     if ENGINES[engine].tells_work:
         recorder.work(make_work(engine, experiment))
-    recorder.finish(manifest, Ledger(rows=make_ledger(engine, experiment)))
+    recorder.ledger(Ledger(rows=make_ledger(engine, experiment)))
+    recorder.finish(manifest)
     return read_record(folder)
 
 

@@ -10,6 +10,7 @@ from ranks import RANKS, axis, on_ranks
 from torch import nn
 
 from compare.spec.experiment import Model
+from torchpar.manual.megatron.gpt_parts import of_parts
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT, CausalAttention
 from torchpar.parallel_model import ParallelModel
@@ -77,14 +78,13 @@ def test_under_tensor_parallelism_a_core_sees_this_ranks_heads(rank: int) -> Non
     for sequence_parallel in (False, True):
         model, heads = make_gpt(), []
         swap(model, {CORES: partial(WrittenOut, heads=heads)})
-        tensor_parallel = split_layers(model, axis(), sequence_parallel=sequence_parallel)
-        parallel = tensor_parallel.wrap(
-            ParallelModel(
-                module=model,
-                optimizer=torch.optim.SGD(model.parameters()),
-                parameters=dict(model.named_parameters()),
-            )
+        split = split_layers(model, axis(), sequence_parallel=sequence_parallel)
+        alone = ParallelModel(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            parameters=dict(model.named_parameters()),
         )
+        parallel = of_parts(alone, split)
         loss = loss_and_gradients(model)["loss"]
         parallel.finish_gradient_synchronization()
         close({"loss": loss} | dict(parallel.full(parallel.gradients())), expected)

@@ -10,12 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compare.contract.communication import BUFFERS
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call, Traffic
-from torchpar.manual.any_module.buffers import broadcast_buffers
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
+from torchpar.guards.buffers import broadcast_buffers
 from torchpar.measure.ledger import LedgerMode
 from torchpar.measure.places import group_names
 

@@ -14,10 +14,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compare.pipeline.schedules import make_schedule
+from torchpar import FSDP, DataParallel
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.manual.pipeline_parallel import PipelineParallel
 from torchpar.manual.tensor_parallel import ColumnParallelLinear, RowParallelLinear

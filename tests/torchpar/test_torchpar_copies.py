@@ -14,11 +14,9 @@ from ranks import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import ColumnParallelLinear
 from torchpar.measure.memory import resident_bytes
 
@@ -49,7 +47,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
 @on_ranks
 def test_a_copy_and_its_original_train_apart(rank: int, wrap) -> None:
     plain, model = Odd(), wrap(Odd())
-    axis = model.axis if isinstance(model, FSDP) else model._axis
+    axis = model.axis
     make = partial(torch.optim.AdamW, lr=1e-2)
     plain_optimizer, optimizer = make(plain.parameters()), make(model.parameters())
     step(plain, plain_optimizer, ids(0))
@@ -65,7 +63,7 @@ def test_a_copy_and_its_original_train_apart(rank: int, wrap) -> None:
         step(twin, copied, share(ids(seed + 10), rank))
     assert_same(weights(model), plain.state_dict())
     assert_same(weights(twin), plain_copy.state_dict())
-    assert (twin.axis if isinstance(twin, FSDP) else twin._axis) is axis
+    assert twin.axis is axis
 
 
 @each_wrapper

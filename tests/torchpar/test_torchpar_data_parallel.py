@@ -16,10 +16,11 @@ from ranks import RANKS, on_ranks
 from torch import nn
 
 from compare.contract.communication import summed
+from torchpar import DataParallel
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
 from torchpar.manual.buckets import Bucket, make_buckets
-from torchpar.manual.data_parallel import DataParallel, GradientSync
+from torchpar.manual.data_parallel import GradientSync
 from torchpar.measure.ledger import LedgerMode, of_all_ranks
 from torchpar.measure.places import group_names
 

@@ -12,9 +12,7 @@ from modules import double, normal, share
 from ranks import on_ranks
 from torch import nn
 
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.measure.memory import resident_bytes
 
 WRAPPERS = {

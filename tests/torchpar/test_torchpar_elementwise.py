@@ -8,9 +8,8 @@ import torch
 from modules import Odd, ids, share
 from ranks import axis, on_ranks
 
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
-from torchpar.manual.zero.elementwise import require_elementwise
+from torchpar import FSDP, ShardedOptimizer
+from torchpar.guards.elementwise import require_elementwise
 
 CPU = torch.device("cpu")
 REFUSED = [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon]

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of torchpar.manual's public classes run, on four gloo ranks."""
+"""The examples in the docstrings of torchpar's public classes run, on four gloo ranks."""
 
 import doctest
 from functools import partial
@@ -12,13 +12,8 @@ from torch import nn
 from compare.pipeline.schedules import make_schedule
 from torchpar import swap
 from torchpar.comm.collectives import Axis
-from torchpar.manual import (
-    data_parallel,
-    fully_sharded,
-    pipeline_parallel,
-    sharded_optimizer,
-    tensor_parallel,
-)
+from torchpar.guards import data_parallel, fully_sharded, sharded_optimizer
+from torchpar.manual import pipeline_parallel, tensor_parallel
 from torchpar.manual.megatron import mappings, vocab_parallel
 
 COMMON = {"torch": torch, "nn": nn, "partial": partial, "Axis": Axis, "make_schedule": make_schedule}

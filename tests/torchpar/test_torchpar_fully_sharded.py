@@ -13,10 +13,10 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from torchpar import FSDP
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
-from torchpar.manual.fully_sharded import FSDP
 
 WAYS = {
     "zero3": {"zero": 3},

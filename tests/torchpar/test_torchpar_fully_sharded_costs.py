@@ -11,8 +11,8 @@ from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.contract.memory_profile import Class
+from torchpar import FSDP
 from torchpar.manual import fully_sharded
-from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.measure.memory import resident_bytes
 from torchpar.measure.storages import StorageMode
@@ -98,16 +98,15 @@ def test_a_unit_is_gathered_while_the_one_before_runs(rank: int) -> None:
         order.append(f"gather {flat.names[0][0]}")
         unshard(flat)
 
-    with patch.object(fully_sharded, "unshard", log):
-        sharded = FSDP(module)
-
+    sharded = FSDP(module)
     for index, layer in enumerate(module):
         layer.register_forward_hook(lambda *_, index=index: order.append(f"forward {index}"))
         layer.register_full_backward_hook(lambda *_, index=index: order.append(f"backward {index}"))
-    for _ in range(2):
-        order.clear()
-        sharded(torch.ones(1, 16, dtype=double, requires_grad=True)).sum().backward()
-        sharded.finish_gradient_synchronization()
+    with patch.object(fully_sharded, "unshard", log):
+        for _ in range(2):
+            order.clear()
+            sharded(torch.ones(1, 16, dtype=double, requires_grad=True)).sum().backward()
+            sharded.finish_gradient_synchronization()
     assert order == [
         *("gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "forward 2"),
         *("gather 1", "backward 2", "gather 0", "backward 1", "backward 0"),

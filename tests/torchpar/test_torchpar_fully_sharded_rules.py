@@ -9,8 +9,8 @@ from modules import Odd, double, ids, share, stack
 from ranks import on_ranks
 from torch import nn
 
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.zero.units import default_units
+from torchpar import FSDP
+from torchpar.guards.units import default_units
 
 # Averages of four partial means in another order than one mean over all: a few units in the last place.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}

@@ -10,8 +10,7 @@ from modules import double, normal, share, stack
 from ranks import on_ranks
 from torch import nn
 
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
+from torchpar import FSDP, DataParallel
 
 
 @each_way

@@ -1,5 +1,8 @@
 """Memory of a step by class: against what this test knows is there, and with surprises that it plants."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from bounds import above_the_bound
@@ -9,7 +12,8 @@ from ranks import on_ranks
 from compare.contract.memory_profile import CLASSES, DeviceMemory
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
-from torchpar.manual.fully_sharded import FSDP
+from torchpar import FSDP
+from torchpar.manual import fully_sharded
 from torchpar.measure.storages import StorageMode
 from torchpar.model import GPT
 from torchpar.remat import apply_remat
@@ -123,16 +127,18 @@ def test_a_unit_that_is_not_freed_shows_as_gathered(rank: int) -> None:
     for is_planted in (False, True):
         sharded = FSDP(stack(layers, width))
         stuck = sharded.units[1].flats[0]
-        free = sharded._unsharding._reshard
-        if is_planted:
-            sharded._unsharding._reshard = lambda flat, stuck=stuck, free=free: (
-                None if flat is stuck else free(flat)
-            )
+        free = fully_sharded.reshard
+
+        def keep_one(flat, stuck=stuck, free=free) -> None:
+            if flat is not stuck:
+                free(flat)
+
         x = torch.ones(2, width, dtype=torch.float64)
         held = {"parameters": sharded.parameters(), "gathered parameters": sharded.transient}
         for _ in range(2):
             sharded.zero_grad()
-            with StorageMode(held | {"parameters": [*sharded.parameters()]}) as mode:
+            planted = patch.object(fully_sharded, "reshard", keep_one) if is_planted else nullcontext()
+            with StorageMode(held | {"parameters": [*sharded.parameters()]}) as mode, planted:
                 sharded(x).sum().backward()
                 sharded.finish_gradient_synchronization()
         gathered[is_planted] = max(mode.memory().curve.bytes["gathered parameters"])

@@ -107,18 +107,36 @@ def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
     assert train(model, optimizer, steps) == train(own_model, own_optimizer, steps)
 
 
+def first_group(saved: dict) -> dict:
+    """What the optimizer notes of the parameters that decay."""
+    return saved["optimizer"]["param_groups"][0]
+
+
 def exchange(state: dict, one: int, other: int) -> None:
     """Two moments of as many elements, as where parameters were in another order."""
     state[one], state[other] = state[other], state[one]
 
 
 def test_on_a_cpu_nanogpt_computed_in_float32_whatever_it_notes(saved, tmp_path):
-    for device, dtype in (("cpu", "float32"), ("cuda", "float16")):
+    for device, dtype in (("cpu", "float32"), ("mps", "float32"), ("cuda:1", "float16")):
         content = torch.load(saved, weights_only=True)
         content["config"].update(device=device, dtype="float16")
         torch.save(content, saved)
         import_checkpoint(saved, tmp_path / device, BASE)
         assert CheckpointReader(tmp_path / device).description.experiment.precision.dtype == dtype
+
+
+def test_nanogpt_goes_on_with_the_settings_that_its_optimizer_was_saved_with(saved, tmp_path):
+    content = torch.load(saved, weights_only=True)
+    content["config"].update(
+        beta1=0.8, weight_decay=0.3
+    )  # of a resumed run, which nanoGPT takes no notice of
+    for group in content["optimizer"]["param_groups"]:
+        group.update(betas=(0.7, 0.96), eps=1e-6)
+    torch.save(content, saved)
+    import_checkpoint(saved, tmp_path / "ours", BASE)
+    found = CheckpointReader(tmp_path / "ours").description.experiment.optimizer
+    assert (found.beta1, found.beta2, found.eps, found.weight_decay) == (0.7, 0.96, 1e-6, 0.1)
 
 
 def test_steps_that_float16_skipped_are_no_updates(saved, tmp_path):
@@ -165,7 +183,33 @@ def test_what_a_ckpt_cannot_say_is_not_exported(saved, tmp_path, changes, says):
             lambda saved: exchange(saved["optimizer"]["state"], 4, 5),
             r"exp_avg of .* is \(8, 32\), and the weight \(32, 8\): its parameters are in another order",
         ),
-        (lambda saved: saved.update(optimizer=[1, 2]), "its optimizer is not the state_dict of an AdamW"),
+        (lambda saved: saved.update(optimizer=[1, 2]), "its optimizer is not the state_dict of nanoGPT's"),
+        (lambda saved: saved.update(optimizer=None), "its optimizer is not the state_dict of nanoGPT's"),
+        (
+            lambda saved: saved["optimizer"]["state"].update({0: 5}),
+            r"Expected `object`, got `int` - at `\$\.state",
+        ),
+        (
+            lambda saved: first_group(saved).update(params=4),
+            r"got `int` - at `\$\.param_groups\[0\]\.params`",
+        ),
+        (
+            lambda saved: first_group(saved).update(amsgrad=True),
+            "its optimizer has amsgrad: nanoGPT's has not",
+        ),
+        (lambda saved: first_group(saved).update(eps=1e-3), "its optimizer has betas or eps of each group"),
+        (lambda saved: saved["optimizer"]["state"][0].pop("step"), r"its optimizer is at step \[-1, 3\]"),
+        (
+            lambda saved: saved["optimizer"]["state"][0].update(step="x"),
+            r"its optimizer is at step \[-1, 3\]",
+        ),
+        (lambda saved: saved.update(model=[1]), "its weights are no state dict"),
+        (
+            lambda saved: saved["model"].update({3: torch.ones(1)}),
+            "3 among its weights is no tensor of plain",
+        ),
+        (lambda saved: saved["model"].update(x="text"), "x among its weights is no tensor of plain numbers"),
+        (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), "x among its weights is no tensor"),
         (lambda saved: saved.update(model_args=["n_layer"]), "model_args or iter_num are not nanoGPT's"),
         (lambda saved: saved.update(iter_num="three"), "model_args or iter_num are not nanoGPT's"),
         (
@@ -181,6 +225,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path, spoil
     with pytest.raises(ExperimentError, match=says):
         import_checkpoint(saved, tmp_path / "ours", BASE)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+@pytest.mark.parametrize("content", [5, [1], torch.ones(3)])
+def test_a_pickle_of_something_else_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(ExperimentError, match="has no model: it is no checkpoint of nanoGPT's"):
+        import_checkpoint(tmp_path / "ckpt.pt", tmp_path / "ours", BASE)
 
 
 class Code:

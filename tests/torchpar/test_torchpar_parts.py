@@ -12,14 +12,14 @@ from modules import double, normal, share
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import prune
 
 from compare.pipeline.schedules import make_schedule
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.pipeline.weight_gradients import Factors, add_up
 from torchpar.manual.pipeline_parallel import PipelineParallel
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 assert_same = partial(modules.assert_same, rtol=1e-12, atol=1e-14)
@@ -82,10 +82,10 @@ def test_a_sharded_optimizer_that_reduces_itself_refuses_a_scaler(rank: int) -> 
 
 @on_ranks
 def test_clipping_takes_the_norm_of_all_parts(rank: int) -> None:
-    """By PyTorch's function and by FSDP's: over shards, over parts of layers, and over shards of parts."""
+    """By PyTorch's function and by the wrappers': over shards, parts of layers, and shards of parts."""
     x = normal(8, 8)
     two = Axis.of(torch.distributed.new_subgroups(2)[0]), across(rank)
-    for way in ("fsdp", "tp", "tp and fsdp"):
+    for way in ("fsdp", "tp", "tp and fsdp", "tp and zero 1"):
         reference = net()
         reference(x).square().mean().backward()
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)
@@ -94,6 +94,18 @@ def test_clipping_takes_the_norm_of_all_parts(rank: int) -> None:
             module(x).square().mean().backward()
             norm = nn.utils.clip_grad_norm_(module.parameters(), 1e-2)
             torch.testing.assert_close(module[3].weight.grad, reference[3].weight.grad)
+        elif way == "tp and zero 1":
+            tp, dp = two
+            module = split(net(), tp)
+            parameters = module.parameters()
+            optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=1.0, group=dp, reduce_gradients=True)
+            module(x.chunk(2)[dp.rank]).square().mean().backward()
+            with pytest.raises(RuntimeError, match=r"go to a ShardedOptimizer: call its own clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(module.parameters(), 1e-2)
+            optimizer.finish_gradient_synchronization()
+            norm = optimizer.clip_grad_norm_(1e-2)
+            whole = optimizer.gather({p: optimizer.piece_of(p).grad for p in module.parameters()})
+            torch.testing.assert_close(whole[module[3].weight], reference[3].weight.grad)
         else:
             tp, dp = two
             inner = net() if way == "fsdp" else split(net(), tp)
@@ -125,7 +137,7 @@ def clip(module: FSDP) -> torch.Tensor:
 def test_clipping_gradients_of_one_rank_alone_is_refused(rank: int) -> None:
     replicas = DataParallel(net())
     replicas(normal(2, 8)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+    with pytest.raises(RuntimeError, match=r"finish_gradient_synchronization\(\) before clip_grad_norm_\(\)"):
         nn.utils.clip_grad_norm_(replicas.parameters(), 1.0)
     replicas.finish_gradient_synchronization()
     assert nn.utils.clip_grad_norm_(replicas.parameters(), 1.0) > 0
@@ -201,9 +213,25 @@ def test_only_plain_layers_are_split(rank: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    for layer in (Doubled(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))):
-        with pytest.raises(TypeError, match=r"is made from nn\.Linear, not from"):
-            ColumnParallelLinear.from_linear(layer, Axis.of(None))
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(ids)
+
+    split_linear, split_embedding = ColumnParallelLinear.from_linear, VocabParallelEmbedding.from_embedding
+    normed = nn.utils.parametrizations.weight_norm
+    for make, layer, name in (
+        (split_linear, Doubled(8, 8), "Linear"),
+        (RowParallelLinear.from_linear, normed(nn.Linear(8, 8)), "Linear"),
+        (split_embedding, Scaled(8, 8), "Embedding"),
+        (split_embedding, normed(nn.Embedding(8, 8)), "Embedding"),
+    ):
+        with pytest.raises(TypeError, match=rf"is made from nn\.{name}, not from"):
+            make(layer, Axis.of(None))
+    hooked = nn.Linear(8, 8)
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    for layer in (hooked, prune.identity(nn.Linear(8, 8), "weight"), nn.utils.spectral_norm(nn.Linear(8, 8))):
+        with pytest.raises(TypeError, match="ColumnParallelLinear would not run the hooks of this Linear"):
+            split_linear(layer, Axis.of(None))
 
 
 def test_weight_gradients_of_complex_layers():

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
 from compare.pipeline.simulator import peak_in_flight
 from compare.spec.experiment import Layout
+from torchpar import DataParallel
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
 from torchpar.comm.mesh import make_mesh
 from torchpar.faults.manual_faults import overwritten_microbatch
-from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.pipeline_parallel import PipelineParallel
 
 WIDTHS = (5, 6, 3, 7, 4, 6, 2, 5)  # of each stage's output: no two boundaries alike

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchpar
 from compare.contract.ledger import UnexpectedCommunicationError, assert_communication, differences
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
+from torchpar import FSDP, DataParallel
 
 C = 64
 F32 = 4

@@ -12,9 +12,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 
 
 def through_another_dtype(module: nn.Module) -> None:

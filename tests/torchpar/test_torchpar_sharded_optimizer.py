@@ -15,11 +15,9 @@ from modules import Odd, double, ids, share
 from ranks import RANKS, on_ranks
 from torch import nn
 
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.measure.memory import resident_bytes
 
 # Averages of four partial means in another order than one mean over all: a few units in the last place,

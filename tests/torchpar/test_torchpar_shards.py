@@ -15,8 +15,8 @@ from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
+from torchpar.setup import PARALLELIZE
 from torchpar.shards import held, moment_shards, shards
-from torchpar.train import PARALLELIZE
 from torchpar.weights import load_weights, to_arrays
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.

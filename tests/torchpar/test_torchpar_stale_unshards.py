@@ -12,7 +12,7 @@ from modules import Odd, ids, normal, share, stack
 from ranks import on_ranks
 from torch import nn
 
-from torchpar.manual.fully_sharded import FSDP
+from torchpar import FSDP
 
 
 @each_way
@@ -52,6 +52,20 @@ def test_weights_written_while_they_are_gathered(rank: int, options: dict) -> No
         for each in (reference, sharded):
             each(ids())
             write(each)
+        close(sharded(ids(1)), reference(ids(1)))
+
+
+@each_way
+@on_ranks
+def test_evaluations_see_what_averages_of_weights_wrote_past_all_versions(rank: int, options: dict) -> None:
+    """Why zero=2, too, gathers for each of them: nothing tells of a write through `data`."""
+    reference, module = Odd(), Odd()
+    sharded = FSDP(module, **options)
+    with torch.no_grad():
+        for each in (reference, sharded):
+            each(ids())
+            for parameter in each.parameters():
+                parameter.data.mul_(0.5)
         close(sharded(ids(1)), reference(ids(1)))
 
 

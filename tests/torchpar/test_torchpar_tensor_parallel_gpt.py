@@ -12,6 +12,7 @@ from compare.judge.closed_forms import communication as closed_form
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 from torchpar.comm.counter import Call
 from torchpar.manual.megatron import mappings
+from torchpar.manual.megatron.gpt_parts import of_parts
 from torchpar.manual.tensor_parallel import (
     TensorParallel,
     split_layers,
@@ -42,9 +43,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def parallel_of(model: GPT, tp: TensorParallel) -> ParallelModel:
     optimizer = torch.optim.SGD(model.parameters())
-    return tp.wrap(
-        ParallelModel(module=model, optimizer=optimizer, parameters=dict(model.named_parameters()))
-    )
+    alone = ParallelModel(module=model, optimizer=optimizer, parameters=dict(model.named_parameters()))
+    return of_parts(alone, tp)
 
 
 def gpt_gradients(*, sequence_parallel: bool, remat: str = "none") -> tuple[torch.Tensor, dict]:

@@ -10,7 +10,7 @@ from modules import normal, share, stack
 from ranks import on_ranks
 from torch import nn
 
-from torchpar.manual.fully_sharded import FSDP
+from torchpar import FSDP
 
 
 @each_way

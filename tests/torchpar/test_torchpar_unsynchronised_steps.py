@@ -11,12 +11,11 @@ from loops import AdamW, assert_same_weights, each_way, no_finish
 from modules import normal, share, stack
 from ranks import on_ranks
 
+from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP, finish_mean, reduce_scatter_gradients
-from torchpar.manual.sharded_optimizer import ShardedOptimizer
-from torchpar.manual.zero.flat_parameters import flatten_parameters
-from torchpar.manual.zero.flat_steps import FlatSteps
+from torchpar.guards.flat_parameters import flatten_parameters
+from torchpar.guards.flat_steps import FlatSteps
+from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients
 
 
 @each_way

@@ -115,3 +115,13 @@ def test_a_run_imports_faults_only_if_it_asks_for_one(entry):
 
 def test_compare_is_empty_at_the_top():
     assert (ROOT / "compare" / "__init__.py").read_text() == ""
+
+
+MARKS_PARTS = ROOT / "torchpar" / "manual" / "megatron" / "split.py"
+"""Layers that are split are for any module themselves, and mark their parts for PyTorch's own tools."""
+
+
+@pytest.mark.parametrize("path", files("torchpar/manual"), ids=str)
+def test_a_lesson_imports_no_guard(path):
+    if path != MARKS_PARTS:
+        assert not any(name.startswith("torchpar.guards") for name in imports(path)), path

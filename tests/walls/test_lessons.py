@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-MANUAL = Path(__file__).parents[2] / "torchpar" / "manual"
+ROOT = Path(__file__).parents[2]
+MANUAL, GUARDS = ROOT / "torchpar" / "manual", ROOT / "torchpar" / "guards"
 LESSONS = {
     "data_parallel": {"all_reduce"},
     "fully_sharded": {"all_gather", "reduce_scatter", "all_reduce"},
@@ -19,7 +20,7 @@ LESSONS = {
     "tensor_parallel": {"copy_to_region", "reduce_from_region"},
     "pipeline_parallel": {"send", "receive"},
 }
-HELPERS = ("buckets.py", "zero", "any_module", "pipeline")
+HELPERS = ("buckets.py", "zero", "pipeline")
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"}
 SUPPORT = {"UNUSED", "BUFFERS", "REPLICATE", "RECORD"}
 
@@ -45,10 +46,10 @@ def misplaced(source: str) -> set[str]:
 
 
 def helpers() -> list[Path]:
-    """Every file beside the lessons."""
+    """Every file beside the lessons, guards too."""
     found = [
         path
-        for place in (MANUAL / name for name in HELPERS)
+        for place in (GUARDS, *(MANUAL / name for name in HELPERS))
         for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
     ]
     assert len(found) > len(HELPERS)

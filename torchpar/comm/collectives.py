@@ -74,25 +74,25 @@ class Axis:
     def all_reduce(
         self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
     ) -> None:
-        """Replace `tensor` by its sum, or its maximum, over the axis."""
+        """Replace `tensor`, any shape, by its sum, or its maximum, over the axis."""
         self.start_all_reduce(tensor, purpose=purpose, op=op).wait()
 
     def start_all_reduce(
         self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
     ) -> dist.Work:
-        """Begin to replace `tensor` by its sum over the axis; it is valid after `wait()` on the result."""
+        """Begin `all_reduce`; `tensor` is valid after `wait()` on the result."""
         with self._counted("all_reduce", tensor, purpose):
             work = dist.all_reduce(tensor, op=_OPERATIONS[op], group=self.group, async_op=True)
         assert work is not None
         return work
 
     def broadcast(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
-        """Replace `tensor` by that of the axis's first rank."""
+        """Replace `tensor`, any shape, by that of the axis's first rank."""
         with self._counted("broadcast", tensor, purpose):
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> None:
-        """Fill `full` (n,) with every rank's `piece`, one after the other.
+        """Fill `full` (n,) with every rank's shard in order; uneven n gives uneven shards.
 
         Args:
             full: cut as `chunk_slices(n, size)` says.
@@ -116,7 +116,7 @@ class Axis:
             return self._gather_padded(full, piece, len(slots[0]))
 
     def reduce_scatter(self, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> None:
-        """Fill `piece` with this rank's cut of the sum of every rank's `full` (n,), cut by `pieces`."""
+        """Fill `piece` with this rank's shard of the sum of every rank's `full` (n,); see `all_gather`."""
         self.start_reduce_scatter(piece, full, purpose=purpose).wait()
 
     def start_reduce_scatter(self, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
@@ -140,7 +140,7 @@ class Axis:
             return WorkThen(work, lambda: piece.copy_(mine[: len(piece)]))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> None:
-        """Send `sent[r]` to rank r, and fill `received[r]` with what it sent here; both (size, ...)."""
+        """Send `sent[r]` to rank r, and receive `received[r]` from it; both (size, ...)."""
         self.start_all_to_all(received, sent, purpose=purpose).wait()
 
     def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> Work:
@@ -153,7 +153,7 @@ class Axis:
         return work
 
     def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
-        """Begin to send `tensor` to rank `to` of the axis; leave it alone until `wait()` on the result.
+        """Begin to send `tensor`, any shape, to rank `to` of the axis; leave it alone until `wait()`.
 
         The messages of two ranks meet by their order alone: NCCL knows no tags.
         """
@@ -163,7 +163,7 @@ class Axis:
         return work
 
     def start_receive(self, tensor: torch.Tensor, *, source: int) -> Work:
-        """Begin to receive into `tensor` from rank `source` of the axis. Its sender counts the message."""
+        """Begin to receive into `tensor`, any shape, from rank `source`. The sender counts the message."""
         work = dist.irecv(tensor, group=self.group, group_src=source)
         assert work is not None
         return work

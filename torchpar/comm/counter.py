@@ -19,14 +19,14 @@ class Call(NamedTuple):
 
 
 class Observer(Protocol):
-    """Somebody who wants to know of every call, whatever mesh it is of."""
+    """Observer of every call, on any mesh."""
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         """A call over a (gathered) tensor begins; what it sends itself comes before `ends`."""
         ...
 
     def ends(self) -> None:
-        """It has been handed on."""
+        """The call has been handed on."""
         ...
 
 

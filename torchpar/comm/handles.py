@@ -19,7 +19,7 @@ class CompletedWork:
         do()
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once: the collective is done."""
 
 
 class WorkGroup:

@@ -41,7 +41,7 @@ class Mesh:
 
     @property
     def axes(self) -> list[Axis]:
-        """Those along which a step communicates, each once."""
+        """Axes along which a step communicates, each once."""
         return list(dict.fromkeys((*(getattr(self, name) for name in AXES), self.data)))
 
     @property

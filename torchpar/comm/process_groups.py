@@ -80,7 +80,7 @@ def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.Proce
 
 
 def group_threads(backend: str = "") -> AbstractContextManager[None]:
-    """Where to make groups of a backend, or of the one in use: gloo's threads then yield to the rank."""
+    """Context for making a backend's groups (default: the current one): gloo's threads yield to the rank."""
     return yielding_threads() if (backend or dist.get_backend()) == "gloo" else nullcontext()
 
 

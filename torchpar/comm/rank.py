@@ -96,7 +96,7 @@ class Rank:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Longer than the launcher's patience, so that it speaks first and names the rank behind."""
+        """Collective time-out (s), longer than the launcher's: it names the lagging rank first."""
         return self.timeout_s + 30.0
 
     @property

@@ -16,7 +16,7 @@ from torchpar.comm.collectives import Axis, ProcessGroup
 
 
 def fall_silent(axes: Iterable[Axis], device: torch.device, module: nn.Module) -> None:
-    """Silence the process groups of these axes, for whoever uses them. All ranks together.
+    """Make collectives on these axes no-ops, for all callers; call it on all ranks together.
 
     Args:
         axes: none of them over the group of all ranks, which still has to gather what ranks found.
@@ -24,7 +24,7 @@ def fall_silent(axes: Iterable[Axis], device: torch.device, module: nn.Module) -
         module: what runs: DDP in it takes no result of a silent collective.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    torch.set_flush_denormal(True)  # what was never received may be any number, and a denormal one is slow
+    torch.set_flush_denormal(True)  # buffers that received nothing may hold denormal numbers, which are slow
     for group in {axis.group for axis in axes if axis.group}:
         assert group is not dist.group.WORLD
         _silence(group, device)

@@ -1,4 +1,4 @@
-"""Faults of collectives along an axis and for a purpose, planted at the door that all of them go through."""
+"""Faulty collectives, patched into `Axis` by mesh axis and purpose."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def contributions_times_ranks(*, axis: str, purpose: str) -> Generator[None]:
 
 @contextmanager
 def sent_zeros(*, axis: str, purpose: str) -> Generator[None]:
-    """What ranks of an axis send each other arrives as zeros: each goes on with its own part of a sum."""
+    """Messages along an axis arrive as zeros: each rank goes on with its own part of a sum."""
     right, wrong = Axis.start_send, (axis, purpose)
 
     def nothing(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:

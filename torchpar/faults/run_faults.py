@@ -14,7 +14,7 @@ from msgspec import structs
 from compare.contract.faults import Ignored
 from compare.contract.request import Request
 from compare.spec.axes import AXES
-from torchpar import dropout, train
+from torchpar import dropout, setup, train
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import local
 from torchpar.state import Run
@@ -101,7 +101,7 @@ def moved_weight() -> AbstractContextManager:
         weight.flat[0] += BY
         load_weights(model, {**named, MOVED: weight})
 
-    return patch.object(train, "load_weights", load_moved)
+    return patch.object(setup, "load_weights", load_moved)
 
 
 def kept_gradients() -> AbstractContextManager:
@@ -130,7 +130,7 @@ def zeroed_before_each_pass() -> AbstractContextManager:
 
 
 def unscaled_dropout() -> AbstractContextManager:
-    """What is kept is not scaled up."""
+    """Kept elements are not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
 
 

@@ -23,10 +23,10 @@ from compare.numerics.stream import Batches
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 from torchpar import peers
+from torchpar.comm.devices import PACKAGES, device_kind
 from torchpar.comm.rank import Rank
 from torchpar.launcher.local import bind_to_loopback, launch
-from torchpar.measure.devices import PACKAGES, device_kind
-from torchpar.train import PARALLELIZE
+from torchpar.setup import PARALLELIZE
 
 
 def read_request(folder: Path) -> Request:

@@ -9,7 +9,7 @@ import psutil
 from compare.contract.record import Failure, read_failure, write_failure
 from compare.host.exits import describe_exit
 from torchpar.comm.rank import Rank
-from torchpar.launcher.supervisor import Report
+from torchpar.launcher.supervisor import RankFailure
 
 GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
 POLL_S = 0.05
@@ -31,7 +31,7 @@ class Siblings:
         self._folder = folder
         self._others = _ranks_beside_us()
 
-    def why(self, report: Report) -> Failure:
+    def why(self, report: RankFailure) -> Failure:
         """Cause of the run's end, given what ended this rank: waits a little for a rank that is to blame."""
         deadline = time.monotonic() + GRACE_S
         while report.is_consequence and time.monotonic() < deadline:

@@ -36,8 +36,8 @@ class RanksFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Report:
-    """Last words of a failing rank."""
+class RankFailure:
+    """Message and traceback of a failing rank."""
 
     rank: int
     message: str
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def failure(self) -> Failure:
-        """As it goes on the record."""
+        """The failure as the record states it."""
         return Failure(message=self.message, traceback=self.traceback, rank=self.rank)
 
 
@@ -57,20 +57,20 @@ class Child:
     rank: int
     process: BaseProcess
     reports: Connection
-    report: Report | None = None
+    report: RankFailure | None = None
 
 
-def make_report(error: BaseException, rank: Rank) -> Report:
+def make_report(error: BaseException, rank: Rank) -> RankFailure:
     """A report of an error that ended a rank."""
     text = " ".join(str(error).split())
     if isinstance(error, DivergedError):  # on all ranks alike
-        return Report(rank=-1, message=text, traceback="", is_consequence=False)
+        return RankFailure(rank=-1, message=text, traceback="", is_consequence=False)
     stack = "".join(traceback.format_exception(error))
     if isinstance(error, DiskFull):  # whose message says it all
         stack = ""
     else:
         text = f"{type(error).__name__}: {text}"
-    return Report(
+    return RankFailure(
         rank=rank.rank,
         message=f"rank {rank.rank} failed {rank.position.when}: {text}",
         traceback=stack,

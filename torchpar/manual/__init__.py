@@ -1,7 +1,9 @@
 """torch-manual: we decide where data moves, with the collectives of `torch.distributed`."""
 
+from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import nn
 
 from compare.spec.experiment import Layout
@@ -9,6 +11,7 @@ from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.megatron.gpt_parts import of_parts
 from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
 from torchpar.manual.pipeline.gpt_runner import make_evaluation, make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
@@ -39,7 +42,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
         makers = (make_runner, make_evaluation)
         run, evaluate = (make(part, parallel, axis=mesh.pp, layout=layout) for make in makers)
         parallel = as_pipeline(parallel, axis=mesh.pp, run=run, evaluate=evaluate)
-    return split.wrap(parallel) if split else parallel
+    return of_parts(parallel, split) if split else parallel
 
 
 def _replicated(
@@ -68,6 +71,7 @@ def _fully_sharded(
     model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
 ) -> ParallelModel:
     """ZeRO-2 and 3."""
+    full = dict(model.named_parameters())
     sharded = FSDP(
         model,
         units=units_of(model),
@@ -77,17 +81,8 @@ def _fully_sharded(
         reshard_after_forward=layout.reshard_after_forward,
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
     )
-    return ParallelModel(
-        module=sharded,
-        optimizer=make_optimizer(sharded.pieces),
-        parameters=sharded.pieces,
-        no_sync=sharded.no_sync,
-        finish_gradient_synchronization=sharded.finish_gradient_synchronization,
-        sharded_over=lambda name: (mesh.dp_shard,),
-        elements=sharded.elements.__getitem__,
-        gathers=(sharded.gather,),
-        transient=sharded.transient,
-    )
+    pieces = _pieces(sharded, full)
+    return _in_pieces(sharded, mesh, full, module=sharded, optimizer=make_optimizer(pieces))
 
 
 def _sharded_optimizer(
@@ -99,7 +94,6 @@ def _sharded_optimizer(
         ShardedOptimizer,
         group=mesh.dp_shard,
         replicate_group=mesh.dp_replicate,
-        reduce_gradients=True,
         bucket_size_mb=layout.bucket_mb,
     )
     # Both stages that have a copy of the tied weight must cut it alike.
@@ -107,18 +101,37 @@ def _sharded_optimizer(
         full, wrap=wrap, separate_groups={TIED} if isinstance(model, GPTStages) else ()
     )
     assert isinstance(optimizer, ShardedOptimizer)
+    return _in_pieces(optimizer, mesh, full, module=model, optimizer=optimizer)
+
+
+def _pieces(sharding: FSDP | ShardedOptimizer, full: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    piece_of = sharding.piece_by_parameter
+    return {name: piece_of[parameter] for name, parameter in full.items()}
+
+
+def _in_pieces(
+    sharding: FSDP | ShardedOptimizer,
+    mesh: Mesh,
+    full: Mapping[str, nn.Parameter],
+    *,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> ParallelModel:
+    """A model of whose parameters, given by name, this rank updates pieces."""
+    elements = sharding.elements_by_parameter
 
     def gather(pieces: TensorsByName) -> TensorsByName:
-        gathered = optimizer.gather({full[name]: piece for name, piece in pieces.items()})
+        gathered = sharding.gather_by_parameter({full[name]: piece for name, piece in pieces.items()})
         return {name: gathered[full[name]] for name in pieces}
 
     return ParallelModel(
-        module=model,
+        module=module,
         optimizer=optimizer,
-        parameters={name: optimizer.piece_of(parameter) for name, parameter in full.items()},
-        no_sync=optimizer.no_sync,
-        finish_gradient_synchronization=optimizer.finish_gradient_synchronization,
+        parameters=_pieces(sharding, full),
+        no_sync=sharding.no_sync,
+        finish_gradient_synchronization=sharding.finish_gradient_synchronization,
         sharded_over=lambda name: (mesh.dp_shard,),
-        elements=lambda name: optimizer.elements[full[name]],
+        elements=lambda name: elements[full[name]],
         gathers=(gather,),
+        transient=tuple(flat.full for flat in sharding.flats if not flat.keeps_full),
     )

@@ -1,13 +1,13 @@
 """Gradient buckets: flat memory for gradients that are averaged together, and the order of the buckets."""
 
 import itertools
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from torchpar.comm.handles import Work
-from torchpar.manual.any_module.packs import pack
+from torchpar.manual.launch_order import LaunchOrder
+from torchpar.manual.packs import pack
 
 
 class Bucket:
@@ -50,22 +50,11 @@ class Bucket:
         With several parameters the gradient moves into the buffer and becomes a view of it: one copy, in
         which it is divided, none back, and no second gradient in memory. A single one is its own buffer, if
         it can be.
-
-        Raises:
-            RuntimeError: it is in already, or sparse, or a hook has taken it away.
         """
-        if index not in self._pending:
-            raise RuntimeError(
-                f"the gradient of {self.names[index]} was ready twice: call "
-                f"finish_gradient_synchronization() after each backward, or put all but the last in no_sync()"
-            )
         parameter = self.parameters[index]
         gradient = parameter.grad
-        if gradient is None:
-            raise RuntimeError(f"a hook on {self.names[index]} takes its gradient away: remove the hook")
+        assert gradient is not None, f"{self.names[index]} has no gradient"
         self._pending.remove(index)
-        if gradient.is_sparse:
-            raise RuntimeError(f"{self.names[index]} has a sparse gradient: use a dense embedding")
         if len(self.parameters) == 1 and gradient.is_contiguous():
             self._buffer = gradient.view(-1).div_(ranks)
             return
@@ -87,36 +76,14 @@ class Bucket:
         self._buffer = None
 
 
-class Buckets:
+class Buckets(LaunchOrder[Bucket]):
     """Buckets in the order in which all ranks reduce them."""
-
-    def __init__(self, buckets: Sequence[Bucket] = ()):
-        self._buckets, self._taken = list(buckets), 0
-
-    def __iter__(self) -> Iterator[Bucket]:
-        """One after the other."""
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        """Number of buckets."""
-        return len(self._buckets)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of all buckets."""
-        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
-
-    def take_full(self) -> Iterator[Bucket]:
-        """The full buckets, in order, each once a step: a bucket waits for those before it."""
-        while self._taken < len(self._buckets) and self._buckets[self._taken].is_full:
-            self._taken += 1
-            yield self._buckets[self._taken - 1]
 
     def reset(self) -> None:
         """Forget the step."""
-        for bucket in self._buckets:
+        for bucket in self:
             bucket.reset()
-        self._taken = 0
+        self.restart()
 
 
 def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:

@@ -10,49 +10,50 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
                                        each forward without gradients: pieces may have been written to
     replicate_group                    the shards are summed over replicas too (HSDP)
 
-ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
+WHAT moves are the functions from `shard_parameters` on, WHEN are the methods of `FSDP`, in the order in which
+they run. The engine runs this class; `torchpar.FSDP` is the same with guards, for any module. ZeRO-1, which
+shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLICATE
+from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.any_module.buffers import Buffers
-from torchpar.manual.any_module.claims import require_unclaimed
-from torchpar.manual.any_module.parts import axes_of
-from torchpar.manual.any_module.untraced import untraced
-from torchpar.manual.megatron.split import split_layers_of
-from torchpar.manual.zero.elementwise import watch_optimizers
+from torchpar.manual.accumulation import Accumulates
 from torchpar.manual.zero.flat_gradients import FlatGradients
-from torchpar.manual.zero.flat_parameters import FlatParameters
-from torchpar.manual.zero.flat_steps import FlatSteps
-from torchpar.manual.zero.full_state import full_state, load_full_state, refuse_pieces_in_state
-from torchpar.manual.zero.reduce_scheduler import ReduceScheduler
-from torchpar.manual.zero.units import Structure, Unit, Units, make_units
-from torchpar.manual.zero.unshard_scheduler import UnshardScheduler
-from torchpar.optimizer import clip_gradients
+from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
+from torchpar.manual.zero.pieces import HoldsPieces
+from torchpar.manual.zero.units import Unit
 
 
-def shard_parameters(module: nn.Module, units: Units | None, axis: Axis, **options: Any) -> list[Unit]:
+def shard_parameters(
+    module: nn.Module, units: Sequence[Sequence[nn.Module]], axis: Axis, **options: Any
+) -> list[Unit]:
     """Cut a module's parameters over the ranks: each keeps its shard of the flat buffers of every unit.
 
     Args:
         module: any; it then shows this rank's pieces of its parameters, and not the parameters.
-        units: what is unsharded together: see `FSDP`.
+        units: lists of submodules that are unsharded together; each parameter is in one of them alone.
         axis: the ranks.
         options: as for `FlatParameters`.
     """
-    sharded = make_units(module, units, axis, **options)
+    number = {p: n for n, modules in enumerate(units) for one in modules for p in one.parameters()}
+    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
+    for name, parameter in module.named_parameters():
+        members[number[parameter]].append((name, parameter))
+    sharded = [
+        Unit(modules, flatten_parameters(named, axis, **options))
+        for modules, named in zip(units, members, strict=True)
+    ]
     for unit in sharded:
-        unit.show_pieces()
-        for flat in unit.flats:
-            reshard(flat)
+        reshard_unit(unit)
     return sharded
 
 
@@ -76,263 +77,226 @@ def reshard(flat: FlatParameters) -> None:
         flat.full.untyped_storage().resize_(0)
 
 
+def reshard_unit(unit: Unit) -> None:
+    """Free the parameters of a unit, whose modules then have this rank's pieces."""
+    unit.show_pieces()
+    for flat in unit.flats:
+        reshard(flat)
+
+
 @torch.no_grad()
-def reduce_scatter_gradients(gradients: FlatGradients, used: Sequence[bool] | None = None) -> None:
+def reduce_scatter_gradients(gradients: FlatGradients) -> None:
     """Begin to sum the gradients over the ranks, each of which gets its shard of the sum.
 
     Args:
-        gradients: full ones, of this rank's share of the batch.
-        used: see `FlatGradients.to_reduce`.
+        gradients: full ones, of this rank's share of the batch; nothing is sent if there are none.
     """
-    if indices := gradients.to_reduce(used):
+    if gradients.are_there:
         finish_mean(gradients)  # of a backward before, if it is still under way
-        shard, full = gradients.begin_reduction(indices)
+        shard, full = gradients.begin_reduction()
         gradients.work = gradients.axis.start_reduce_scatter(shard, full, purpose=GRADIENTS)
 
 
 @torch.no_grad()
 def all_reduce_over_replicas(gradients: FlatGradients) -> None:
     """Wait for the shard's sum, free the full gradients, and begin the sum over the replicas (HSDP)."""
-    shard = gradients.wait_reduce_scatter()
-    if shard is not None and gradients.replicas and gradients.replicas.size > 1:
-        gradients.work = gradients.replicas.start_all_reduce(shard, purpose=GRADIENTS)
+    if gradients.full is not None and gradients.shard is not None:
+        gradients.wait()
+        gradients.full = None
+        if gradients.replicas and gradients.replicas.size > 1:
+            gradients.work = gradients.replicas.start_all_reduce(gradients.shard, purpose=GRADIENTS)
 
 
 @torch.no_grad()
 def finish_mean(gradients: FlatGradients) -> None:
-    """Leave each parameter's piece its part of the mean over all ranks."""
+    """Finish the reduction: each piece gets its slice of the mean over all ranks."""
     all_reduce_over_replicas(gradients)
-    shard = gradients.wait()
-    if shard is not None:
-        shard /= gradients.ranks
+    gradients.wait()
+    if gradients.shard is not None:
+        gradients.shard /= gradients.ranks
     gradients.hand_out()
 
 
-def gather_full(flat: FlatParameters, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Full tensors in the parameters' shapes from every rank's pieces of them: for the record."""
-    shard = torch.cat([piece.reshape(-1) for piece in pieces])
-    full = shard.new_empty(flat.layout.numel)
-    flat.axis.all_gather(full, shard, purpose=RECORD)
-    return flat.layout.views(full)
-
-
-class FSDP(nn.Module):
-    """Shards the parameters, gradients and optimizer state of any module over the ranks of a group.
+class FSDP(Accumulates, HoldsPieces, nn.Module):
+    """Shards the parameters, gradients and optimizer state of a module over the ranks of a group.
 
     Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step an
-    optimizer over `parameters()`, which are this rank's pieces: 1-D, perhaps empty, under the original
-    names. Everything that treats elements one by one works on them (SGD, Adam, ...). A torch Optimizer that
-    does not (Adafactor, Muon, LBFGS, ...) is found out by its first step, which raises a ValueError on all
-    ranks: see `elementwise`.
-
-        >>> model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        >>> for x in torch.randn(3, 16, 8):
-        ...     model(x).square().mean().backward()      # the mean over this rank's share of the batch
-        ...     model.finish_gradient_synchronization()  # the mean over all ranks
-        ...     norm = model.clip_grad_norm_(1.0)
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        >>> {name: tuple(weight.shape) for name, weight in model.full_state_dict().items()}
-        {'0.weight': (32, 8), '0.bias': (32,), '2.weight': (8, 32), '2.bias': (8,)}
-
-    Every rank must run the same units in the same order, and use the same parameters, but for
-    `find_unused_parameters`. A parameter is unsharded only while a module of its unit runs, which means: is
-    called, not by another method. A model that reads another layer's weight directly wants both in one
-    unit. Backward must enter a unit through what one of its modules returned: a loss kept in an attribute
-    would find the weights freed. After a backward with create_graph=True all that it read stays unsharded
-    until `finish_gradient_synchronization`. Pieces may be written to at any time, but through `.data`, which
-    nothing counts, not between a forward with gradients and the next finish or step.
+    optimizer that treats elements one by one over the pieces (`piece_by_parameter`). Every rank runs the same
+    units in the same order, and uses every parameter. A module of a unit is called, and returns what backward
+    enters it by.
 
     Args:
-        module: tied and frozen parameters, custom layers, mixed dtypes, fewer elements than ranks are fine.
-            Its values become those of the first rank.
-        units: submodules to gather one after the other, or lists of them that are gathered together; what is
-            in none, or tied between two, stays gathered throughout. None: the elements of the outermost
-            ModuleLists and Sequentials, through lists and dicts of lists; name layers that are attributes
-            or in a ModuleDict yourself. (): everything at once; that is what None is, too, if ranks may use
-            others than each other (find_unused_parameters).
+        module: its values become those of the first rank.
+        units: lists of submodules that are gathered together, none inside of another's; each parameter is in
+            one list alone.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one: hybrid sharding.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
-        compute_dtype: gather and compute in this dtype, floating-point inputs too; shards and gradients stay
-            in the parameters' own, and are summed in it. Buffers stay as they are; what they promote is
-            cast again where the next unit begins.
         inputs_only: modules of just these types need not be gathered for backward, which does not read
             their weights.
-        find_unused_parameters: parameters may be used on some ranks only, and count as zero on the others.
-            Costs one small all-reduce a step, and the overlap of reductions with backward: full gradients
-            of all units stay in memory until the end.
-        broadcast_buffers: see DataParallel.
+        options: for `FlatParameters`.
 
     Attributes:
         module: with pieces for parameters, except while it runs.
-        pieces: by the original names, what an optimizer is to update.
         units: in the order of the argument.
-
-    Raises:
-        RuntimeError: from `finish_gradient_synchronization`, if this rank did not use a parameter of which
-            it holds a piece, and others did. From an optimizer's `step()`, if it was not called, or if the
-            optimizer has the parameters as they were before. From forward, if parameters are others, or
-            of another dtype, than when this was made; from backward, if they were updated since forward.
+        flats: of all units, in the order in which backward comes to them.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        units: Units | None = None,
+        units: Sequence[Sequence[nn.Module]],
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
         zero: Literal[2, 3] = 3,
         reshard_after_forward: bool = True,
-        compute_dtype: torch.dtype | None = None,
         inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
-        find_unused_parameters: bool = False,
-        broadcast_buffers: bool = True,
+        **options: Any,
     ):
         super().__init__()
-        if zero not in (2, 3):
-            raise ValueError(f"zero = {zero}: FSDP has 2 and 3; for 1 use ShardedOptimizer")
-        self.module = module
-        self.axis = Axis.of(group)
+        self.module, self.axis = module, Axis.of(group)
         self.replicas = None if replicate_group is None else Axis.of(replicate_group)
-        require_unclaimed(dict(module.named_parameters()))
-        options = {"replicas": self.replicas, "keeps_full": zero == 2, "compute_dtype": compute_dtype}
-        shared = Buffers(module, [self.axis, self.replicas], each_pass=broadcast_buffers)
-        shared.broadcast(purpose=REPLICATE)
-        self._shared_buffers = shared
-        parts = {name: layer.axis for name, layer in split_layers_of(module).items()}
-        # Ranks that choose their layers for themselves would gather half of one and half of another.
-        units = () if units is None and find_unused_parameters else units
-        self.units = shard_parameters(module, units, self.axis, **options)
-        self._flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # as backward comes
-        by_name = {name: p for flat in self._flats for name, p in zip(flat.names, flat.pieces, strict=True)}
-        self.pieces = {name: by_name[name] for name, _ in module.named_parameters()}
-        self._reductions = ReduceScheduler(
-            self.units,
-            reduce_scatter=reduce_scatter_gradients,
-            all_reduce=all_reduce_over_replicas,
-            must_agree=find_unused_parameters,
-        )
-        self._unsharding = UnshardScheduler(
-            self.units,
-            unshard=unshard,
-            reshard=reshard,
-            reshards=zero == 3 and reshard_after_forward,
-            inputs_only=inputs_only,
-            compute_dtype=compute_dtype,
-            on_unshard=self._reductions.watch,
-            are_awaited=self._reductions.are_awaited,
-        )
-        self._steps = FlatSteps(self._flats, parts)
-        refuse_pieces_in_state(module)
-        watch_optimizers()
-        self._structure = Structure(module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: at rest. What is cut comes first, so that modules and hooks find copied pieces."""
-        for flat in self._flats:
-            flat.keep_memory("pieces")
-        return {"_flats": self._flats, **super().__getstate__()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become the copy."""
-        super().__setstate__(state)
+        self.units = self.make_units(units, replicas=self.replicas, keeps_full=zero == 2, **options)
+        self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]
+        self._reshards, self._inputs_only = zero == 3 and reshard_after_forward, inputs_only
+        self._visits: list[tuple[Unit, bool]] = []  # of this pass: which unit, and whether backward reads it
+        self._visits_before: list[tuple[Unit, bool]] = []  # of the pass before, which this one will be like
+        self._current: Unit | None = None
+        self._unsharded: list[Unit] = []  # the current one, and those that are kept or gathered ahead
+        self._reducing: Unit | None = None
         for unit in self.units:
-            self._unsharding.reshard_unit(unit)
+            self.attach(unit)
 
-    @property
-    def transient(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffers, whose storage comes and goes."""
-        return tuple(flat.full for unit in self.units for flat in unit.flats if not flat.keeps_full)
+    def make_units(self, units: Sequence[Sequence[nn.Module]], **options: Any) -> Sequence[Unit]:
+        """Cut the parameters: see `shard_parameters`."""
+        return shard_parameters(self.module, units, self.axis, **options)
 
-    @property
-    def elements(self) -> dict[str, slice]:
-        """Which elements of each parameter this rank's piece is, by the original names."""
-        return {
-            name: own for flat in self._flats for name, own in zip(flat.names, flat.elements, strict=True)
-        }
+    def attach(self, unit: Unit) -> None:
+        """Ask to be told when a module of the unit runs, and when a parameter of it has its gradient."""
+        for module in unit.modules:
+            module.register_forward_pre_hook(lambda module, args: self.before_forward(unit), prepend=True)
+            module.register_forward_hook(partial(self.after_forward, unit))
+        for flat in unit.flats:
+            flat.on_gradients(partial(self.gradient_ready, unit, flat))
 
     def forward(self, *args, **kwargs):
         """The module's own."""
-        args, kwargs = self._begin_pass(args, kwargs)
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            self._unsharding.end_pass()
+        self.begin_pass()
+        output = self.module(*args, **kwargs)
+        self.end_pass()
+        return output
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Only accumulate: put it around forward and backward of every pass of a step but the last.
+    def begin_pass(self) -> None:
+        """A forward begins; units will follow each other as in the one before."""
+        self._current = None
+        self._visits_before, self._visits = self._visits or self._visits_before, []
 
-        The unreduced gradients of all units stay in memory meanwhile.
-        """
-        before, self._reductions.is_synchronizing = self._reductions.is_synchronizing, False
-        try:
-            yield
-        finally:
-            self._reductions.is_synchronizing = before
+    def before_forward(self, unit: Unit) -> None:
+        """A module of the unit is about to run."""
+        if not self.is_current(unit):
+            self._visits.append((unit, False))
+            self.enter(unit, _at(self._visits_before, len(self._visits)))
+
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
+        """A module of the unit has run: backward will come through what it returned."""
+        # Not isinstance: a class made from one of these may have other weights, which backward reads.
+        if type(module) not in self._inputs_only and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                tensor.register_hook(lambda gradient: self.before_backward(unit))
+            self._visits[-1] = (unit, True)
+
+    def end_pass(self) -> None:
+        """A forward has ended; one without gradients leaves nothing gathered."""
+        self._current = None
+        if not torch.is_grad_enabled():
+            self.reshard_all()
+
+    def before_backward(self, unit: Unit) -> None:
+        """Backward is about to enter the unit: the gradient of an output is there."""
+        order = [visit for visit in reversed(self._visits) if visit[1]]
+        index = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
+        self.enter(unit, _at(order, index + 1))
+
+    def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
+        """Backward has left a parameter's gradient; with the unit's last one, all of them leave."""
+        flat.gradients.add(index)
+        if self.is_synchronizing:
+            flat.gradients.ready.add(index)
+            if all(flat.gradients.is_full for flat in unit.flats):
+                self.reduce(unit)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every piece has its part of the mean gradient over all ranks, and reshard all units.
-
-        A parameter that took no part in the loss keeps the gradient None, as on one device.
-        """
-        for flat in self._flats:
-            flat.gradients.require_no_hooks()
-        self._reductions.reduce_all()
-        for flat in self._flats:
+        """Wait until every piece has its part of the mean gradient over all ranks, and reshard all units."""
+        self.reduce_rest()
+        for flat in self.flats:
             finish_mean(flat.gradients)
-        self._reductions.reset()
-        self._unsharding.reshard_all()
+        self._reducing = None
+        self.reshard_all()
+
+    def enter(self, unit: Unit, upcoming: Unit | None) -> None:
+        """Unshard a unit, reshard those that are not running, and begin to unshard the one to come."""
+        if not self.is_current(unit):
+            self.make_current(unit)
+            self.unshard_unit(unit)
+            unit.wait_unshard()
+        if upcoming:
+            self.unshard_unit(upcoming)
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the unit has been entered last: its parameters are there."""
+        return unit is self._current
+
+    def make_current(self, unit: Unit) -> None:
+        """Leave the current unit for another one; the others are freed, unless they are kept."""
+        self._current = unit
+        for other in [other for other in self._unsharded if other is not unit and self.may_reshard(other)]:
+            self._unsharded.remove(other)
+            reshard_unit(other)
+
+    def may_reshard(self, unit: Unit) -> bool:
+        """Whether the parameters of a unit that is not running are freed before the step ends."""
+        return self._reshards
+
+    def unshard_unit(self, unit: Unit) -> None:
+        """Begin to gather a unit's parameters, if they are not there."""
+        if unit not in self._unsharded:
+            self._unsharded.append(unit)
+            for flat in unit.flats:
+                unshard(flat)
+
+    def reshard_all(self) -> None:
+        """Free all parameters."""
+        for unit in self._unsharded:
+            reshard_unit(unit)
+        self._unsharded, self._current = [], None
+
+    def reduce(self, unit: Unit) -> None:
+        """Begin to reduce a unit's gradients; at most two units hold full ones."""
+        if self._reducing:
+            for flat in self._reducing.flats:
+                all_reduce_over_replicas(flat.gradients)
+        for flat in unit.flats:
+            reduce_scatter_gradients(flat.gradients)
+        self._reducing = unit
+
+    def reduce_rest(self) -> None:
+        """Begin to reduce what is not under way yet, in the order of backward."""
+        for unit in reversed(self.units):
+            self.reduce(unit)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or make them zero; drop also those that are still to be reduced."""
-        for unit in self.units:
-            unit.begin_pass()
-        for flat in self._flats:
-            flat.gradients.drop(set_to_none=set_to_none)
-        self._reductions.reset()
+        """Drop the gradients, also those that are still to be reduced."""
+        for flat in self.flats:
+            flat.gradients.drop()
+        self._reducing = None
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
-        for flat in self._flats:
-            flat.gradients.require_finished("clip_grad_norm_()")
-        return clip_gradients(self.pieces, lambda name: axes_of(self.pieces[name]), max_norm=max_norm)
 
-    def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Full tensors from every rank's pieces: weights, gradients or moments by the original names."""
-        full: dict[str, torch.Tensor] = {}
-        for flat in self._flats:
-            full.update(zip(flat.names, gather_full(flat, [pieces[n] for n in flat.names]), strict=True))
-        return {name: full[name] for name in pieces}
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of a module's output that backward goes through."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The `state_dict()` of the wrapped module as if it were not sharded, on every rank."""
-        weights = self.gather({name: piece.detach() for name, piece in self.pieces.items()})
-        return full_state(self.module, self._flats, weights)
 
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `full_state_dict` returned, also on another number of ranks. Nothing, if it does not fit.
-
-        Args:
-            state: full tensors, the same on all ranks; the `state_dict()` of the unwrapped module will do.
-                What is tied may be there under one of its names, or under all.
-
-        Raises:
-            ValueError: a name is missing or unknown, a tensor has another shape, or what is tied differs.
-        """
-        self._unsharding.reshard_all()
-        load_full_state(self.module, self._flats, state)
-
-    @untraced
-    def _begin_pass(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self._shared_buffers.before_forward(synchronizing=self._reductions.is_synchronizing)
-        self._steps.before_forward()
-        self._unsharding.begin_pass()
-        for unit in self.units:
-            unit.begin_pass()
-        self._structure.require_same()
-        return self._unsharding.cast(args, kwargs)
+def _at(visits: Sequence[tuple[Unit, bool]], index: int) -> Unit | None:
+    return visits[index][0] if index < len(visits) else None

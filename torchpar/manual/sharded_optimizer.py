@@ -2,15 +2,15 @@
 
 The module stays whole on every rank. A step is three lines:
 
-    reduce_scatter     each rank gets the mean gradient of its shard   (finish_gradient_synchronization)
-    optimizer.step     on this rank's shard, whose state it keeps      (step)
-    all_gather         every rank gets the updated parameters of all   (step)
+    reduce_scatter     each rank gets the mean gradient of its shard, in buckets, during backward
+    optimizer.step     on this rank's shard, whose state it keeps
+    all_gather         every rank gets the updated parameters of all
 
+The engine runs this class; `torchpar.ShardedOptimizer` is the same with guards, for any module.
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,65 +18,35 @@ import torch
 from torch import nn
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.any_module.claims import claim, claimant_of, require_unclaimed
-from torchpar.manual.any_module.weak_hooks import weakly
-from torchpar.manual.fully_sharded import finish_mean, gather_full, reduce_scatter_gradients, unshard
-from torchpar.manual.zero.elementwise import require_elementwise
-from torchpar.manual.zero.flat_gradients import used_on_any_rank
+from torchpar.manual.accumulation import Accumulates
+from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients, unshard
+from torchpar.manual.launch_order import LaunchOrder
+from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
-from torchpar.manual.zero.flat_steps import FlatSteps
-from torchpar.manual.zero.reduction_queue import ReductionQueue
-from torchpar.optimizer import clip_gradients
-
-_PARAMS, _NAMES = "params", "param_names"
+from torchpar.manual.zero.pieces import HoldsPieces
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
-    """Any optimizer that treats elements one by one (SGD, Adam, ...), its state shared out over a group.
+class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
+    """An optimizer that treats elements one by one (SGD, Adam, ...), its state shared out over a group.
 
-    It is a torch Optimizer over the whole parameters: param groups, `add_param_group`, `step(closure)`,
-    learning-rate schedulers and `state_dict` work as ever; the state is this rank's.
-
-        >>> module = nn.Linear(8, 8)
-        >>> model = DataParallel(module)
-        >>> optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-2)
-        >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
-        >>> for x in torch.randn(3, 16, 8):
-        ...     model(x).square().mean().backward()
-        ...     model.finish_gradient_synchronization()
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        ...     schedule.step()
-
-    Instead of DataParallel, which leaves the mean of every gradient on every rank, it can reduce gradients
-    itself, each to the rank that needs it: two thirds of the traffic. With `reduce_gradients=True` call
-    `optimizer.finish_gradient_synchronization()` after the last backward, and clip with `clip_grad_norm_`.
-    With `bucket_size_mb` too, gradients leave in buckets while backward goes on; put every pass of a step but
-    the last in `no_sync()`.
-
-    An optimizer has to do with parameters alone. Buffers, such as BatchNorm's statistics, DataParallel
-    broadcasts; where there is none call `buffers.broadcast_buffers(module)` before each forward.
+    It is a torch Optimizer over the whole parameters, and reduces their gradients. After the last backward of
+    a step call `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
 
     Args:
-        params: as for any optimizer: tensors, or groups. Their values become those of the first rank, and
-            their memory becomes part of a flat buffer for each group.
-        optimizer_cls: such as torch.optim.AdamW. It is tried on a small matrix, whole and cut.
+        params: groups of parameters. Their values become those of the first rank, and their memory becomes
+            part of flat buffers.
+        optimizer_cls: such as torch.optim.AdamW.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
-        replicate_group: ranks that hold the same shard as this one; for reduce_gradients.
-        reduce_gradients: average gradients over the ranks here, and nowhere else.
-        bucket_size_mb: with reduce_gradients, reduce during backward, in buckets of this size; 1 MB = 1e6
-            bytes. A larger parameter gets a bucket of its own. None: after backward, each group at once.
-        find_unused_parameters: with reduce_gradients, parameters may be used on some ranks only, and count as
-            zero on the others; costs one small all-reduce a step, and nothing is reduced before that. Else
-            every rank uses the same.
+        replicate_group: ranks that hold the same shard as this one.
+        bucket_size_mb: reduce in buckets of this size; 1 MB = 1e6 bytes. A larger parameter gets a bucket of
+            its own.
         kwargs: for optimizer_cls.
 
-    Raises:
-        ValueError: optimizer_cls does not treat elements one by one (Adafactor, Muon, LBFGS, ...); or
-            bucket_size_mb is not positive, or without reduce_gradients.
+    Attributes:
+        inner: the optimizer over this rank's pieces, which are the keys of the state that this one shows.
     """
 
-    kind = "ShardedOptimizer"
+    inner: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -85,263 +55,78 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
-        reduce_gradients: bool = False,
-        bucket_size_mb: float | None = None,
-        find_unused_parameters: bool = False,
+        bucket_size_mb: float = 25.0,
         **kwargs: Any,
     ):
-        if bucket_size_mb is not None and (bucket_size_mb <= 0 or not reduce_gradients):
-            raise ValueError(f"bucket_size_mb = {bucket_size_mb}: positive, and with reduce_gradients=True")
         self.axis = Axis.of(group)
-        self._bucket_size_mb, self._synchronizing = bucket_size_mb, True
-        self._queue = ReductionQueue()
-        self._replicas = None if replicate_group is None else Axis.of(replicate_group)
-        self._reduces, self._find_unused = reduce_gradients, find_unused_parameters
-        self._make: partial[torch.optim.Optimizer] = partial(optimizer_cls, **kwargs)
-        self._inner: torch.optim.Optimizer | None = None
-        self._flats: list[FlatParameters] = []
-        self._piece_of: dict[torch.Tensor, nn.Parameter] = {}
-        self._names: dict[torch.Tensor, str] = {}
-        self._has_stepped = False  # with gradients that have not been dropped yet
+        self.replicas = None if replicate_group is None else Axis.of(replicate_group)
+        self.limit_bytes = bucket_size_mb * 1e6
+        self.flats: list[FlatParameters] = []
+        self.order = LaunchOrder[FlatGradients]()
         super().__init__(params, {})
+        groups = [self.cut(group) for group in self.param_groups]
+        self.inner = optimizer_cls(groups, **kwargs)
         self.state = self.inner.state
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: parameters and what is cut of them come first, for all else is about those."""
-        for flat in self._flats:
-            flat.keep_memory("parameters")
-        # As ever without hooks, and without the `step` that schedulers put around the class's.
-        state = {k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")}
-        at_rest = {"_has_stepped": False, "_synchronizing": True, "_queue": ReductionQueue()}
-        return {"_flats": self._flats, **state, **at_rest}
+    def cut(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Flatten a group's parameters. Returns the group of this rank's pieces."""
+        parameters = group["params"]
+        names = group.get("param_names") or [f"parameter {index}" for index in range(len(parameters))]
+        for flat in self.flatten(list(zip(names, parameters, strict=True))[::-1]):  # as backward comes
+            self.flats.append(flat)
+            self.attach(flat)
+        piece_of = self.piece_by_parameter
+        return {**group, "params": [piece_of[p] for p in parameters]}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become the copy."""
-        super().__setstate__(state)
-        if self._reduces:
-            self._claim([])
-            for flat in self._flats:
-                self._take_gradients_into(flat)
+    def flatten(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameters]:
+        """Flat buffers of some parameters, one a bucket."""
+        options: dict[str, Any] = {"replicas": self.replicas, "keeps_full": True, "keeps_gradients": True}
+        return flatten_parameters(named, self.axis, limit_bytes=self.limit_bytes, **options)
 
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer over this rank's pieces, whose state this one shows."""
-        assert self._inner is not None
-        return self._inner
+    def attach(self, flat: FlatParameters) -> None:
+        """Ask to be told when a parameter has its gradient."""
+        self.order.append(flat.gradients)
+        flat.on_gradients(partial(self.gradient_ready, flat))
 
-    def piece_of(self, parameter: torch.Tensor) -> nn.Parameter:
-        """This rank's piece of a parameter: 1-D, perhaps empty; the key of its state."""
-        return self._piece_of[parameter]
+    def gradient_ready(self, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
+        """During backward a parameter's gradient goes into its bucket, and full buckets leave."""
+        flat.gradients.add(index)
+        if self.is_synchronizing:
+            flat.gradients.ready.add(index)
+            for gradients in self.order.take_full():
+                reduce_scatter_gradients(gradients)
 
-    @property
-    def elements(self) -> dict[torch.Tensor, slice]:
-        """Which elements of each parameter this rank's piece is."""
-        return {p: own for flat in self._flats for p, own in zip(flat.parameters, flat.elements, strict=True)}
+    def finish_gradient_synchronization(self) -> None:
+        """Leave each rank the mean gradient of its pieces; launch what was not launched in backward."""
+        for gradients in self.order:
+            reduce_scatter_gradients(gradients)
+        for gradients in self.order:
+            finish_mean(gradients)
+        self.order.restart()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; later ones than the first step too."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        names = group.get(_NAMES) or [f"parameter {index}" for index in range(len(group[_PARAMS]))]
-        named = list(zip(names, group[_PARAMS], strict=True))
-        try:
-            self._require_elementwise(group)
-            self._claim(named)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        flats = flatten_parameters(
-            named[::-1],  # as backward comes
-            self.axis,
-            limit_bytes=float("inf") if self._bucket_size_mb is None else self._bucket_size_mb * 1e6,
-            replicas=self._replicas,
-            keeps_full=True,
-            keeps_gradients=self._reduces,
-        )
-        for flat in flats:
-            self._piece_of.update(zip(flat.parameters, flat.pieces, strict=True))
-            if self._reduces:
-                self._take_gradients_into(flat)
-        self._flats += flats
-        pieces = {**_options(group), _PARAMS: [self._piece_of[p] for p in group[_PARAMS]]}
-        if _NAMES in group:
-            pieces[_PARAMS] = list(zip(group[_NAMES], pieces[_PARAMS], strict=True))
-        if self._inner is None:
-            self._inner = self._make([pieces])
-            self.defaults = self._inner.defaults
-        else:
-            self._inner.add_param_group(pieces)
-        for key, value in _options(self._inner.param_groups[-1]).items():
-            group.setdefault(key, value)
+    def step(self, closure: Any = None) -> Any:
+        """Update this rank's cut of the parameters, and gather the others'."""
+        self.update()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's cut of the parameters, and gather the others'. Returns the closure's loss.
-
-        Raises:
-            RuntimeError: with reduce_gradients, gradients are still each rank's own.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._push_options()
-        for flat in self._flats:
-            flat.keep_memory("parameters")
-            if not self._reduces:
-                flat.gradients.slice_means()
-            elif flat.gradients.is_awaited or any(flat.gradients.used):
-                raise RuntimeError("call finish_gradient_synchronization() before step()")
-        self._has_stepped = self._reduces
+    def update(self) -> None:
+        """The step itself, around which torch calls the hooks of `step`."""
+        self.push_options()
         self.inner.step()
-        updated = [flat for flat in self._flats if any(piece.grad is not None for piece in flat.pieces)]
+        updated = [flat for flat in self.flats if any(piece.grad is not None for piece in flat.pieces)]
         for flat in updated:
             flat.is_unsharded = False
             unshard(flat)
         for flat in updated:
             flat.wait_unshard()
-        return loss
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Only accumulate: with bucket_size_mb, put it around every pass of a step but the last."""
-        before, self._synchronizing = self._synchronizing, False
-        try:
-            yield
-        finally:
-            self._synchronizing = before
-
-    def finish_gradient_synchronization(self) -> None:
-        """With reduce_gradients: leave each rank the mean gradient of its pieces.
-
-        A parameter that no rank used keeps None.
-
-        Raises:
-            RuntimeError: without find_unused_parameters, if this rank did not use a parameter of which it
-                holds a piece, and others did.
-        """
-        self._require_reduction()
-        self._require_dropped()
-        for flat in self._flats:
-            flat.gradients.take_all()
-        all_gradients = [flat.gradients for flat in self._flats]
-        agreed = used_on_any_rank(all_gradients) if self._find_unused else [None] * len(all_gradients)
-        for gradients, used in zip(all_gradients, agreed, strict=True):
-            reduce_scatter_gradients(gradients, used)
-        for gradients in all_gradients:
-            finish_mean(gradients)
-        self._queue.reset()
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """With reduce_gradients: clip by the norm over all ranks. Returns the norm before, a scalar."""
-        self._require_reduction()
-        for flat in self._flats:
-            flat.gradients.require_finished("clip_grad_norm_()")
-        pieces = {f"{i}.{j}": p for i, flat in enumerate(self._flats) for j, p in enumerate(flat.pieces)}
-        return clip_gradients(pieces, lambda name: (self.axis,), max_norm=max_norm)
-
-    def gather(self, pieces: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Full tensors, by parameter, from every rank's pieces of them, such as moments; on all ranks."""
-        full: dict[torch.Tensor, torch.Tensor] = {}
-        for flat in self._flats:
-            gathered = gather_full(flat, [pieces[p] for p in flat.parameters])
-            full.update(zip(flat.parameters, gathered, strict=True))
-        return full
+    def push_options(self) -> None:
+        """Let the inner optimizer have the options of this one's groups, such as a new learning rate."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({**group, "params": inner["params"]})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters and of the pieces, or make them zero."""
-        self._has_stepped = False
-        if self._reduces:
-            self._queue.reset()
-            for flat in self._flats:
-                flat.gradients.drop(set_to_none=set_to_none)
-        else:  # the next step gives each piece its part of the parameter's
-            super().zero_grad(set_to_none)
-            for piece in self._piece_of.values():
-                piece.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, and which part it is."""
-        self._push_options()
-        return {**self.inner.state_dict(), "shard": self._cut}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this rank saved.
-
-        Raises:
-            ValueError: it is another rank's part, or of another number of ranks, or of other buckets.
-        """
-        shard = self._cut
-        if state_dict.get("shard") != shard:
-            raise ValueError(f"a state of shard {state_dict.get('shard')} cannot be loaded into {shard}")
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "shard"})
-        self.state = self.inner.state
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options(inner))
-
-    def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if another optimizer steps over parameters whose gradients come to this one."""
-        if optimizer is not self:
-            raise RuntimeError(
-                f"the gradients of {self._names[parameters[0]]} go to a ShardedOptimizer: step that, and no "
-                f"{type(optimizer).__name__}"
-            )
-
-    def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """The same, if it made gradients in a closure."""
-        self.before_step(optimizer, parameters)
-
-    def _claim(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Refuse gradients that another wrapper reduces, and pieces that are cut already."""
-        if self._reduces:
-            self._names.update((parameter, name) for name, parameter in named)
-            claim(self, {name: parameter for parameter, name in self._names.items()})
-        else:
-            pieces = {name: p for name, p in named if isinstance(claimant_of(p), FlatSteps)}
-            require_unclaimed(pieces)
-
-    def _require_elementwise(self, group: dict[str, Any]) -> None:
-        name = getattr(self._make.func, "__name__", repr(self._make.func))
-        options = {**_options(group), **{key: v for key, v in self._make.keywords.items() if key == "lr"}}
-        require_elementwise(self._make, options, name=name, device=group[_PARAMS][0].device)
-
-    @property
-    def _cut(self) -> dict[str, Any]:
-        """What says which elements are in this rank's shard."""
-        return {"rank": self.axis.rank, "size": self.axis.size, "bucket_size_mb": self._bucket_size_mb}
-
-    def _take_gradients_into(self, flat: FlatParameters) -> None:
-        self._queue.append(flat.gradients)
-        for index, parameter in enumerate(flat.parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready, flat, index))
-
-    def _gradient_ready(self, flat: FlatParameters, index: int) -> None:
-        """The hook during backward: a gradient goes into its bucket, and complete buckets leave."""
-        self._require_dropped()
-        flat.gradients.add(index)
-        if self._synchronizing and self._bucket_size_mb is not None and not self._find_unused:
-            self._queue.arrived(flat.gradients, index)
-            for gradients in self._queue.take_complete():
-                reduce_scatter_gradients(gradients)
-
-    def _require_dropped(self) -> None:
-        """The module's own `zero_grad` does not reach gradients that are here already."""
-        if self._has_stepped:
-            raise RuntimeError(
-                "gradients of the last step are still there, and more come: call the optimizer's zero_grad() "
-                "after step()"
-            )
-
-    def _require_reduction(self) -> None:
-        if not self._reduces:
-            raise RuntimeError("this optimizer does not reduce gradients: make it with reduce_gradients=True")
-
-    def _push_options(self) -> None:
-        """Schedulers and users change this optimizer's groups: the inner one follows."""
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_options(group))
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (_PARAMS, _NAMES)}
+        """Drop the gradients of the parameters and of the pieces."""
+        self.order.restart()
+        for gradients in self.order:
+            gradients.drop()

@@ -12,7 +12,7 @@ Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,10 +32,9 @@ from torchpar.manual.megatron.mappings import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from torchpar.manual.megatron.split import Split, SplitLayer, split_layers_of, take_parameter
+from torchpar.manual.megatron.split import Split, SplitLayer, require_plain, split_layers_of, take_parameter
 from torchpar.manual.megatron.vocab_parallel import VocabParallelCrossEntropy, VocabParallelEmbedding
 from torchpar.model import GPT
-from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.swap import swap
 
 
@@ -130,10 +129,10 @@ class ColumnParallelLinear(SplitLayer):
             padded: let output features be padded with zeros where the ranks do not divide them.
 
         Raises:
-            TypeError: this is no nn.Linear, or of a class of its own.
+            TypeError: this is no plain nn.Linear: see `require_plain`.
             ValueError: the ranks do not divide the output features, or those of a group.
         """
-        _require_linear(cls, linear)
+        require_plain(cls, nn.Linear, linear)
         split = Split(dim=0, size=linear.out_features, groups=groups, padded=padded)
         return cls(linear, axis, split=split, sequence_dim=sequence_dim, gather_output=gather_output)
 
@@ -192,10 +191,10 @@ class RowParallelLinear(SplitLayer):
                 rank's share of it, to be summed over the axis: see `synchronize_replicated_gradients`.
 
         Raises:
-            TypeError: this is no nn.Linear, or of a class of its own.
+            TypeError: this is no plain nn.Linear: see `require_plain`.
             ValueError: the ranks do not divide the input features.
         """
-        _require_linear(cls, linear)
+        require_plain(cls, nn.Linear, linear)
         return cls(linear, axis, split_input=split_input, sequence_dim=sequence_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,43 +238,9 @@ class TensorParallel:
     splits: Mapping[str, Split]
     partial: frozenset[str]
 
-    def wrap(self, parallel: ParallelModel) -> ParallelModel:
-        """A rank's part of the model, parallel over the other axes, as a part of the whole model."""
-
-        def finish() -> None:
-            parallel.finish_gradient_synchronization()
-            # Each is whole, or a piece that all ranks of this axis cut alike.
-            parameters = [
-                parameter for name, parameter in parallel.parameters.items() if name in self.partial
-            ]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            synchronize_replicated_gradients(gradients, self.axis)
-
-        def sharded_over(name: str) -> tuple[Axis, ...]:
-            return (*parallel.sharded_over(name), *((self.axis,) if name in self.splits else ()))
-
-        return replace(
-            parallel,
-            finish_gradient_synchronization=finish,
-            sharded_over=sharded_over,
-            gathers=(*parallel.gathers, self.gather),
-        )
-
-    def gather(self, parts: TensorsByName) -> TensorsByName:
-        """Whole weights, gradients or moments by name, from every rank's part."""
-        return {
-            name: self.splits[name].gather(part, self.axis) if name in self.splits else part
-            for name, part in parts.items()
-        }
-
 
 def _splits(model: nn.Module) -> dict[str, Split]:
     return {name: layer.split for name, layer in split_layers_of(model).items()}
-
-
-def _require_linear(cls: type[nn.Module], linear: nn.Module) -> None:
-    if type(linear) is not nn.Linear:  # a subclass may compute something else: weight_norm, LoRA
-        raise TypeError(f"{cls.__name__} is made from nn.Linear, not from {type(linear).__name__}")
 
 
 def _require_targets(model: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -48,7 +48,7 @@ class SeenCall(NamedTuple):
 
     kind: str
     bytes: int
-    """Of the full (gathered) tensor; of an all-to-all, what this rank sends; if sparse, its indices, too."""
+    """Bytes of the full (gathered) tensor; of an all-to-all, the rank's own; if sparse, with indices."""
     dtype: str
 
 

@@ -1,4 +1,4 @@
-"""How fast PyTorch multiplies matrices on this machine: `python -m torchpar --ceiling JSON`."""
+"""PyTorch's best rate of matrix products on this machine: `python -m torchpar --ceiling JSON`."""
 
 import time
 

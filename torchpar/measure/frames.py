@@ -26,7 +26,7 @@ _NOT_A_PLACE = (
     "<frozen ",
 )
 _STEP = cast(FunctionType, Optimizer.profile_hook_step(lambda optimizer: None)).__code__
-"""What PyTorch puts around `step` of every optimizer."""
+"""PyTorch's wrapper around `step` of every optimizer."""
 _FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
 
 

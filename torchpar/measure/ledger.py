@@ -43,7 +43,7 @@ WIDEST = 8
 
 
 class Place(NamedTuple):
-    """What rows are told apart by."""
+    """Key of a row."""
 
     kind: str
     axis: str
@@ -110,7 +110,7 @@ class LedgerMode:
             self.own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def ends(self) -> None:
-        """It has been sent."""
+        """The call has been sent."""
         self._depth -= 1
 
     def sees(self, name: str, arguments: tuple, group: dist.ProcessGroup) -> None:

@@ -29,7 +29,7 @@ What = Kind | Literal["step", "wait"]
 
 
 class Mark(Struct, frozen=True, kw_only=True):
-    """What a range of the trace is."""
+    """Description of a range of the trace."""
 
     what: What
     """communication is a call, which may end long before what it began."""
@@ -37,7 +37,7 @@ class Mark(Struct, frozen=True, kw_only=True):
     microbatch: int = -1
     chunk: int = 0
     operation: str = ""
-    """Of communication: kind, axis and purpose as in the ledger."""
+    """Kind of communication; operation, axis and purpose are the ledger's."""
     axis: str = ""
     purpose: str = ""
 
@@ -60,7 +60,7 @@ PHASES: dict[str, Kind] = {
     "synchronisation": "backward",
     "optimizer": "update",
 }
-"""What the device does in the phases that a rank's heartbeat tells (`torchpar.comm.rank`)."""
+"""Phases of the timeline, by the heartbeat's phases (`torchpar.comm.rank`)."""
 
 
 @contextmanager

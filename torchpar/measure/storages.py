@@ -70,7 +70,7 @@ class _Life:
         self.size, self.since = size, position
 
     def end(self, position: int, *, of_step: bool = False) -> None:
-        """It goes, or the step does."""
+        """Close the lifetime: freed, or end of step."""
         self.is_alive = of_step
         self.resize(0, position)
         if of_step and self.is_unmade:
@@ -164,7 +164,7 @@ class StorageMode(TorchDispatchMode):
         self._calls.append(call)
 
     def ends(self) -> None:
-        """It has been handed on."""
+        """The call has been handed on."""
         self._calls.pop()
 
     @property

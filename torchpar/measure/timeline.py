@@ -13,8 +13,10 @@ import torch
 from msgspec.structs import replace
 from torch.profiler import ProfilerActivity, profile
 
-from compare.contract.timeline import Lane, Timeline
-from torchpar.comm.counter import Call
+from compare.contract.observers import Observer
+from compare.contract.record import Recorder
+from compare.contract.timeline import Lane, Timeline, profiled_step
+from torchpar.measure.instruments import Instruments
 from torchpar.measure.marks import marked
 from torchpar.measure.trace import RankTrace, read_trace
 from torchpar.state import Run
@@ -32,39 +34,39 @@ GPU_METHOD = (
 )
 
 
-class StepTimeline:
-    """A watched step, in which `timeline` is found after it."""
-
-    timeline: Timeline | None = None
-
-
-@contextmanager
-def watch(run: Run, library_calls: Sequence[Call]) -> Generator[StepTimeline]:
-    """Watch the step inside. All ranks together, which begin it together.
+class Profile(Observer):
+    """Watches one step, and writes timeline.json.
 
     Args:
         run: this rank's.
-        library_calls: collectives of a step that are not our own, in their order, as the ledger saw them: a
-            trace does not tell their axis.
+        recorder: writes; None on all ranks but the first.
+        instruments: know the axes of collectives that are not our own, of which a trace tells nothing.
     """
-    found = StepTimeline()
-    on_gpu = run.mesh.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
-        run.mesh.world.all_gather_objects(None)  # who starts his profiler first must not seem to wait
-        with marked(run):
-            yield found
-            if on_gpu:
-                torch.cuda.synchronize(run.mesh.device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        own = read_trace(path.read_bytes(), on_gpu=on_gpu, library_calls=library_calls)
-    found.timeline = put_together(
-        run.mesh.world.all_gather_objects(own),
-        step=run.state.step,
-        method=GPU_METHOD if on_gpu else CPU_METHOD,
-    )
+
+    def __init__(self, run: Run, recorder: Recorder | None, instruments: Instruments):
+        self._run, self._recorder, self._ledger = run, recorder, instruments.ledger
+        first, steps = run.request.first_step, run.request.steps
+        self.watched = profiled_step(first, steps, instruments.watched)
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """All ranks together, which begin the step together."""
+        run, on_gpu = self._run, self._run.mesh.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities) as profiler:
+            run.mesh.world.all_gather_objects(None)  # who starts his profiler first must not seem to wait
+            with marked(run):
+                yield
+                if on_gpu:
+                    torch.cuda.synchronize(run.mesh.device)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            own = read_trace(path.read_bytes(), on_gpu=on_gpu, library_calls=self._ledger.library_calls)
+        method = GPU_METHOD if on_gpu else CPU_METHOD
+        timeline = put_together(run.mesh.world.all_gather_objects(own), step=self.watched, method=method)
+        if self._recorder:
+            self._recorder.timeline(timeline)
 
 
 def put_together(traces: Sequence[RankTrace], *, step: int, method: str) -> Timeline:

@@ -58,13 +58,13 @@ class _Trace(Struct):
 
 
 class RankTrace(NamedTuple):
-    """What one rank did in the step; times in microseconds of the machine's clock."""
+    """Spans of one rank in the step; times in microseconds of the machine's clock."""
 
     begin_us: float
     end_us: float
     spans: list[Span]
     problem: str = ""
-    """What could not be told."""
+    """Fault of the timeline in words; '' for none."""
 
 
 class Marked(NamedTuple):

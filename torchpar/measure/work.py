@@ -19,7 +19,7 @@ from torchpar.comm.counter import Call, observers
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
 ATTENTION = "scaled_dot_product"
-"""What the names of the fused kernels have in common: two products, and what is between them."""
+"""Common part of the fused kernels' names: two products, and what lies between them."""
 HEAD = "lm_head"
 """The module that makes logits."""
 
@@ -72,10 +72,10 @@ class WorkMode(TorchDispatchMode):
         self._is_overlapped |= call.purpose == GRADIENTS and _is_in_backward()
 
     def ends(self) -> None:
-        """It has been handed on."""
+        """The call has been handed on."""
 
     def seen(self) -> Work:
-        """What this rank's step computed. After the end."""
+        """Work of this rank's step. Call it after the end."""
         return Work(
             products=dict(self._products),
             again=sorted(self._again),

@@ -9,7 +9,7 @@ MODULES = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 
 
 def load_train(engine: str) -> Callable[..., None]:
-    """What trains with an engine: a peer's own `train`, or the loop of all others, called alike.
+    """The `train` of an engine: a peer's own, or the common loop, called alike.
 
     A peer is imported only here: what it needs may not be installed.
     """

@@ -28,8 +28,8 @@ from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.peers.loop import follow
 from torchpar.peers.nanogpt_loop import configure_optimizers
+from torchpar.setup import join_mesh, starting_model
 from torchpar.state import Run
-from torchpar.train import join_mesh, starting_model
 
 FLOAT32_BYTES = 4
 NEVER = 2**31
@@ -66,7 +66,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeRO(ParallelModel):
-    """What the record reads of a DeepSpeed engine: whole tensors, by functions of DeepSpeed's for that end.
+    """Full tensors of a DeepSpeed engine for the record, by DeepSpeed's own functions for that.
 
     Attributes:
         engine: of `deepspeed.initialize`.
@@ -107,7 +107,7 @@ class ZeRO(ParallelModel):
 
 
 def configuration(experiment: Experiment) -> dict[str, Any]:
-    """What a user would write into ds_config.json for this experiment."""
+    """The ds_config.json that a user would write for this experiment."""
     train, layout = experiment.train, experiment.layout
     bucket = int(layout.bucket_mb * 1e6 / FLOAT32_BYTES)  # in elements; half a billion is the default
     return {

@@ -19,8 +19,8 @@ from compare.spec.experiment import Experiment, Optimizer
 from torchpar.comm.rank import Rank
 from torchpar.parallel_model import ParallelModel
 from torchpar.peers.loop import follow
+from torchpar.setup import join_mesh, starting_model
 from torchpar.state import Run
-from torchpar.train import join_mesh, starting_model
 
 
 class Loop:

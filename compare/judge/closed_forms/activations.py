@@ -22,16 +22,16 @@ from compare.spec.experiment import Experiment
 
 
 class Kept(NamedTuple):
-    """What a block or the end of the model keeps of a token for backward, in numbers: width * C + ..."""
+    """Numbers a token that a block, or the end of the model, keeps for backward: width * C + ..."""
 
     tensor: str
     place: Literal["stream", "entering", "inside"]
-    """In the residual stream, entering a region that tp splits, or inside of one."""
+    """Place: in the residual stream, at the input of a region that tp splits, or inside it."""
     width: int = 0
     heads: int = 0
-    """* H."""
+    """Multiple of H."""
     scores: int = 0
-    """* H T."""
+    """Multiple of H T."""
     numbers: int = 0
 
 

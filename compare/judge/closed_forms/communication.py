@@ -81,9 +81,9 @@ def fully_sharded(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     from ZeRO-2 on it scatters the gradients of each pass. Under ZeRO-3 torch-manual gathers everything for
     each forward and again for each backward (FULL_SHARD), or once a step (SHARD_GRAD_OP). jax-manual gathers
     layers for each forward, and for each backward all that backward needs: no bias, or where it recomputes,
-    all but the bias that is added last.
-    What is in no layer it gathers once a step. In a pipeline each microbatch is a pass; torch-manual does not
-    gather what it gathered last, such as a stage's last layer for a backward that follows its forward.
+    all but the bias that is added last. What is in no layer it gathers once a step, and so the only layer of
+    a model. In a pipeline each microbatch is a pass; torch-manual does not gather what it gathered last, such
+    as a stage's last layer for a backward that follows its forward.
 
     Raises:
         ValueError: ZeRO-3 on ranks of several stages, where it is not known what is gathered ahead.
@@ -198,7 +198,7 @@ def _narrow(engine: str, experiment: Experiment) -> float:
 
 
 def _messages(engine: str, experiment: Experiment, stage: int) -> tuple[int, int]:
-    """What a rank of a pipeline sends in a step: activations on, and gradients back."""
+    """Messages of a pipeline's rank in a step: activations on, and gradients back."""
     layout, microbatches = experiment.layout, microbatches_of(experiment)
     if _is_one_program(engine):
         ticks = lock_step(
@@ -243,7 +243,8 @@ def _gathered_by_jax(experiment: Experiment) -> float:
     """Bytes that ZeRO-3 gathers in a step."""
     model, layout = experiment.model, experiment.layout
     layers, ends = _layers_and_ends(experiment)
-    if layout.pp > 1 and not layout.reshard_after_forward:
+    is_loop = model.n_layer > 1  # XLA unrolls a scan of one layer, and moves its gather out of the passes
+    if not is_loop or (layout.pp > 1 and not layout.reshard_after_forward):
         return itemsize_of(experiment) * (ends + layers)
     # Backward needs no bias, but for what it computes anew: then all but the one that is added last.
     without = ".bias" if layout.remat == "none" else "mlp.down.bias"

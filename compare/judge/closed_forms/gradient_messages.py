@@ -25,13 +25,13 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 STACKED = "blocks."
-"""How the names of what layers have in common begin."""
+"""Prefix of the names of stacked layers' parameters."""
 ALONE = 1 / 4
-"""Of a bucket, in JAX: a leaf as large as that is sent as it is."""
+"""Share of a bucket, in JAX, from which a leaf has a message of its own."""
 
 
 class GradientMessages(Struct, frozen=True, kw_only=True):
-    """How gradients leave a device."""
+    """Messages in which a device's gradients leave it."""
 
     by_stage: list[int]
     """All-reduces of a step, for each rank of the pipeline."""

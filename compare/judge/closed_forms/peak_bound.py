@@ -36,7 +36,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 UNKNOWN = Keeps(residuals="autograd", logits=5, logits_with_tp=5, logits_with_pp=5)
-"""Of an engine that is not ours: as much as any of ours."""
+"""Bound for an engine outside this project: the largest of our engines'."""
 JAX_LOGITS = 4
 DROPPED = (
     Kept("masks, and what they are put on, of both branches", "stream", width=4),

@@ -23,9 +23,9 @@ class Sends(Struct, frozen=True):
     kind: str
     """As in the ledger."""
     purposes: tuple[str, ...] = ()
-    """Where the call does not say it; () for any."""
+    """Purposes, if the call does not name one; () for any."""
     in_derivative: bool = False
-    """Not the call itself does it, but its derivative."""
+    """The collective is in the backward pass, not in the call."""
 
 
 Names = dict[str, tuple[Sends, ...]]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 from markupsafe import Markup
-from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison
@@ -14,20 +13,13 @@ from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest
 from compare.present.report.memory_curves import memory_over_step
 from compare.present.report.timeline import summary, timeline
+from compare.show.findings import Picture
 from compare.terminal.layout_words import SCHEDULES
 
 COINCIDE = 1e-3
 """Of the loss: less than the width of a line."""
 MOST_BOXES = 1500
 """Of a timeline; more are a blur, and a megabyte."""
-
-
-class Picture(Struct, frozen=True):
-    """A drawing with its heading and its caption."""
-
-    title: str
-    svg: Markup
-    caption: str
 
 
 def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRest | None]) -> list[Picture]:

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from msgspec import Struct
-
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import LADDER, Verdict, rungs_of
 from compare.judge.strategy import done_words
 from compare.present.tables import cost_rows
+from compare.show.findings import Row, Table, Text
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import error_text, human_bytes
 
@@ -25,38 +24,6 @@ RATIOS = {
     "communicated per step": "comm_bytes",
 }
 """Rows of the cost table that say how many times the reference's they are, and the figure they show."""
-
-
-class Text(Struct, frozen=True):
-    """A cell: its text, a small note beside it, and whether it is good or bad news."""
-
-    text: str
-    note: str = ""
-    news: str = ""
-    """pass, fail or ''."""
-
-
-class Row(Struct, frozen=True):
-    """A row: its header, and its cells."""
-
-    head: Text
-    cells: list[Text]
-    is_total: bool = False
-
-
-class Table(Struct, frozen=True, kw_only=True):
-    """A table whose rows and columns have headers."""
-
-    name: str
-    """For those who cannot see it."""
-    corner: str
-    """What its rows are."""
-    columns: list[str]
-    rows: list[Row]
-    groups: list[str] = []
-    """Headers over as many columns each, where columns come in groups."""
-    look: str = ""
-    """`words` for text that is set to the left, `upright` for one that was turned; '' for numbers."""
 
 
 def upright(table: Table) -> Table:

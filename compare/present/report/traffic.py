@@ -51,7 +51,7 @@ def ledger_notes(beside: Sequence[EngineLedger]) -> list[str]:
 
 
 def _worst(ledger: EngineLedger) -> dict[tuple[str, str, str], Line]:
-    """Of each row the line of the pipeline's rank that is furthest from what it should be."""
+    """Per row, the line of the pipeline rank with the largest deviation."""
     first = {(line.axis, line.kind, line.purpose): line for line in reversed(ledger.lines)}
     return {key: line for key, line in first.items() if line.found or not line.is_explained}
 

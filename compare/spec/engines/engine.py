@@ -22,20 +22,20 @@ def _nothing(layout: Layout) -> str:
 
 
 class Keeps(Struct, frozen=True, kw_only=True):
-    """What an engine's step keeps, as far as the closed form of its peak depends on who wrote it."""
+    """Tensors that an engine's step keeps, as far as its peak's closed form depends on the engine."""
 
     residuals: Literal["autograd", "scan"]
-    """Who keeps activations: PyTorch's autograd, by operator, or JAX's, stacked by a scan over layers."""
+    """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers."""
     logits: int = 0
-    """Tensors as large as the logits when their gradient is made."""
+    """Number of tensors as large as the logits when their gradient is made."""
     logits_with_tp: int = 0
-    """The same of logits that are split by vocabulary."""
+    """That number for logits split by vocabulary."""
     logits_with_pp: int = 0
-    """The same on the last stage of a pipeline."""
+    """That number on the last stage of a pipeline."""
     buckets: bool = False
     """Whether buckets of whole gradients stay from step to step."""
     gathers_ahead: bool = False
-    """Whether ZeRO-3 gathers the last block for backward before the loss is through its own."""
+    """Whether ZeRO-3 prefetches the last block before the loss's backward is done."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -49,15 +49,15 @@ class Engine(Struct, frozen=True, kw_only=True):
     decides: str
     """Who decides where data moves, in a few words."""
     folder: str = ""
-    """Where in the side's package it is: the folder of its four strategies, or the module of a peer."""
+    """Folder of its four strategies in the side's package, or the module of a peer."""
     needs: str = ""
-    """A package that it needs and its side does not. An extra of this project has the same name."""
+    """Package that it needs beyond its side's. An extra of this project has the same name."""
     dtypes: tuple[str, ...] = DTYPES
     """The `precision.dtype` that it can train in."""
     no_other_dtype: str = ""
-    """Why it has no other."""
+    """Reason for no other dtype."""
     is_reference: bool = False
-    """Whether its run on one device is what all others are held against: exactly one engine's is."""
+    """Whether its run on one device is the reference of all others; true for exactly one engine."""
     zero: tuple[int, ...] = ()
     """The ZeRO stages it can split over dp_shard."""
     tp: bool = False
@@ -65,21 +65,21 @@ class Engine(Struct, frozen=True, kw_only=True):
     no_zero_with_tp: Mapping[int, str] = {}
     """ZeRO stages that it cannot combine with tp, and why."""
     gradient_sync_with_tp: str = ""
-    """What reduces over dp_replicate where tp has split the parameters, if that is something else."""
+    """Reduction over dp_replicate where tp splits the parameters, if it is another one."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
     no_other_schedule: str = ""
-    """Why it has no other, and what to do."""
+    """Reason for no other schedule, and what to do."""
     shards_parameters_from: int = 3
     """The ZeRO stage from which parameters are split at rest."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     no_gpu: str = ""
-    """Why it runs on the CPU only; empty if it does not."""
+    """Reason why it runs on the CPU only; empty if GPUs work."""
     offloads: bool = False
     """Whether it can keep moments in the host's memory."""
     no_offload: str = ""
-    """Why it cannot."""
+    """Reason against offloading."""
     checkpoints: bool = False
     """Whether it saves its full state, and begins with one that another engine saved."""
     evaluates: bool = False
@@ -91,19 +91,19 @@ class Engine(Struct, frozen=True, kw_only=True):
     falls_silent: bool = False
     """Whether it runs without communicating, too (`Request.silent`)."""
     no_twin: str = ""
-    """Why it does not."""
+    """Reason for no silent twin."""
     tells_work: bool = False
     """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
     counts_own_calls: bool = False
-    """Whether its ledger is a count of its own calls, and not what was seen of somebody else's."""
+    """Whether its ledger counts its own calls, instead of observing somebody else's."""
     sends_by: Literal["", "xla", "pytorch"] = ""
-    """Whose collectives it sends where they are not written by hand."""
+    """Sender of collectives that are not written by hand."""
     keeps: Keeps | None = None
-    """None where nothing is known of it: then its peak has no closed form."""
+    """None if unknown: then its peak has no closed form."""
     impossible_faults: Mapping[str, str] = {}
     """Mistakes (`shardpair faults`) that it cannot make, and why."""
     refuses: Callable[[Layout], str] = _nothing
-    """Why it cannot express a layout that everything above allows; empty if it can."""
+    """Reason why it cannot express a layout that everything above allows; empty if it can."""
 
     @property
     def offers_choice(self) -> bool:

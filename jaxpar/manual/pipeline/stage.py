@@ -28,28 +28,28 @@ class EndSums(NamedTuple):
     """Sums over microbatches at the two ends of a pipeline."""
 
     loss: jax.Array
-    """The last one's."""
+    """Loss of the last stage."""
     gradients: Any
-    """Of all parameters that are in no layer: from the embedding on the first, from the loss on the last."""
+    """Gradients of all parameters outside the layers: embedding on the first stage, loss on the last."""
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for its backward."""
+    """Tensors that a forward keeps for its backward."""
 
     y: jax.Array
-    """The layers' output, of which the last stage's loss is computed."""
+    """Output of the layers, input of the last stage's loss."""
     arrays: list[jax.Array]
-    """What autodiff's backward of the layers needs, parameters aside."""
+    """Residuals of autodiff's backward of the layers, without parameters."""
 
 
 class Stage(NamedTuple):
-    """A stage, and the microbatch that it works on."""
+    """A stage, and its current microbatch. x, y and g have one shape: a microbatch's activations."""
 
     pieces: Pieces
     stacked: str
     """The key of the layers among the parameters."""
     layers: Any
-    """The stage's: leaves (layers of a stage, ...)."""
+    """Parameters of the stage's layers: leaves (layers of a stage, ...)."""
     rest: dict[str, Any]
     """All other parameters."""
     batch: Any
@@ -64,23 +64,23 @@ class Stage(NamedTuple):
     """A scope around the computations of one end alone, given FIRST or LAST, for the ledger."""
 
     def forward(self, x: jax.Array) -> jax.Array:
-        """The stage's output, for the next one; of the first stage, x is ignored."""
+        """Output y of the stage, for the next one; the first stage ignores x."""
         return self.run_layers(self.layers, self.start(x))
 
     def forward_keeping(self, x: jax.Array) -> Kept:
-        """The same, and what backward needs of it."""
+        """Output y of the stage, and the residuals of its backward."""
         start = self.start(x)
         y, back = jax.vjp(self.run_layers, self.layers, start)
         needed = zip(jax.tree.leaves(back), self.comes_of_input(start), strict=True)
         return Kept(y, [array for array, kept in needed if kept])
 
     def backward_anew(self, x: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
-        """`backward` from the stage's input."""
+        """`backward` from the stage's input x: it computes the forward again."""
         y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
         return self.backward(y, back, g, sums)
 
     def backward_kept(self, kept: Kept, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
-        """`backward` from what its forward has kept."""
+        """`backward` from the residuals of its forward."""
         # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
         start = jnp.zeros_like(kept.y)
         _, back = jax.vjp(self.run_layers, self.layers, start)
@@ -93,7 +93,7 @@ class Stage(NamedTuple):
         return self.backward(kept.y, jax.tree.unflatten(structure, arrays), g, sums)
 
     def comes_of_input(self, x: jax.Array) -> list[bool]:
-        """Which arrays that backward needs depend on the stage's input, and not on parameters alone."""
+        """For each residual: whether it depends on the stage's input, and not on parameters alone."""
 
         def needed(layers: Any, x: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(self.run_layers, layers, x)[1])
@@ -106,7 +106,7 @@ class Stage(NamedTuple):
     def backward(
         self, y: jax.Array, back: Callable[[jax.Array], Any], g: jax.Array, sums: EndSums
     ) -> tuple[jax.Array, Any, EndSums]:
-        """From the layers' output and backward, and the gradient of that, which the last stage ignores.
+        """Backward from y, the layers' backward, and g, the gradient of y; the last stage ignores g.
 
         Returns:
             The gradient of the stage's input, of the layers, and the sums of the ends.
@@ -117,7 +117,7 @@ class Stage(NamedTuple):
         return of_x, of_layers, sums
 
     def start(self, x: jax.Array) -> jax.Array:
-        """The input of the stage's layers: the embedding on the first, on the others what arrived."""
+        """Input of the stage's layers: the embedding on the first stage, x on the others."""
 
         def embed(x: jax.Array) -> jax.Array:
             with self.end_scope(FIRST):
@@ -126,11 +126,11 @@ class Stage(NamedTuple):
         return lax.cond(self.is_first, embed, lambda x: x, x)
 
     def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
-        """x after the stage's layers."""
+        """Output of the stage's layers for x."""
         return self.pieces.layers({**self.rest, self.stacked: layers}, x, self.batch, self.first_layer)
 
     def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
-        """The gradient of the loss by the last layer's output y."""
+        """Gradient of the loss by the last layer's output y; g is ignored."""
 
         def loss(rest: Any, y: jax.Array) -> jax.Array:
             return self.pieces.loss(self.params(rest), y, self.batch)
@@ -140,7 +140,7 @@ class Stage(NamedTuple):
             return of_y, EndSums(sums.loss + value, self.accumulate(sums.gradients, of_rest))
 
     def embed_backward(self, g: jax.Array, sums: EndSums) -> EndSums:
-        """Add the embedding's gradients, given those of its output."""
+        """Add the embedding's gradients to the sums, given g, the gradient of its output."""
 
         def embed(rest: Any) -> jax.Array:
             return self.pieces.embed(self.params(rest), self.batch)

@@ -102,7 +102,8 @@ def train(request: Request, recorder: Recorder) -> None:
             "optimizer": [2 * size] * devices,
         },
     )
-    recorder.finish(manifest, Ledger(rows=[sent] if devices > 1 else []))
+    recorder.ledger(Ledger(rows=[sent] if devices > 1 else []))
+    recorder.finish(manifest)
 
 
 if __name__ == "__main__":

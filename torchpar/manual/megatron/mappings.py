@@ -28,7 +28,7 @@ import torch
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 
 _Movement = Callable[[torch.Tensor, Axis, str], torch.Tensor]
 SEQUENCE_DIM = 1  # of activations (B, T, C)

@@ -8,7 +8,7 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.parts import mark_part
+from torchpar.guards.parts import mark_part
 from torchpar.manual.megatron.mappings import gather_parts
 
 
@@ -68,6 +68,20 @@ class SplitLayer(nn.Module):
         for name in self.parts:
             if (parameter := getattr(self, name)) is not None:
                 mark_part(parameter, self.axis)
+
+
+def require_plain(made: type[nn.Module], of: type[nn.Module], layer: nn.Module) -> None:
+    """TypeError if a layer is not what its parts would compute: of another class, or with hooks.
+
+    A subclass may compute something else (weight_norm, LoRA), and so may hooks (old weight_norm, pruning).
+    """
+    if type(layer) is not of:
+        raise TypeError(f"{made.__name__} is made from nn.{of.__name__}, not from {type(layer).__name__}")
+    if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        raise TypeError(
+            f"{made.__name__} would not run the hooks of this {of.__name__} (weight_norm, pruning, or your "
+            f"own): remove them, and put them on what is made"
+        )
 
 
 def split_layers_of(module: nn.Module) -> dict[str, SplitLayer]:

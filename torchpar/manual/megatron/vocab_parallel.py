@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from compare.contract.communication import LOSS
 from torchpar.comm.collectives import Axis
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 from torchpar.manual.megatron.mappings import gather_parts, reduce_from_region, reduce_scatter_from_region
-from torchpar.manual.megatron.split import Split, SplitLayer, take_parameter
+from torchpar.manual.megatron.split import Split, SplitLayer, require_plain, take_parameter
 
 ODD = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")  # options that a split embedding lacks
 
@@ -38,10 +38,7 @@ class VocabParallelEmbedding(SplitLayer):
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None):
         super().__init__()
-        if not isinstance(embedding, nn.Embedding):
-            raise TypeError(
-                f"VocabParallelEmbedding is made from nn.Embedding, not from {type(embedding).__name__}"
-            )
+        require_plain(type(self), nn.Embedding, embedding)
         odd = {name: getattr(embedding, name) for name in ODD}
         set_ones = [name for name, value in odd.items() if value is not None and value is not False]
         if set_ones:
@@ -57,7 +54,7 @@ class VocabParallelEmbedding(SplitLayer):
         """Split an embedding that is the same on all ranks; with `sequence_dim` its output is split too.
 
         Raises:
-            TypeError: this is no nn.Embedding.
+            TypeError: this is no plain nn.Embedding: see `require_plain`.
             ValueError: it has padding_idx, max_norm, scale_grad_by_freq or sparse.
         """
         return cls(embedding, axis, sequence_dim=sequence_dim)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchpar.manual.any_module.untraced import untraced
+from torchpar.comm.untraced import untraced
 
 
 class Factors(NamedTuple):

@@ -1,1 +1,1 @@
-"""The memory and order of ZeRO: flat buffers, units, who is unsharded when."""
+"""The memory of ZeRO: flat buffers of parameters and gradients, and the units that share them."""

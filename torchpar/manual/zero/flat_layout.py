@@ -43,10 +43,3 @@ class FlatLayout:
         """Which elements of the parameter at `index` this rank's piece is, in the order of its strides."""
         first, cut = max(self.own.start - self._starts[index], 0), self.slice_of(index)
         return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)
-
-    def piece_of(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's piece of a tensor like the parameter at `index`: a view, if the strides are too."""
-        shape, strides = self._shapes[index]
-        if full.stride() != strides:
-            full = torch.empty_strided(shape, strides, dtype=full.dtype, device=full.device).copy_(full)
-        return full.as_strided((full.numel(),), (1,))[self.elements_of(index)]

@@ -1,0 +1,47 @@
+"""When and where something was measured, on what machine, beside what load, by which source."""
+
+from msgspec import Struct
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """The machine that the figures are of."""
+
+    system: str
+    cpu_model: str
+    cores: int
+    memory_bytes: int
+
+
+def made_by(commit: str, dirty: bool) -> str:
+    """A version of shardpair in words, from what `execute.source.git_state` said."""
+    if not commit:
+        return "shardpair, not from a git checkout"
+    return f"shardpair {commit[:12]}{' with uncommitted changes' if dirty else ''}"
+
+
+class Circumstances(Struct, frozen=True, kw_only=True):
+    """When and where a study was run, and by which version of the source."""
+
+    created_utc: str
+    machine: Machine
+    git_commit: str
+    git_dirty: bool
+    versions: dict[str, str] = {}
+    """Of Python and the frameworks, as the processes said."""
+    busy_cores: list[float] = []
+    """In use by others before each round."""
+
+    @property
+    def made_by(self) -> str:
+        """The version of shardpair, in words."""
+        return made_by(self.git_commit, self.git_dirty)
+
+    @property
+    def words(self) -> str:
+        """The version, the machine, the moment and the load, for the end of a page."""
+        machine, loads = self.machine, ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
+        return (
+            f"{self.made_by}. {machine.system}, {machine.cpu_model}, {machine.cores} cores. "
+            f"{self.created_utc[:16].replace('T', ' ')} UTC. Cores in use by others before each round: "
+            f"{loads or 'none'}."
+        )

@@ -1,0 +1,147 @@
+"""What a profile found: where the time of a step goes, engine by engine and device by device."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from compare.contract.record import Record
+from compare.judge.circumstances import made_by
+from compare.judge.profile import PROFILE, DeviceTime, EngineProfile, Profile
+from compare.show.findings import NONE, Column, Findings, Picture, Row, Table, Text, table_of
+from compare.terminal.layout_words import layout_in_words
+
+PAGE = "profile.html"
+ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
+    "step, unwatched (ms)": lambda engine: engine.step_ms,
+    "step, watched (ms)": lambda engine: engine.watched_ms,
+    "timeline's wall (ms)": lambda engine: engine.wall_ms,
+    "forward (ms)": lambda engine: engine.mean_ms("forward_ms"),
+    "backward (ms)": lambda engine: engine.mean_ms("backward_ms"),
+    "update (ms)": lambda engine: engine.mean_ms("update_ms"),
+    "communication (ms)": lambda engine: engine.mean_ms("communication_ms"),
+    "of it exposed (ms)": lambda engine: engine.mean_ms("exposed_ms"),
+    "idle (ms)": lambda engine: engine.mean_ms("idle_ms"),
+    "silent twin's step (ms)": lambda engine: engine.twin_ms,
+    "exposed, by the twin (ms)": lambda engine: engine.exposed_by_twin_ms,
+}
+SHARES: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
+    "cost of watching": lambda engine: engine.overhead,
+    "bubble, measured": lambda engine: engine.bubble,
+    "bubble of the schedule": lambda engine: engine.planned_bubble,
+}
+"""Rows that are a share; of pipelines the last two."""
+
+
+DEVICE = (
+    Column[DeviceTime]("device", lambda one: f"device {one.device}"),
+    Column[DeviceTime]("forward", lambda one: one.forward_ms, ".2f"),
+    Column[DeviceTime]("backward", lambda one: one.backward_ms, ".2f"),
+    Column[DeviceTime]("update", lambda one: one.update_ms, ".2f"),
+    Column[DeviceTime]("communication", lambda one: one.communication_ms, ".2f"),
+    Column[DeviceTime]("of it exposed", lambda one: one.exposed_ms, ".2f"),
+    Column[DeviceTime]("idle", lambda one: one.idle_ms, ".2f"),
+)
+
+
+def findings_of_profile(profile: Profile, records: Mapping[str, Record], folder: Path) -> Findings:
+    """The table of all engines, every device's figures, and the measured and planned timelines.
+
+    Args:
+        profile: put together from the records.
+        records: of each engine that finished.
+        folder: of the profile, where each engine's trace is.
+    """
+    traces = [
+        f"trace for Perfetto: {folder / engine.name / 'trace.json'}"
+        for engine in profile.engines
+        if engine.devices
+    ]
+    return Findings(
+        title=f"{profile.name}: {title(profile)[0].lower()}{title(profile)[1:]}",
+        sentence=profile.verdict,
+        value=profile,
+        passed=profile.passed,
+        about=[
+            f"{profile.machine}, {profile.device_kind}. {profile.created_utc[:16].replace('T', ' ')} UTC."
+        ],
+        tables=[_figures(profile)],
+        details=[
+            table_of(f"{engine.name}: every device of step {engine.step} (ms)", DEVICE, engine.devices)
+            for engine in profile.engines
+            if engine.devices
+        ],
+        drawn=lambda: _timelines(list(records), list(records.values())),
+        notes=[*notes(profile), *traces],
+        source=f"{made_by(profile.git_commit, profile.git_dirty)}. Every single figure is in {PROFILE}, "
+        f"beside this page.",
+    )
+
+
+def _timelines(names: list[str], records: list[Record]) -> list[Picture]:
+    from compare.present.report.lanes import measured_steps
+    from compare.present.report.pictures import timelines
+
+    found = [*measured_steps(names, records), *timelines(records)]
+    return [msgspec.structs.replace(picture, is_wide=True) for picture in found]
+
+
+def _figures(profile: Profile) -> Table:
+    """A column for each engine; rows that nobody has a figure for are left out."""
+    found = {label: [_ms(value(engine)) for engine in profile.engines] for label, value in ROWS.items()}
+    found |= {label: [_share(value(engine)) for engine in profile.engines] for label, value in SHARES.items()}
+    return Table(
+        name=title(profile),
+        corner="mean over devices",
+        columns=[engine.name for engine in profile.engines],
+        rows=[
+            Row(Text(label), [Text(cell) for cell in cells])
+            for label, cells in found.items()
+            if any(cell != NONE for cell in cells)
+        ],
+    )
+
+
+def title(profile: Profile) -> str:
+    """What was watched."""
+    return f"One step, {layout_in_words(profile.experiment, profile.platform)}"
+
+
+def notes(profile: Profile) -> list[str]:
+    """Sentences that say what the figures are, and what cannot be told."""
+    lines = [
+        "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
+        "counts in both rows. By the twin: the step less the same step without communication, on the rank "
+        "that takes longest; of a pipeline that is its bubble, too.",
+    ]
+    methods: dict[str, list[str]] = {}
+    twins: dict[str, list[str]] = {}
+    for engine in profile.engines:
+        methods.setdefault(engine.method, []).append(engine.name)
+        if engine.no_twin:
+            twins.setdefault(engine.no_twin, []).append(engine.name)
+    lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
+    lines += [f"{', '.join(names)}: no silent twin: {why}" for why, names in twins.items()]
+    lines += [f"{name} did not finish: {why}" for name, why in profile.failures.items()]
+    impossible = {
+        "the silent twin took longer than the step": [e.exposed_by_twin_ms for e in profile.engines],
+        "the watched step was shorter than the others": [e.overhead for e in profile.engines],
+    }
+    for what, values in impossible.items():
+        if names := [e.name for e, value in zip(profile.engines, values, strict=True) if (value or 0.0) < 0]:
+            lines.append(
+                f"{', '.join(names)}: {what}: the machine was busy with something else, and these times say "
+                f"little."
+            )
+    if profile.platform == "cpu":
+        lines.append("CPU timings: devices that share cores take them from each other.")
+    return lines
+
+
+def _ms(value: float | UnsetType) -> str:
+    return NONE if value is UNSET else f"{value:.1f}"
+
+
+def _share(value: float | UnsetType) -> str:
+    return NONE if value is UNSET else f"{value:.0%}"

@@ -1,0 +1,1 @@
+"""Findings of a study in a terminal, on a page, as Markdown and as JSON."""

@@ -1,0 +1,59 @@
+"""Findings on stdout: tables, the sentences that they need, and the outcome; or one JSON object."""
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+from rich.text import Text as RichText
+
+from compare.present.tables import by_reason
+from compare.show.findings import Findings, Table, Text
+from compare.terminal.console import coloured, print_json, results_console
+
+COLOURS = {"pass": "green", "fail": "red"}
+
+
+def print_findings(findings: Findings, *, as_json: bool) -> None:
+    """Print them on stdout."""
+    if as_json:
+        print_json(findings.value)
+        return
+    console = results_console()
+    for table in findings.tables:
+        console.print(terminal_table(table))
+        if table.below:
+            console.print(table.below, soft_wrap=True)
+    for line in findings.about if findings.tables else ():
+        console.print(line, soft_wrap=True)
+    for line in findings.notes:
+        console.print(line, soft_wrap=True)
+    for why, names in by_reason(findings.left_out).items():
+        console.print(f"left out: {', '.join(names)}: {why}", style="yellow", soft_wrap=True)
+    for name, why in findings.missing.items():
+        console.print(f"{name} {why}", style="red", soft_wrap=True)
+    for line in findings.warnings:
+        console.print(line, style="red", soft_wrap=True)
+    style = "bold green" if findings.passed else "bold red"
+    console.print(findings.sentence, style=style, soft_wrap=True)
+
+
+def terminal_table(table: Table) -> RichTable:
+    """A table of findings as rich prints it."""
+    drawn = RichTable(
+        title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+    side = "left" if table.look == "words" else "right"
+    drawn.add_column(_header(table.corner))
+    for name in table.columns:
+        drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name)
+    for row in table.rows:
+        drawn.add_row(_text(row.head), *map(_text, row.cells))
+    return drawn
+
+
+def _header(name: str) -> str:
+    """A header, its unit below it: a table should fit into 80 characters."""
+    return name.replace(" (", "\n(")
+
+
+def _text(cell: Text) -> str | RichText:
+    text = f"{cell.text} {cell.note}" if cell.note else cell.text
+    return coloured(text, COLOURS[cell.news]) if cell.news else text

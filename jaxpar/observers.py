@@ -1,0 +1,149 @@
+"""What watches a training in JAX."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from compare.checkpoint.saver import Part
+from compare.contract import recording
+from compare.contract.divergence import first_not_finite
+from compare.contract.ledger import Ledger
+from compare.contract.observers import Observers
+from compare.contract.record import ON_HOST, Recorder
+from compare.contract.request import MOMENTS, Rung
+from compare.contract.timing import Window
+from compare.host.facts import MemoryUse, cpu_seconds, versions
+from compare.numerics.evaluation import Evaluation
+from compare.numerics.stream import arrays_of_step
+from jaxpar.checkpoint import state_parts
+from jaxpar.comm.mesh import device_kind
+from jaxpar.evaluation import make_evaluation
+from jaxpar.measure.ledger import communications
+from jaxpar.measure.listing import listing
+from jaxpar.measure.profile import Profile
+from jaxpar.measure.usage import (
+    PACKAGES,
+    first_device,
+    memory_in_use,
+    memory_profile,
+    peak_memory,
+    resident_bytes,
+    threads,
+)
+from jaxpar.state import Run, TrainState, canonical
+from jaxpar.training_step import ShardedStep
+
+
+def observers_of(run: Run, recorder: Recorder, *, started_utc: str) -> Observers:
+    """What watches a training; its evaluation is compiled here.
+
+    Args:
+        run: what is trained.
+        recorder: writes.
+        started_utc: when the run began.
+    """
+    own = [Profile(run, recorder)] if run.request.profile else []
+    return recording.observers_of(RunSide(run), recorder, recorder.folder, started_utc=started_utc, own=own)
+
+
+class RunSide:
+    """A run, as the record asks for it: a `recording.Side`."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self.request, self.corpus_sha256 = run.request, run.corpus.sha256
+        self.devices: Collection[int] = range(len(run.devices))
+        self._evaluate = make_evaluation(run) if run.experiment.train.eval_interval else None
+
+    def memory(self) -> MemoryUse:
+        return memory_in_use(first_device(self._run.state.params))
+
+    def not_finite(self) -> str:
+        """Gradients never leave the step: it names what they made of the weights."""
+        first = first_not_finite(self.tensors(Rung.FINAL_WEIGHTS))
+        if first:
+            return f"the first weight that is not finite after the step is {first}"
+        return "every weight is finite after the step"
+
+    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
+        """Fetched from the devices."""
+        run, state = self._run, self._run.state
+        match rung:
+            case Rung.BATCH:
+                arrays = arrays_of_step(run.corpus, run.experiment, run.request.first_step)
+                return jax.device_get(jax.device_put(arrays, run.sharded.batch))
+            case Rung.GRADIENTS:
+                tree = state.gradients
+            case Rung.FIRST_M | Rung.FIRST_V:
+                tree = run.moments(state.opt_state)[MOMENTS[rung]]
+            case _:
+                tree = state.params
+        return canonical(run.sharded, tree, run.experiment)
+
+    def evaluate(self, step: int) -> Evaluation:
+        assert self._evaluate, "an experiment that evaluates nothing"
+        return self._evaluate(step)
+
+    def parts(self) -> Iterator[Part]:
+        return state_parts(self._run.sharded, self._run.state, self._run.experiment.model)
+
+    def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
+        assert recorder, "one process writes for all devices"
+        run = self._run
+        peak_memory_bytes, peak_memory_method = peak_memory(run.step, run.devices)
+        costs = {
+            "device_kind": device_kind(run.devices[0]),
+            "initial_weights_sha256": run.initial_weights_sha256,
+            "versions": versions(PACKAGES),
+            "threads": threads(run.devices),
+            "compile_s": run.compile_s,
+            "cpu_time_s": cpu_seconds(),
+            "peak_memory_bytes": peak_memory_bytes,
+            "peak_memory_method": peak_memory_method,
+            "resident_bytes": at_rest(run),
+            "windows": list(windows),
+        }
+        leave_program(run, recorder)  # after the CPU time: reading a program is no part of the run
+        return costs
+
+
+def leave_program(run: Run, recorder: Recorder) -> None:
+    """Memory, instructions and ledger of the compiled step."""
+    step, layout, held = run.step, run.experiment.layout, at_rest(run)
+    hlo = step.as_text()
+    assert hlo, "XLA keeps no text of the compiled step"
+    state = {kind: held[kind][0] for kind in ("parameters", "optimizer")}
+    if profile := memory_profile(step, **state):
+        recorder.memory(profile)
+    recorder.instructions(listing(hlo, layout.axes))
+    problems: list[str] = []
+    rows = communications(hlo, layout.axes, problems=problems)
+    recorder.ledger(Ledger(rows=rows, problems=problems))
+
+
+def at_rest(run: Run) -> dict[str, list[int]]:
+    """Bytes between two steps on each device, by kind."""
+    state = run.state
+    trees = {
+        "parameters": state.params,
+        "gradients": gradients_at_rest(run.sharded, state),
+        "optimizer": state.opt_state,
+    }
+    held = {kind: resident_bytes(tree, run.devices) for kind, tree in trees.items()}
+    if run.sharded.moments_at_rest is not None:
+        held[ON_HOST] = resident_bytes(state.opt_state, run.devices, on_host=True)
+    return held
+
+
+def gradients_at_rest(sharded: ShardedStep, state: TrainState) -> Any:
+    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
+
+    As the step is to keep them; that XLA does so is for tests to read from the loops of the compiled step.
+    """
+    return jax.tree.map(
+        lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
+        state.params,
+        sharded.accumulated,
+    )

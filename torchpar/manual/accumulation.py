@@ -1,0 +1,19 @@
+"""Accumulation: passes of a step whose gradients are not reduced yet."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class Accumulates:
+    """What reduces gradients in backward, but not in `no_sync`."""
+
+    is_synchronizing = True
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
+        before, self.is_synchronizing = self.is_synchronizing, False
+        try:
+            yield
+        finally:
+            self.is_synchronizing = before

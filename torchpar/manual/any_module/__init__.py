@@ -1,1 +1,0 @@
-"""Service for any module, beside the lessons."""

@@ -1,0 +1,36 @@
+"""One order of launching for all ranks, in which each collective waits for those before it."""
+
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+
+class Fillable(Protocol):
+    """Gradients that are reduced together."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if all of them are there."""
+        ...
+
+
+T = TypeVar("T", bound=Fillable)
+
+
+class LaunchOrder(list[T]):
+    """What is launched during backward, each once a step.
+
+    An order of its own on every rank, as gradients happen to come, would mix up the collectives of ranks
+    whose graphs differ.
+    """
+
+    taken = 0
+
+    def take_full(self) -> Iterator[T]:
+        """Those that are full and whose turn it is."""
+        while self.taken < len(self) and self[self.taken].is_full:
+            self.taken += 1
+            yield self[self.taken - 1]
+
+    def restart(self) -> None:
+        """Forget the step."""
+        self.taken = 0

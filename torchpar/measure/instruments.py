@@ -1,0 +1,69 @@
+"""Instruments of one step: its ledger, its memory by class, and what it computes."""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+import torch
+
+from compare.contract.memory_profile import Class, DeviceMemory
+from compare.contract.observers import Observer
+from compare.contract.work import Work
+from torchpar.measure.ledger import LedgerMode, RankLedger
+from torchpar.measure.memory import allocator_peak, resident_bytes, watch_memory
+from torchpar.measure.places import group_names
+from torchpar.measure.storages import StorageMode
+from torchpar.measure.work import WorkMode
+from torchpar.offload import host_tensors
+from torchpar.state import Run
+
+# DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
+INSTRUMENTED_STEP = 2
+
+
+class Instruments(Observer):
+    """Watches one step of a rank.
+
+    Attributes:
+        ledger: notes its collectives.
+        gradient_bytes: of this rank's gradients just before the optimizer.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self.watched = run.request.first_step + min(INSTRUMENTED_STEP, run.request.steps - 1)
+        self.ledger = LedgerMode(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
+        self.gradient_bytes = 0
+        self._watching: StorageMode | None = None
+        self._found: tuple[DeviceMemory, Work] | None = None
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """Note what the step inside communicates, allocates and computes."""
+        device, parallel = self._run.mesh.device, self._run.parallel
+        modules = [*parallel.module.parameters(), *parallel.module.buffers()]
+        held: dict[Class, Iterable[torch.Tensor]] = {
+            "parameters": [*modules, *parallel.parameters.values()],
+            "optimizer": parallel.optimizer_state(),
+            "gathered parameters": parallel.transient,
+        }
+        elsewhere = host_tensors(parallel.optimizer)
+        memory = watch_memory(device, held, elsewhere=elsewhere, module=parallel.module)
+        work = WorkMode(parallel.module, has_tasks=parallel.run_pipeline is not None)
+        with memory as self._watching, self.ledger, work:
+            yield
+            self._watching.tag("optimizer", parallel.optimizer_state())  # which a first step makes
+        self._found = self._watching.memory(allocator_peak=allocator_peak(device)), work.seen()
+
+    def gradients(self, step: int) -> None:
+        """What is allocated from now on is the optimizer's."""
+        if self._watching and step == self.watched:
+            held = self._run.parallel.held_gradients()
+            self.gradient_bytes = resident_bytes(held)
+            self._watching.tag("gradients", held)
+            self._watching.updates()
+            self.ledger.is_updating = True
+
+    def found(self) -> tuple[DeviceMemory, Work, RankLedger]:
+        """Memory, work and ledger of the step, which is over."""
+        assert self._found, "no step was watched"
+        return (*self._found, self.ledger.noted())

@@ -1,0 +1,156 @@
+"""What watches one rank's training. All ranks are watched, to put together what each found; rank 0 writes."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compare.checkpoint.saver import Part
+from compare.contract import recording
+from compare.contract.memory_profile import MemoryProfile
+from compare.contract.observers import Observer, Observers
+from compare.contract.progress import Progress
+from compare.contract.record import ON_HOST, Recorder
+from compare.contract.request import MOMENTS, Rung
+from compare.contract.timing import Window, merged
+from compare.host.facts import MemoryUse, cpu_seconds, versions
+from compare.numerics.evaluation import Evaluation
+from compare.numerics.stream import arrays_of_step
+from compare.spec.engines.registry import ENGINES
+from torchpar.checkpoint import state_parts
+from torchpar.comm.devices import PACKAGES, device_kind
+from torchpar.comm.silence import fall_silent
+from torchpar.divergence import first_gradient_not_finite
+from torchpar.evaluation import evaluate_weights
+from torchpar.measure.instruments import Instruments
+from torchpar.measure.ledger import of_all_ranks
+from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, memory_in_use, resident_bytes
+from torchpar.measure.work import of_all_ranks as work_of_all_ranks
+from torchpar.offload import host_tensors
+from torchpar.on_device import to_device
+from torchpar.state import Run
+from torchpar.weights import moment_keys, to_arrays
+
+
+def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
+    """What watches this rank's training.
+
+    Args:
+        run: this rank's.
+        folder: where rank 0 writes.
+        started_utc: when this rank began.
+    """
+    recorder = Recorder(folder) if run.rank.rank == 0 else None
+    instruments = Instruments(run)
+    own: list[Observer] = [instruments]
+    if run.request.profile:
+        from torchpar.measure.timeline import Profile  # what it marks is not imported for every run
+
+        own.insert(0, Profile(run, recorder, instruments))
+    if run.request.silent:
+        own.append(Silence(run))
+    side = RankSide(run, instruments)
+    return recording.observers_of(side, recorder, folder, started_utc=started_utc, own=own)
+
+
+class RankSide:
+    """One rank, as the record asks for it: a `recording.Side`."""
+
+    def __init__(self, run: Run, instruments: Instruments):
+        self._run, self._instruments = run, instruments
+        self.request, self.corpus_sha256 = run.request, run.corpus.sha256
+        self.devices: Collection[int] = [run.rank.rank]
+
+    def memory(self) -> MemoryUse:
+        return memory_in_use(self._run.mesh.device)
+
+    def not_finite(self) -> str:
+        return first_gradient_not_finite(self._run)
+
+    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
+        """Put together from all ranks' pieces; {} but on rank 0."""
+        run, parallel = self._run, self._run.parallel
+        match rung:
+            case Rung.BATCH:
+                return first_batch(run)
+            case Rung.GRADIENTS:
+                pieces = parallel.gradients()
+            case Rung.FIRST_M | Rung.FIRST_V:
+                pieces = parallel.moments(moment_keys(run.experiment.optimizer)[MOMENTS[rung]])
+            case _:
+                pieces = parallel.weights()
+        with run.mesh.traffic.paused():
+            full = parallel.full(pieces)
+        return to_arrays(full, run.experiment.model) if run.rank.rank == 0 else {}
+
+    def evaluate(self, step: int) -> Evaluation:
+        return evaluate_weights(self._run, step)
+
+    def parts(self) -> Iterator[Part]:
+        return state_parts(self._run)
+
+    def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
+        run, instruments = self._run, self._instruments
+        costs = (*instruments.found(), cpu_seconds(), resident(run, instruments.gradient_bytes), windows)
+        found = run.mesh.world.all_gather_objects(costs)
+        memories, work, ledgers, cpu, residents, windows_of_all = zip(*found, strict=True)
+        if not recorder:
+            return {}
+        engine, stages = ENGINES[run.request.engine], run.experiment.layout.pp
+        recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
+        recorder.work(work_of_all_ranks(work, stages=stages))
+        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=engine.counts_own_calls))
+        return {
+            "device_kind": device_kind(run.mesh.device),
+            "initial_weights_sha256": run.initial_weights_sha256,
+            "versions": versions(PACKAGES),
+            "threads": f"{torch.get_num_threads()} per rank",
+            "compile_s": 0.0,
+            "cpu_time_s": sum(cpu) + run.rank.launcher_cpu_s,
+            "peak_memory_bytes": [one.allocator_peak or one.peak.total for one in memories],
+            "peak_memory_method": CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
+            "resident_bytes": {kind: [of_rank[kind] for of_rank in residents] for kind in residents[0]},
+            "windows": [merged(parts) for parts in zip(*windows_of_all, strict=True)],
+        }
+
+
+def first_batch(run: Run) -> Mapping[str, np.ndarray]:
+    """The batch of the first step as the devices have it, put together from all ranks' rows.
+
+    Returns:
+        inputs and targets, int32 (A, B, T), and with dropout keys, uint32 (A, B, 2).
+    """
+    batch = to_device(run, arrays_of_step(run.corpus, run.experiment, run.request.first_step))
+    own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]
+    shares = run.mesh.data.all_gather_objects(own)
+    arrays = (np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True))
+    named = dict(zip(("inputs", "targets", "keys"), arrays, strict=False))
+    return {name: array.view(np.uint32) if name == "keys" else array for name, array in named.items()}
+
+
+class Silence(Observer):
+    """Silences a twin after its first step, in which wrappers still learn of the other ranks."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def between(self, progress: Progress) -> None:
+        """Fall silent."""
+        run = self._run
+        if progress.step == run.request.first_step + 1:
+            fall_silent(run.mesh.axes, run.mesh.device, run.parallel.module)
+
+
+def resident(run: Run, gradient_bytes: int) -> dict[str, int]:
+    """Bytes that this rank keeps between two steps; gradients as they were just before the optimizer."""
+    parallel = run.parallel
+    held = {
+        "parameters": resident_bytes([*parallel.module.parameters(), *parallel.parameters.values()]),
+        "gradients": gradient_bytes,
+        "optimizer": resident_bytes(parallel.optimizer_state()),
+    }
+    if run.experiment.layout.offload != "none":
+        held[ON_HOST] = resident_bytes(host_tensors(parallel.optimizer))
+    return held
