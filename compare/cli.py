@@ -21,6 +21,7 @@ from compare.commands.check import Check
 from compare.commands.collectives import Collectives
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
+from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.given import flags_given
@@ -35,6 +36,7 @@ from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
+from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
 from compare.commands.sweep import Sweep
@@ -61,7 +63,9 @@ COMMANDS: dict[str, type] = {
     "profile": Profile,
     "ledger": Ledgers,
     "list": List,
+    "runs": Runs,
     "report": Report,
+    "diff": Diff,
     "doctor": Doctor,
     "schedule": Draw,
     "lesson": ReadLesson,

@@ -5,20 +5,18 @@ import sys
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import astuple
 from rich import box
 from rich.table import Table
 
-from compare.commands.kept_runs import KeptRun, kept_runs
 from compare.execute.packages import missing_package
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import PEERS, STUDIED
-from compare.spec.experiment import Experiment, ExperimentError, Layout, load, named_experiments
+from compare.spec.experiment import Experiment, Layout, load, named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS, preset_layout
-from compare.terminal.console import print_json, printable, results_console
+from compare.terminal.console import print_json, results_console
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -31,23 +29,18 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class List(Struct, frozen=True, kw_only=True):
-    """Name every experiment, preset, fault, engine and lesson, a line each; or the runs in a folder.
+    """Name every experiment, preset, fault, engine and lesson, a line each.
 
     Try:
       shardpair list
-      shardpair list --runs runs
       shardpair list --json
     """
 
-    runs: Path | None = None
-    """Instead: what was run in this folder, a line each: layout, verdict and size."""
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
 
     def __call__(self, default: Experiment) -> int:
-        """Print them. Returns 0. Raises ExperimentError: --runs is no folder."""
-        if self.runs is not None:
-            return self._show_runs(self.runs)
+        """Print them. Returns 0."""
         everything = {
             "experiments": experiments(),
             "presets": presets(),
@@ -63,24 +56,6 @@ class List(Struct, frozen=True, kw_only=True):
         console = results_console()
         for kind, entries in everything.items():
             console.print(_table(kind, entries))
-        return 0
-
-    def _show_runs(self, folder: Path) -> int:
-        if not folder.is_dir():
-            raise ExperimentError(f"--runs {folder}: there is no such folder")
-        found = kept_runs(folder)
-        if self.json:
-            print_json(found)
-            return 0
-        if not found:
-            results_console().print(f"{folder} has no runs", markup=False)
-            return 0
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in KeptRun.__struct_fields__:
-            table.add_column(name.replace("_", " "), justify="right" if name == "megabytes" else "left")
-        for run in found:
-            table.add_row(*(printable(str(value)) for value in astuple(run)))
-        results_console().print(table)
         return 0
 
 

@@ -8,6 +8,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "resume": "go on from checkpoints, on any engines and layout",
         "sweep": "strategies side by side, or over growing numbers of devices",
         "report": "judge a finished run again, and write its page anew",
+        "diff": "two finished runs of any settings: numbers, settings, costs",
     },
     "Prove": {
         "check": "every engine against one unsharded device, in float64",
@@ -22,6 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "collectives": "collectives by size: gloo or NCCL, our way, and XLA",
     },
     "Read": {
+        "runs": "what was run here: layout, verdict, age, size; --prune",
         "lesson": "one strategy in four engines, side by side, on a page",
         "schedule": "draw pipeline schedules, with bubble and memory",
         "mirror": "lines of code of each strategy in each engine",

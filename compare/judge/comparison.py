@@ -205,7 +205,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
     if not records:
         raise RecordError(f"nothing has finished in {folder}: `{how_to_go_on(saved, folder)}` goes on")
     for record in records.values():
-        _require_judgeable(record)
+        require_judgeable(record)
     try:
         return judged(saved, records), list(records.values())
     except (LookupError, ValueError, ArithmeticError) as error:  # figures that no run leaves
@@ -213,7 +213,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
         raise RecordError(f"the records in {folder} cannot be judged ({why}): they were changed") from error
 
 
-def _require_judgeable(record: Record) -> None:
+def require_judgeable(record: Record) -> None:
     """Refuse what nobody here can judge, or not in a lifetime. Raises RecordError, which names the folder."""
     manifest, folder = record.manifest, record.folder
     if manifest.engine not in ENGINES:

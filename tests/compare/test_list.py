@@ -7,15 +7,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from records import make_comparison
 
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport
-from compare.judge.comparison import COMPARISON
-from compare.judge.outcome import OUTCOME
 from compare.spec.engines.registry import PEERS, STUDIED
-from compare.spec.experiment import Layout, edited, named_experiments
+from compare.spec.experiment import named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.lessons import LESSONS
@@ -52,44 +49,6 @@ def test_list_as_json(capsys):
     (golden,) = (entry for entry in everything["experiments"] if entry["name"] == "golden")
     assert golden["description"] == "What nanoGPT itself was run on"
     assert golden["facts"] == {"parameters": 7360, "steps": 30, "dtype": "float64", "devices": 1}
-
-
-@pytest.fixture
-def runs(tmp_path, tiny):
-    """A folder of runs: one agrees, one lacks an engine; a garbled one, a bench, and what is none."""
-    folder = tmp_path / "runs"
-    alone = edited(tiny, {"layout": {"bucket_mb": Layout().bucket_mb}})
-    make_comparison(folder / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
-    make_comparison(folder / "lacks", alone, missing=("torch-library",))
-    for name, file in (("garbled", COMPARISON), ("bench", OUTCOME), ("none", "notes.txt")):
-        (folder / name).mkdir()
-        (folder / name / file).write_text("{")
-    (folder / "link").symlink_to(folder / "agrees")
-    return folder
-
-
-def test_runs_are_listed_with_layout_verdict_and_size(runs, capsys):
-    assert main(["list", "--runs", str(runs), "--json"]) == 0
-    found = {Path(run["folder"]).name: run for run in json.loads(capsys.readouterr().out)}
-    assert found.keys() == {"agrees", "lacks", "garbled", "bench"}
-    assert [found[name]["layout"] for name in ("agrees", "lacks")] == ["dp_replicate=2", "one device"]
-    assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
-    assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
-    assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / COMPARISON} cannot be read")
-    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / OUTCOME} cannot be read")
-    files = {name: [path for path in (runs / name).rglob("*") if path.is_file()] for name in found}
-    for name, run in found.items():
-        size = sum(file.stat().st_size for file in files[name])
-        assert 0 <= run["megabytes"] * 1e6 - size < 1e6, name
-    assert main(["list", "--runs", str(runs)]) == 0
-    assert "luck [/x]" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_folder_without_runs_says_so(tmp_path, capsys):
-    assert main(["list", "--runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("has no runs\n")
-    assert main(["list", "--runs", str(tmp_path / "missing")]) == 2
-    assert "missing: there is no such folder" in capsys.readouterr().err
 
 
 def test_version_is_the_packages_own(capsys):

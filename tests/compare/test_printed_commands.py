@@ -32,7 +32,7 @@ ASIDE = re.compile(r"\s{2,}\(.*")
 CONFIG = "n_layer = 6\ndataset = 'shakespeare_char'\n"
 
 
-FOLDERS = ("--continue", "--results", "--resume", "--runs")
+FOLDERS = ("--continue", "--results", "--resume")
 
 
 class Started(BaseException):
@@ -65,7 +65,8 @@ LINES = printed_lines()
 def places(tmp_path) -> Path:
     """A folder with what the lines read: texts, tokens, a TOML file, one of nanoGPT's config files."""
     folder = tmp_path
-    (folder / "docs").mkdir()
+    for name in ("docs", "runs"):
+        (folder / name).mkdir()
     for words in LINES.values():
         for word in words:
             if word.endswith(".txt"):
@@ -105,8 +106,9 @@ def a_machine_with_everything(places, monkeypatch):
 @pytest.mark.parametrize("line", LINES)
 def test_it_does_what_it_says(line, places, capsys, monkeypatch):
     command, *others = LINES[line]
-    source = others[0] if command in ("resume", "convert", "sample", "report") else ""
-    if source and Path(source).suffix != ".pt" and source != "gpt2/" and command != "report":
+    source = others[0] if command in ("resume", "convert", "sample", "report", "diff") else ""
+    is_checkpoint = command not in ("report", "diff") and Path(source).suffix != ".pt" and source != "gpt2/"
+    if source and is_checkpoint:
         write_random(places / source, load("demo"))
     is_planned = "dry_run" in COMMANDS[command].__struct_fields__ and not {"--continue", "--results"} & {
         *others

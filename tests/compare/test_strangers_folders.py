@@ -42,7 +42,7 @@ def change(path: Path, **fields) -> None:
 
 
 @pytest.mark.parametrize("name", ["../victim", "/etc", "..", ".", "", "a/b", "x\\0y", "n" * 256])
-@pytest.mark.parametrize("command", ["run --continue run", "report run"])
+@pytest.mark.parametrize("command", ["run --continue run", "report run", "diff run run"])
 def test_a_name_that_leaves_the_folder_is_refused(folder, capsys, monkeypatch, name, command):
     monkeypatch.setattr(paired_run, "launch", lambda *a, **k: pytest.fail("an engine was started"))
     name = name.replace("\\0", "\0")
@@ -56,6 +56,28 @@ def test_a_name_that_leaves_the_folder_is_refused(folder, capsys, monkeypatch, n
     assert main(["report", "run"]) == 2
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "victim"]
     assert (folder.parent / "victim" / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"cases": ["../victim"]}, "cannot be read"),
+        ({"cases": [], "objections": ["odd"], "verdicts": []}, "cannot be judged (IndexError"),
+        ({"name": "\x1b[2J", "created_utc": "9" * 400}, "PASS"),
+        ({"created_utc": "0001-01-01T00:00:00+23:59"}, "PASS"),
+    ],
+)
+def test_runs_lists_whatever_a_folder_says_and_prunes_nothing_of_it(folder, capsys, fields, says):
+    change(folder / COMPARISON, **fields)
+    (folder / "..unfinished-1").mkdir()
+    (folder / "victim.unfinished-1").symlink_to(folder.parent / "victim")
+    before = sorted(folder.parent.rglob("*"))
+    assert main(["runs", "."]) == 0
+    output = capsys.readouterr()
+    assert says in output.out.replace("\n", "") or says in " ".join(output.out.split())
+    assert "\x1b" not in output.out
+    assert main(["runs", ".", "--prune", "--yes"]) == 0
+    assert sorted(folder.parent.rglob("*")) == before
 
 
 def test_names_of_our_own_are_folders():
@@ -81,8 +103,9 @@ def test_no_pipe_or_device_is_waited_for(folder, capsys, file, kind):
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    assert main(["report", "run"]) == 2
-    assert f"{file} cannot be read: it is no file" in capsys.readouterr().err
+    for command in (["report", "run"], ["diff", "run", "run"]):
+        assert main(command) == 2
+        assert f"{file} cannot be read: it is no file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -104,6 +127,7 @@ def test_sizes_that_no_run_has_are_refused_at_once(folder, capsys, layout, train
     change(folder / "jax-manual" / "request.json", experiment=manifest["experiment"])
     assert main(["report", "run"]) == 2
     assert says in capsys.readouterr().err
+    assert main(["diff", "run", "run"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -121,6 +145,7 @@ def test_a_manifest_that_no_engine_writes_is_one_line(folder, capsys, fields, sa
     assert code in (1, 2)
     assert says in output.err or "FAIL at request" in output.out
     assert "Traceback" not in output.err
+    assert main(["diff", "run", "run/torch-manual"]) in (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +158,7 @@ def test_steps_that_no_run_has_are_one_line(folder, capsys, fields, says):
     path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     assert main(["report", "run"]) == 2
     assert f"the records in run cannot be judged ({says}" in capsys.readouterr().err
+    assert main(["diff", "run/torch-manual", "run/jax-manual"]) in (1, 2)
 
 
 def test_a_page_that_cannot_be_drawn_costs_no_verdict(folder, capsys, monkeypatch):

@@ -1,0 +1,90 @@
+"""What of finished runs can be removed: what `--continue` set aside, once the case in its place has finished.
+
+Everything is looked at, and removed, under the lock of its run. Links are never followed.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from compare.commands.kept_runs import KeptRun, comparisons_in, real_folders, size_of
+from compare.contract.record import MANIFEST
+from compare.contract.request import REQUEST
+from compare.contract.run_lock import lock_folder
+from compare.host.tensors import RecordError
+from compare.judge.comparison import Comparison, read_saved
+from compare.spec.experiment import ExperimentError
+
+_SET_ASIDE = re.compile(r"(?P<case>.+)\.unfinished-\d+")
+"""As `studies.paired_run` names it."""
+
+
+class Removal(Struct, frozen=True, kw_only=True):
+    """A folder of a run that can go."""
+
+    path: str
+    what: str
+    """Why it can, in words."""
+    bytes: int
+    """That it frees."""
+
+
+class Pruning(Struct, frozen=True, kw_only=True):
+    """What can be removed from some runs."""
+
+    removals: list[Removal]
+    left_alone: dict[str, str]
+    """Runs in use, or whose record cannot be read: why, by folder."""
+
+    @property
+    def bytes(self) -> int:
+        """That it frees, all in all."""
+        return sum(removal.bytes for removal in self.removals)
+
+
+def removable(runs: list[KeptRun]) -> Pruning:
+    """What can be removed from these runs; nothing is.
+
+    Args:
+        runs: of any command; only comparisons have something to remove.
+    """
+    removals, left_alone = [], {}
+    for folder in (path for run in runs for path in comparisons_in(Path(run.folder))):
+        try:
+            with lock_folder(folder):
+                removals += _in_comparison(folder)
+        except (ExperimentError, RecordError) as error:
+            left_alone[str(folder)] = str(error)
+    return Pruning(removals=removals, left_alone=left_alone)
+
+
+def remove(pruning: Pruning) -> None:
+    """Remove what was found.
+
+    Raises:
+        FolderInUse: a run has begun there since.
+        OSError: a file may not be removed.
+    """
+    for removal in pruning.removals:
+        path = Path(removal.path)
+        with lock_folder(path.parent), lock_folder(path):
+            shutil.rmtree(path)  # of a link it removes nothing, and says so
+
+
+def _in_comparison(folder: Path) -> Iterator[Removal]:
+    saved = read_saved(folder)
+    for path in real_folders(folder):
+        if _is_superseded(path, saved):
+            with lock_folder(path):  # a side that somebody started by itself may be at work in there
+                yield Removal(path=str(path), what="set aside, and run again since", bytes=size_of(path))
+
+
+def _is_superseded(path: Path, saved: Comparison) -> bool:
+    """Whether it is what an unfinished case left, and the case has finished since."""
+    name = _SET_ASIDE.fullmatch(path.name)
+    if not name or name["case"] not in saved.requests or not (path / REQUEST).is_file():
+        return False
+    return (path.with_name(name["case"]) / MANIFEST).is_file()

@@ -1,0 +1,158 @@
+"""`shardpair diff`: two runs of any settings, held against each other."""
+
+import json
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from records import make_comparison, make_record, make_steps
+
+from compare.cli import main
+from compare.contract.record import read_tensors, write_tensors
+from compare.contract.request import Rung
+from compare.judge.ladder import LADDER
+from compare.judge.run_difference import OF_ONE_RUN, difference
+from compare.spec.experiment import edited
+
+
+def told(capsys, *arguments: object, code: int) -> dict:
+    assert main(["diff", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def base(tmp_path, tiny):
+    """A run of two engines."""
+    make_comparison(tmp_path / "one", tiny)
+    return tmp_path / "one"
+
+
+def between(tmp_path, first, second, **options):
+    """The difference of two records, of one experiment each; `options` are the second one's."""
+    a = make_record(tmp_path / "a", first)
+    b = make_record(tmp_path / "b", second, **options)
+    return difference(a, b, names=("a", "b"))
+
+
+def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
+    make_comparison(tmp_path / "two", tiny)
+    found = told(capsys, base, tmp_path / "two", code=0)
+    assert found["alike"] is True
+    assert list(found["pairs"]) == ["torch-manual", "jax-manual"]
+    for pair in found["pairs"].values():
+        assert pair["settings"] == []
+        rungs = {rung["rung"]: rung["error"] for rung in pair["verdict"]["rungs"]}
+        assert rungs.keys() >= {"batch", "gradients", "first_moments", "final_weights", "lr_curve"}
+        assert not any(rungs.values())
+    assert main(["diff", str(base), str(tmp_path / "two")]) == 0
+    said = capsys.readouterr().out
+    assert "asked for the same, on the same versions" in said
+    assert "jax-manual: alike on" in said
+
+
+def test_two_engines_are_held_against_each_other(base, capsys):
+    found = told(capsys, base / "torch-manual", base / "jax-manual", code=0)
+    (pair,) = found["pairs"].values()
+    assert {"field": "engine", "a": "torch-manual", "b": "jax-manual"} in pair["settings"]
+    assert len(told(capsys, base, base / "jax-manual", code=0)["pairs"]) == 1
+
+
+@pytest.mark.parametrize("rung", [rung for rung in Rung if rung != Rung.BATCH])
+def test_every_tensor_that_is_another_one_is_found(base, tmp_path, tiny, capsys, rung):
+    make_comparison(tmp_path / "two", tiny)
+    folder = tmp_path / "two" / "jax-manual"
+    tensors = {name: np.array(tensor) for name, tensor in read_tensors(folder, rung).items()}
+    if not tensors:
+        pytest.skip(f"a run of {tiny.train.max_iters} steps leaves no {rung}")
+    last = list(tensors)[-1]
+    tensors[last].flat[0] += 1.0
+    write_tensors(folder, rung, tensors)
+    found = told(capsys, base, tmp_path / "two", code=1)
+    bad = [one["rung"] for one in found["pairs"]["jax-manual"]["verdict"]["rungs"] if one["error"]]
+    assert bad[:1] == ["first_moments" if rung in (Rung.FIRST_M, Rung.FIRST_V) else rung]
+    assert found["pairs"]["torch-manual"]["verdict"]["rungs"][0]["error"] == 0
+    assert main(["diff", str(base), str(tmp_path / "two")]) == 1
+    assert "jax-manual: differ at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm", "lr"])
+def test_curves_are_compared_without_tensors(tmp_path, tiny, field):
+    steps = make_steps(tiny)
+    steps[-1] = msgspec.structs.replace(steps[-1], **{field: 7.0})
+    found = between(tmp_path, tiny, tiny, tensors={}, steps=steps)
+    assert not found.alike
+    assert found.verdict.failure.worst == f"{field} of step {len(steps) - 1}"
+    assert "there are no tensors of it in" in found.verdict.skipped["gradients"]
+
+
+def test_a_run_that_diverged_is_like_none(tmp_path, tiny):
+    steps = [msgspec.structs.replace(step, loss=math.nan) for step in make_steps(tiny)]
+    assert not between(tmp_path, tiny, tiny, steps=steps).alike
+
+
+def test_costs_decide_nothing(tmp_path, tiny):
+    slow = [msgspec.structs.replace(step, step_time_ms=1e3) for step in make_steps(tiny)]
+    found = between(tmp_path, tiny, edited(tiny, {"layout": {"dp_replicate": 2}}), steps=slow)
+    assert found.alike
+    costs = {one.cost: one for one in found.costs}
+    assert costs["step time, median (ms)"].ratio > 10
+    assert costs["all_reduce dp_replicate gradients (bytes)"].a == 0
+    assert {change.field for change in found.settings} >= {"layout.dp_replicate"}
+
+
+def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):
+    longer = edited(tiny, {"train": {"max_iters": tiny.train.max_iters + 2}})
+    found = between(tmp_path, tiny, longer)
+    assert found.alike
+    assert found.steps == tiny.train.max_iters
+    few, many = tiny.train.max_iters, longer.train.max_iters
+    assert found.verdict.skipped["final_weights"] == f"the runs have {few} and {many} steps"
+    assert "were kept after" in found.verdict.skipped["later_weights"]
+
+
+def test_models_of_two_sizes_say_whose_shapes_differ(tmp_path, tiny):
+    found = between(tmp_path, tiny, edited(tiny, {"model": {"n_embd": 2 * tiny.model.n_embd}}))
+    assert found.verdict.skipped["gradients"].startswith("shapes differ: ")
+    assert not found.alike  # by the norm of other gradients
+    assert found.verdict.error("batch") == 0
+
+
+def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
+    assert tiny.precision.dtype == "float64"
+    single = edited(tiny, {"precision": {"dtype": "float32"}})
+    near = [msgspec.structs.replace(step, loss=step.loss * (1 + 1e-7)) for step in make_steps(tiny)]
+    found = between(tmp_path, tiny, single, steps=near)
+    assert found.alike, found.verdict.sentence()
+    assert 0 < found.verdict.error("initial_weights") < 1e-7
+    double = make_record(tmp_path / "c", tiny, steps=near)
+    back = difference(make_record(tmp_path / "d", tiny), double, names=("d", "c"))
+    assert back.verdict.failure.rung == "loss"
+
+
+def test_rungs_of_one_run_are_no_difference(tmp_path, tiny):
+    found = between(tmp_path, tiny, tiny)
+    rungs = [result.rung for result in found.verdict.rungs]
+    assert not {*OF_ONE_RUN} & {*rungs}
+    assert rungs == [rung for rung in [*LADDER, "lr_curve"] if rung in rungs]
+
+
+def test_what_cannot_be_compared_is_one_line(base, tmp_path, tiny, capsys):
+    later = [msgspec.structs.replace(step, step=step.step + 50) for step in make_steps(tiny)]
+    make_record(tmp_path / "later", tiny, steps=later)
+    (tmp_path / "empty").mkdir()
+    for other, says in {
+        "later": "have no step in common",
+        "empty": "has no manifest.json: it is not a finished run",
+        "missing": "has no manifest.json: it is not a finished run",
+    }.items():
+        assert main(["diff", str(base), str(tmp_path / other)]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_losses_are_drawn(base, tmp_path, capsys):
+    picture = tmp_path / "losses.svg"
+    assert main(["diff", str(base), str(base), "--picture", str(picture)]) == 0
+    assert f"picture: {picture}" in capsys.readouterr().out
+    assert picture.read_text().startswith("<?xml")
+    assert main(["diff", str(base), str(base), "--picture", "losses.doc"]) == 2
