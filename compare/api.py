@@ -92,7 +92,7 @@ class Training(Struct, frozen=True, kw_only=True):
             raise ValueError(f"{rung}: no such rung (there are {', '.join(Rung)})")
         found = read_tensors(self.record.folder, Rung(rung))
         if not found:
-            raise ValueError(f"{self.name} left no {rung}: it was run without the ladder, or has none")
+            raise ValueError(f"{self.name} left no {rung}: see --ladder and --keep_tensors")
         return found
 
     def _column(self, field: str) -> np.ndarray:

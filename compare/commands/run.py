@@ -7,11 +7,12 @@ import msgspec
 
 from compare.commands.chosen_layout import Spread
 from compare.commands.pages import leave_page
+from compare.commands.pruning import remove_tensors
 from compare.execute.tensorboard import require_tensorboard
 from compare.judge.comparison import Comparison
 from compare.present.report.render import write_report
 from compare.present.tables import print_outcome
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, engine_cases
 from compare.studies.resuming import changed_settings
 from compare.terminal.console import errors_console
@@ -31,6 +32,9 @@ class Run(Spread, frozen=True, kw_only=True):
 
     ladder: bool = True
     """Compare gradients, weights and moments, at any size; --no_ladder compares losses and norms alone."""
+    keep_tensors: bool = False
+    """Keep the gradients, weights and moments that were compared, in every engine's folder. By default they
+    are removed once all engines agree; those of a run that failed are always kept."""
     tensorboard: str = ""
     """A folder for TensorBoard's event files, one in it for each engine; needs the extra tensorboard."""
     resume: str = ""
@@ -48,9 +52,20 @@ class Run(Spread, frozen=True, kw_only=True):
             experiment, cases, left_out = self._planned(default)
             return self.show_plan(experiment, cases, left_out, resume=self.source)
         comparison, folder = self.outcome(default)
+        comparison = self._tidied(comparison, folder)
         print_outcome(comparison, as_json=self.json)
         leave_page(partial(write_report, folder), as_json=self.json)
         return 0 if comparison.passed else 1
+
+    def _tidied(self, comparison: Comparison, folder: Path) -> Comparison:
+        """The comparison without its tensors, unless they are to be kept; an error costs no verdict."""
+        if self.keep_tensors or not comparison.passed:
+            return comparison
+        try:
+            return remove_tensors(folder)
+        except (ExperimentError, OSError) as error:
+            errors_console().print(f"tensors are kept: {error}", style="yellow")
+            return comparison
 
     def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
         """Train and compare; nothing is printed on stdout.

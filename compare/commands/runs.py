@@ -21,11 +21,11 @@ SECONDS_OF_DAY = 86400
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """Show what was run here, a line each: layout, verdict, age and size; --prune removes what is superseded.
+    """Show what was run here, a line each: layout, verdict, age and size; --prune frees room.
 
-    A case that did not finish is set aside when `--continue` runs it again, with its checkpoints. Once the
-    case has finished, --prune removes what was set aside. Nothing else is removed, and no run that is in use
-    is touched.
+    --prune removes the ladder's tensors (gradients, weights, moments) of runs that passed, whose verdicts
+    stay; and what `--continue` set aside of cases that have finished since, with their checkpoints. Nothing
+    else is removed, and no run that is in use is touched.
 
     Try:
       shardpair runs

@@ -17,6 +17,7 @@ from compare.contract.request import Request
 from compare.host.json_files import FolderName, read_result, write_json
 from compare.host.tensors import RecordError
 from compare.judge.costs import Cost, cost_of
+from compare.judge.kept_rungs import with_kept_rungs, without_ladder
 from compare.judge.ladder import Verdict, climb, objections_by_itself
 from compare.judge.strategy import asked_of
 from compare.spec.engines.registry import ENGINES
@@ -65,6 +66,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """The reference's device, as its framework names it."""
     objections: list[str] = []
     """What a case that finished alone did otherwise than it was asked; beside others the verdicts say it."""
+    tensors_removed: bool = False
+    """The ladder's tensors were removed once all had passed: their rungs are kept (`kept_rungs`)."""
 
     @property
     def not_run(self) -> list[str]:
@@ -207,10 +210,23 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
     for record in records.values():
         require_judgeable(record)
     try:
-        return judged(saved, records), list(records.values())
+        return _judged_again(saved, records), list(records.values())
     except (LookupError, ValueError, ArithmeticError) as error:  # figures that no run leaves
         why = f"{type(error).__name__}: {error}"
         raise RecordError(f"the records in {folder} cannot be judged ({why}): they were changed") from error
+
+
+def _judged_again(saved: Comparison, records: dict[str, Record]) -> Comparison:
+    """Judged anew; rungs of tensors that were removed are those that were saved."""
+    if not saved.tensors_removed:
+        return judged(saved, records)
+    found = judged(saved, {name: without_ladder(record) for name, record in records.items()})
+    before = {verdict.candidate: verdict for verdict in saved.verdicts}
+    verdicts = [
+        with_kept_rungs(verdict, before[verdict.candidate]) if verdict.candidate in before else verdict
+        for verdict in found.verdicts
+    ]
+    return msgspec.structs.replace(found, verdicts=verdicts)
 
 
 def require_judgeable(record: Record) -> None:

@@ -176,8 +176,8 @@ def _why_no_moments(a: Record, b: Record) -> str:
 
 def _why_no_tensors(rung: Rung, a: Record, b: Record) -> str:
     kept = [read_tensors(run.folder, rung) for run in (a, b)]
-    if lacks := [str(run.folder) for run, tensors in zip((a, b), kept, strict=True) if not tensors]:
-        return f"there are no tensors of it in {' and '.join(lacks)}"
+    if lacks := [which for which, tensors in zip("AB", kept, strict=True) if not tensors]:
+        return f"no tensors of it in {' and '.join(lacks)}: `shardpair run --keep_tensors` keeps them"
     shapes = [_shapes(tensors) for tensors in kept]
     odd = next((name for name in sorted(shapes[0]) if shapes[0][name] != shapes[1].get(name)), "")
     if shapes[0] == shapes[1]:

@@ -6,8 +6,8 @@ import msgspec
 
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison
-from compare.present.report.pictures import Picture, how_peaks
-from compare.show.findings import Figure, Series
+from compare.present.tables import how_peaks
+from compare.show.findings import Figure, Picture, Series
 from compare.studies.sweep import FIRST, SINGLE, SweepPlan
 from compare.studies.sweep_outcome import Row as Strategy
 from compare.studies.sweep_outcome import SweepOutcome

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from compare.contract.record import Record
 from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
 from compare.judge.ladder import Verdict, rungs_of
@@ -24,6 +25,7 @@ def print_outcome(comparison: Comparison, *, as_json: bool) -> None:
     if comparison.verdicts:
         console.print(ladder_table(comparison))
     console.print(cost_table(comparison))
+    _print_removed(console, comparison)
     _print_verdict(console, comparison.sentence(), comparison.passed)
 
 
@@ -48,6 +50,7 @@ def print_check(comparison: Comparison, *, as_json: bool) -> None:
             _mark(verdict),
         )
     console.print(table)
+    _print_removed(console, comparison)
     _print_verdict(console, comparison.sentence(), comparison.passed)
     for rung in ("gradients", "later_weights") if comparison.verdicts else ():
         errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in comparison.verdicts}
@@ -139,6 +142,14 @@ def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     return [(label, cells) for label, cells in rows if any(cells)]
 
 
+REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
+
+
+def _print_removed(console: Console, comparison: Comparison) -> None:
+    if comparison.tensors_removed:
+        console.print(f"{REMOVED} (run --keep_tensors keeps them)", style="dim", soft_wrap=True)
+
+
 def _print_verdict(console: Console, sentence: str, good: bool) -> None:
     console.print(sentence, style="bold green" if good else "bold red", soft_wrap=True, markup=False)
 
@@ -169,3 +180,11 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     for name, why in reasons.items():
         names.setdefault(why, []).append(name)
     return names
+
+
+def how_peaks(names: list[str], records: list[Record]) -> str:
+    """Methods by which cases measured their peaks; cases with the same one are named together."""
+    by_method: dict[str, list[str]] = {}
+    for name, record in zip(names, records, strict=True):
+        by_method.setdefault(record.manifest.peak_memory_method, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {method}" for method, names in by_method.items()) + "."

@@ -18,7 +18,7 @@ from compare.execute.source import git_state, require_same_source
 from compare.execute.tensorboard import events, in_turn
 from compare.host.tensors import RecordError
 from compare.judge.acceptance import objections
-from compare.judge.comparison import Comparison, how_to_go_on, judged, read_saved, save
+from compare.judge.comparison import Comparison, how_to_go_on, judged, read_comparison, read_saved, save
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
@@ -135,6 +135,8 @@ def continue_cases(
         saved = read_saved(folder)
         if link := next((folder / name for name in saved.requests if (folder / name).is_symlink()), None):
             raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
+        if saved.tensors_removed:
+            return _complete(folder)
         require_same_source(folder, saved.git_commit, saved.git_dirty, begun="begun")
         found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
         records = {name: record for name, record in found.items() if record}
@@ -148,6 +150,17 @@ def continue_cases(
         }
         again = msgspec.structs.replace(saved, requests=requests, failures={})
         return _run(again, records, folder, settings=settings, reporter=reporter, needs_first=needs_first)
+
+
+def _complete(folder: Path) -> Comparison:
+    """A comparison whose tensors were removed: it had passed, and nothing can be held against it any more."""
+    try:
+        return read_comparison(folder)[0]
+    except RecordError as error:
+        raise RecordError(
+            f"{error}; the tensors of {folder} were removed once they had passed, so that it cannot go on: "
+            f"run it anew, with --keep_tensors"
+        ) from None
 
 
 def _run(

@@ -19,7 +19,9 @@ def test_logits_in_parts_change_no_number_and_take_less_memory(tiny, shardpair):
     (shardpair.folder / "wide.toml").write_text(to_toml(spec))
 
     def trained(name: str, engines: tuple[str, ...], *arguments: str) -> dict[str, Record]:
-        done = shardpair("run", "wide.toml", "--engines", *engines, "--run_dir", name, *arguments)
+        done = shardpair(
+            "run", "wide.toml", "--engines", *engines, "--run_dir", name, "--keep_tensors", *arguments
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "with torch-manual on 13 rungs" in done.stdout
         return {engine: read_record(shardpair.folder / name / engine) for engine in engines}

@@ -23,7 +23,7 @@ def test_moments_on_the_host_change_no_number_and_leave_the_devices(tiny, shardp
 
     def trained(offload: str) -> dict[str, Record]:
         name = f"{layout}-{offload}"
-        arguments = (*LAYOUTS[layout], "--layout.offload", offload, "--run_dir", name)
+        arguments = (*LAYOUTS[layout], "--layout.offload", offload, "--run_dir", name, "--keep_tensors")
         done = shardpair("run", "tiny.toml", "--engines", *ENGINES, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return {engine: read_record(shardpair.folder / name / engine) for engine in ENGINES}

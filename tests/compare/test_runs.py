@@ -7,17 +7,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from records import make_comparison, make_record
+from records import make_comparison, make_record, tensors_of
 
+from compare.api import read
 from compare.cli import main
 from compare.commands import runs as command
 from compare.contract.record import MANIFEST
+from compare.contract.request import Rung
 from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
 from compare.judge.comparison import COMPARISON, read_saved
 from compare.judge.ladder import RungResult, Verdict
-from compare.judge.outcome import OUTCOME
-from compare.spec.experiment import Layout, edited
+from compare.judge.outcome import OUTCOME as STUDY
+from compare.present.tables import REMOVED
+from compare.spec.experiment import Layout, edited, to_toml
+from compare.studies import paired_run
 from compare.studies.golden import OUTCOME, Held, Provenance
 from compare.terminal.units import human_days
 
@@ -29,7 +33,7 @@ def runs(tmp_path, tiny):
     alone = edited(tiny, {"layout": {"bucket_mb": Layout().bucket_mb}})
     make_comparison(folder / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
     make_comparison(folder / "lacks", alone, missing=("torch-library",))
-    for name, file in (("garbled", COMPARISON), ("bench", OUTCOME), ("none", "notes.txt")):
+    for name, file in (("garbled", COMPARISON), ("bench", STUDY), ("none", "notes.txt")):
         (folder / name).mkdir()
         (folder / name / file).write_text("{")
     (folder / "link").symlink_to(folder / "agrees")
@@ -40,7 +44,7 @@ def runs(tmp_path, tiny):
 def set_aside(tmp_path, tiny):
     """A folder of one run whose torch-manual was run again: what the first attempt left lies beside it."""
     folder = tmp_path / "runs" / "again"
-    make_comparison(folder, tiny)
+    make_comparison(folder, tiny, names=("torch-manual",))
     make_record(folder / "torch-manual.unfinished-1", tiny)
     (folder / "torch-manual.unfinished-1" / MANIFEST).unlink()
     return folder / "torch-manual.unfinished-1"
@@ -58,7 +62,7 @@ def test_runs_are_listed_with_layout_verdict_age_and_size(runs, capsys):
     assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
     assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
     assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / COMPARISON} cannot be read")
-    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / OUTCOME} cannot be read")
+    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / STUDY} cannot be read")
     files = {name: [path for path in (runs / name).rglob("*") if path.is_file()] for name in found}
     for name, run in found.items():
         assert run["bytes"] == sum(file.stat().st_size for file in files[name]), name
@@ -217,3 +221,126 @@ def test_links_inside_of_what_was_set_aside_are_not_followed(set_aside, tmp_path
     assert told(capsys, set_aside.parent, "--prune", "--yes")["removed"] is True
     assert not set_aside.exists()
     assert (tmp_path / "victim" / "precious").read_text() == "mine"
+
+
+@pytest.fixture
+def passed(tmp_path, tiny):
+    """A run that passed, with its tensors, and the size of them."""
+    make_comparison(tmp_path / "run", tiny)
+    return tmp_path / "run"
+
+
+def tensors_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def pruned(folder: Path, capsys) -> None:
+    assert told(capsys, folder, "--prune", "--yes")["removed"] is True
+    assert tensors_in(folder) == []
+    assert read_saved(folder).tensors_removed
+
+
+def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, capsys):
+    before, size = read_saved(passed), sum(path.stat().st_size for path in tensors_in(passed))
+    assert told(capsys, passed, "--prune")["bytes"] == size
+    assert len(tensors_in(passed)) > 10
+    pruned(passed, capsys)
+    assert told(capsys, passed, "--prune")["removals"] == []
+    assert main(["report", str(passed), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["tensors_removed"] is True
+    assert shown["verdicts"] == json.loads(msgspec.json.encode(before.verdicts))
+    assert main(["report", str(passed)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert REMOVED in said
+    assert "PASS: jax-manual agrees" in said
+    assert REMOVED in (passed / "report.html").read_text()
+
+
+def test_a_report_with_tensors_does_not_say_that_they_were_removed(passed, capsys):
+    assert main(["report", str(passed)]) == 0
+    assert REMOVED not in " ".join(capsys.readouterr().out.split())
+    assert REMOVED not in (passed / "report.html").read_text()
+
+
+def test_tensors_that_somebody_removed_are_no_pass(passed, capsys):
+    for path in tensors_in(passed):
+        path.unlink()
+    assert main(["report", str(passed)]) == 1
+    assert "it left no batch" in capsys.readouterr().out
+
+
+def test_tensors_stay_where_a_side_is_at_work(passed, capsys):
+    before = tensors_in(passed)
+    with lock_folder(passed / "jax-manual"):
+        assert told(capsys, passed, "--prune", "--yes")["left_alone"].keys() == {str(passed)}
+    assert tensors_in(passed) == before
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_what_needs_no_tensor_is_judged_anew(passed, capsys, field):
+    pruned(passed, capsys)
+    path = passed / "jax-manual" / "steps.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    steps[-1][field] *= 1.5
+    path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    assert main(["report", str(passed)]) == 1
+    output = capsys.readouterr()
+    assert "FAIL at " in output.out
+    assert "no longer give the saved verdict" in output.err
+
+
+def test_a_run_that_failed_keeps_everything(tmp_path, tiny, capsys):
+    wrong = tensors_of(tiny)
+    wrong[Rung.GRADIENTS] = {name: tensor + 1 for name, tensor in wrong[Rung.GRADIENTS].items()}
+    make_comparison(tmp_path / "failed", tiny, tensors=wrong)
+    make_comparison(tmp_path / "lacks", tiny, missing=("torch-library",))
+    make_comparison(tmp_path / "alone", tiny, names=("torch-manual",))
+    before = tensors_in(tmp_path)
+    assert told(capsys, tmp_path, "--prune", "--yes")["removals"] == []
+    assert tensors_in(tmp_path) == before
+
+
+def test_tensors_behind_a_link_stay(passed, tmp_path, capsys):
+    (passed / "jax-manual").rename(tmp_path / "elsewhere")
+    (passed / "jax-manual").symlink_to(tmp_path / "elsewhere")
+    (passed / "torch-manual" / "batch.safetensors").rename(tmp_path / "precious")
+    (passed / "torch-manual" / "batch.safetensors").symlink_to(tmp_path / "precious")
+    kept = len(tensors_in(tmp_path / "elsewhere"))
+    assert told(capsys, passed, "--prune", "--yes")["removed"] is True
+    assert len(tensors_in(tmp_path / "elsewhere")) == kept > 5
+    assert (tmp_path / "precious").is_file()
+    assert [path.name for path in tensors_in(passed / "torch-manual")] == ["batch.safetensors"]
+
+
+def test_other_commands_read_a_run_without_tensors(passed, tmp_path, capsys, tiny):
+    make_comparison(tmp_path / "whole", tiny)
+    pruned(passed, capsys)
+    assert main(["ledger", "--results", str(passed), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(passed), str(tmp_path / "whole"), "--json"]) == 0
+    skipped = json.loads(capsys.readouterr().out)["pairs"]["jax-manual"]["verdict"]["skipped"]
+    assert skipped["gradients"].startswith("no tensors of it in A: ")
+    assert read(passed).passed
+    with pytest.raises(ValueError, match="--keep_tensors"):
+        read(passed)["jax-manual"].tensors("gradients")
+
+
+def test_continuing_a_run_without_tensors_trains_nothing(passed, capsys, monkeypatch):
+    monkeypatch.setattr(paired_run, "launch", lambda *a, **k: pytest.fail("an engine was started"))
+    pruned(passed, capsys)
+    assert main(["run", "--continue", str(passed), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
+    (passed / "jax-manual" / MANIFEST).unlink()
+    assert main(["run", "--continue", str(passed), "--quiet"]) == 2
+    assert "run it anew, with --keep_tensors" in capsys.readouterr().err
+
+
+def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(shardpair, tiny):
+    (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
+    engines = ("--engines", "torch-manual", "torch-library", "--quiet")
+    for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
+        done = shardpair("run", "tiny.toml", *engines, "--run_dir", name, *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert bool(tensors_in(shardpair.folder / name)) == (name == "kept")
+        assert (REMOVED in " ".join(done.stdout.split())) == (name == "gone")

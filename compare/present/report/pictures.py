@@ -13,6 +13,7 @@ from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest
 from compare.present.report.memory_curves import memory_over_step
 from compare.present.report.timeline import summary, timeline
+from compare.present.tables import how_peaks
 from compare.show.findings import Picture
 from compare.terminal.layout_words import SCHEDULES
 
@@ -145,11 +146,3 @@ def _of_timing(platform: str) -> str:
         f"{timings}one process for each engine, one after another, not interleaved; compilation and the "
         f"first step are apart. Good enough to see an order of magnitude, not to rank engines."
     )
-
-
-def how_peaks(names: list[str], records: list[Record]) -> str:
-    """Methods by which cases measured their peaks; cases with the same one are named together."""
-    by_method: dict[str, list[str]] = {}
-    for name, record in zip(names, records, strict=True):
-        by_method.setdefault(record.manifest.peak_memory_method, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {method}" for method, names in by_method.items()) + "."

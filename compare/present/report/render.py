@@ -13,6 +13,7 @@ from compare.present.report.memory import at_rest, device_table, memory_table, p
 from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.present.report.template import render_page
 from compare.present.report.traffic import ledger_notes, ledger_table
+from compare.present.tables import REMOVED
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import to_toml
 from compare.studies.ledgers import engine_ledger
@@ -42,6 +43,7 @@ def write_report(folder: Path) -> Path:
         missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
         continuation="" if comparison.is_complete else how_to_go_on(comparison, folder.absolute()),
         command=repeat_command(comparison),
+        removed=REMOVED,
         parameters=parameter_count(comparison.experiment.model),
         spec=spec,
         **_summary(comparison),
