@@ -25,8 +25,7 @@ from torch_profiles import TorchProfile, read_torch_profiles
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
 from compare.judge.closed_forms.peak_memory import peak_form
-from compare.judge.closed_forms.xla_memory import PATTERNS
-from compare.present.memory_tables import AtPeak, patterns_in
+from compare.present.memory_tables import AtPeak
 from compare.present.memory_tables import rows as memory_rows
 from compare.present.sweep import sweep_table, worth
 from compare.show.markdown import markdown_rows as markdown
@@ -169,17 +168,13 @@ def memory() -> str:
     if not stored:
         return "Not measured yet: `make memory` measures it."
     rows = []
-    seen = []
     for preset in LAYOUTS:
         for engine, held in stored.get(preset, {}).items():
             form = peak_form(engine, spec_of(preset), device=held.device)
-            one = AtPeak(device=held.device, peak=held.peak, form=form, planned_bytes=held.planned_bytes)
+            one = AtPeak(device=held.device, peak=held.peak, form=form)
             (cells,) = memory_rows([(f"`{preset}`", one)])
             rows.append([cells[0], f"`{engine}`", *cells[1:]])
-            seen.append(one)
-    table = markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
-    words = [f"- **{name}**: {PATTERNS[name]}" for name in patterns_in(seen)]
-    return "\n".join([table, "", *words])
+    return markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
 
 
 def torch_profiles(*, pipelines: bool = False) -> str:

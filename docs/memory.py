@@ -51,7 +51,6 @@ class Held(Struct, frozen=True, kw_only=True):
 
     device: int
     peak: Peak
-    planned_bytes: int
 
 
 def spec_of(preset: str) -> Experiment:
@@ -87,11 +86,7 @@ def measure(preset: str) -> dict[str, Held]:
         }
         trainings = run(spec, run_dir=Path(scratch) / "run", **options)
         found: dict[str, AtPeak | None] = {one.name: at_peak(one.record) for one in trainings}
-    return {
-        name: Held(device=one.device, peak=one.peak, planned_bytes=one.planned_bytes)
-        for name, one in found.items()
-        if one
-    }
+    return {name: Held(device=one.device, peak=one.peak) for name, one in found.items() if one}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from compare.terminal.units import human_bytes
 
 GENERATED = Path(__file__).parent / "generated"
 LEDGER, PARITY = GENERATED / "ledger.md", GENERATED / "parity.md"
-EQUAL, PATTERN, UNEXPLAINED = "equal to the closed form", "off by a known pattern", "not explained"
+EQUAL, PATTERN, UNEXPLAINED = "equal to the closed form", "off by a known pattern", "unexplained"
 AT_REST = "What a device holds"
 """Section of the parity page."""
 
@@ -48,7 +48,7 @@ def state_of(cell: str) -> str:
     """One cell of the ledger in words; an engine without this line: "-"."""
     if cell in ("=", "–"):  # noqa: RUF001
         return EQUAL if cell == "=" else "-"
-    return UNEXPLAINED if cell.startswith("**") else PATTERN
+    return UNEXPLAINED if ": unexplained (" in cell or cell.startswith("**") else PATTERN
 
 
 def memory() -> str:

@@ -22,14 +22,13 @@ from jaxpar.comm.mesh import device_kind
 from jaxpar.evaluation import make_evaluation
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
-from jaxpar.measure.memory_profile import memory_profile
 from jaxpar.measure.profile import Profile
 from jaxpar.measure.usage import (
     PACKAGES,
     first_device,
     memory_in_use,
+    memory_profile,
     peak_memory,
-    planned_memory,
     resident_bytes,
     threads,
 )
@@ -112,11 +111,11 @@ class RunSide:
 
 def leave_program(run: Run, recorder: Recorder) -> None:
     """Memory, instructions and ledger of the compiled step."""
-    step, layout, model = run.step, run.experiment.layout, run.experiment.model
+    step, layout, held = run.step, run.experiment.layout, at_rest(run)
     hlo = step.as_text()
     assert hlo, "XLA keeps no text of the compiled step"
-    sizes = {model.vocab_size, -(-model.vocab_size // layout.tp)}
-    if profile := memory_profile(step, planned=planned_memory(step), vocab=sizes, width=model.n_embd):
+    state = {kind: held[kind][0] for kind in ("parameters", "optimizer")}
+    if profile := memory_profile(step, **state):
         recorder.memory(profile)
     recorder.instructions(listing(hlo, layout.axes))
     problems: list[str] = []

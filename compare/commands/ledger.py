@@ -44,7 +44,7 @@ class Ledgers(Spread, frozen=True, kw_only=True):
     output: Path | None = None
     """Also write the lines as Markdown."""
     fail_on_unexpected: bool = False
-    """Exit with 1 if a line is neither as in the closed form nor explained by a known pattern."""
+    """Exit with 1 if a line is not as in the closed form, no known pattern explains it, and it is new."""
 
     def __call__(self, default: Experiment) -> int:
         """Show them. Returns the exit code: 0, or 1 if an engine failed or --fail_on_unexpected found one."""

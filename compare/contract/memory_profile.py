@@ -1,6 +1,6 @@
-"""Memory of one step by class, over the step and at its peak: RUN_DIR/memory.json.
+"""Memory of one step by class, at its peak and, where it was watched, over the step: RUN_DIR/memory.json.
 
-Both sides hand over bytes by class and position in the step; what a class means stands here.
+PyTorch's side watches every operation of a step. XLA plans a step as a whole and gives the sizes of its plan.
 """
 
 import itertools
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 MEMORY = "memory.json"
 POINTS = 300
@@ -22,6 +22,7 @@ Class = Literal[
     "activations",
     "logits",
     "communication buffers",
+    "XLA's temporaries",
     "temporaries",
 ]
 CLASSES: tuple[Class, ...] = get_args(Class)
@@ -33,6 +34,8 @@ MEANINGS: dict[Class, str] = {
     "activations": "kept by a forward for its backward",
     "logits": "and what the loss makes of them, as large as they are",
     "communication buffers": "what collectives read or write and is none of the above; a pipeline's messages",
+    "XLA's temporaries": "all that a compiled step makes between its arguments and its results: gradients, "
+    "gathered parameters, activations, logits, buffers",
     "temporaries": "all else: results that the next operation reads, the batch, scalars",
 }
 Phase = Literal["forward", "backward", "update"]
@@ -55,16 +58,16 @@ class Mark(Struct, frozen=True):
 
 
 class Peak(Struct, frozen=True, kw_only=True):
-    """The moment at which most memory is in use."""
+    """The most memory that is in use, and the moment at which it is; of XLA's plan no moment is known."""
 
-    position: int
-    """Position in the step, counted in operations."""
     bytes: dict[Class, int]
-    phase: Phase
-    operation: str
+    position: int = 0
+    """Position in the step, counted in operations."""
+    phase: Phase | Literal[""] = ""
+    operation: str = ""
     """Operation at that position, by the framework's name."""
-    place: str
-    """The module, or the operation's path and line in the program; '' if that cannot be told."""
+    place: str = ""
+    """The module; '' if that cannot be told."""
 
     @property
     def total(self) -> int:
@@ -87,7 +90,8 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
     """One device's memory over a step."""
 
     peak: Peak
-    curve: Curve
+    curve: Curve | UnsetType = UNSET
+    """Unset for a step that XLA has planned."""
     allocator_peak: int = 0
     """What a GPU's allocator gave out at most, its rounding and kernels' scratch included; 0 on a CPU."""
 
@@ -99,8 +103,6 @@ class MemoryProfile(Struct, frozen=True, kw_only=True):
     """In the order of the mesh; one alone stands for all, where they run one program."""
     method: str
     """Method and its limits, in words."""
-    planned_bytes: int = 0
-    """What the compiler sets aside for the step, where one does; the peak is less by what lies idle."""
 
     def of(self, device: int) -> DeviceMemory:
         """One device's."""

@@ -1,7 +1,8 @@
-"""Why an engine sends something else than the closed form of its layout: patterns with names.
+"""Why an engine sends something else than the closed form of its layout: patterns, mechanisms with names.
 
 A pattern explains a row only if it gives the row's bytes (`closed_forms.xla`, `closed_forms.library`), but
-for numbers that go along in a tuple, and padding where sizes do not divide.
+for whole scalars that go along in a tuple, and padding where sizes do not divide. Of what nothing explains
+`judge.unexplained` knows what was seen before.
 """
 
 from collections.abc import Mapping
@@ -11,30 +12,32 @@ from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms import library, xla
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.xla import Deviations
-from compare.numerics.parameters import MLP_RATIO, parameter_table, storage_dtype
+from compare.numerics.parameters import (
+    MLP_RATIO,
+    block_parameters,
+    end_parameters,
+    parameter_table,
+    storage_dtype,
+)
 from compare.spec.axes import DP_SHARD
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 ALONG, PADDED = "numbers sent along", "padding"
 PATTERNS = {
-    xla.SLICED: "all-reduce + slice = a logical reduce-scatter: XLA on a CPU does not fuse the two. A ring "
-    "sends twice the bytes.",
+    xla.SLICED: "all-reduce + slice = a logical reduce-scatter: XLA on a CPU has no pass that fuses the two. "
+    "A ring sends twice the bytes.",
     xla.TWICE: "the token embedding is used at both ends; XLA reduces the gradient of each use, and adds "
     "them up after that.",
     xla.AT_ONCE: "with one pass XLA sums over replicas and shards in one all-reduce, and slices after that.",
-    xla.IDLE: "all stages work at every tick, m + p - 1 of them, because they are one dim of an array: the "
-    "idle ones gather, reduce and drop what they made.",
+    xla.IDLE: "stages are a dim of the arrays (jaxpar/compiler/pipeline_parallel.py): all of them work at "
+    "each of the m + p - 1 ticks, and what idle ones reduce and drop is sent, too.",
     xla.SHARED: "embedding, loss and their parameters are on every stage, each with its share of the "
     "microbatches: so are their collectives, and their gradients are summed over pp.",
     xla.ROLLED: "the microbatches that wait lie across the stages, and roll with those at work: two messages "
-    "a tick, and one before the first.",
+    "a tick, and one before the first (`run_pipeline`).",
     xla.ITS_LOSS: "the three numbers a position that the loss needs are reduced among the activations, or "
     "one of them among their gradients: nothing tells them apart.",
-    xla.TABLE: "where positions are split, XLA looks tokens up in the whole table, which it gathers once, "
-    "and reduces that table's gradient in each pass; the gradient of positions is gathered.",
-    xla.NORMS: "gradients of the norms are reduced over tp in each accumulated pass, and not once a step; "
-    "row biases need no reduction, as the gradient of what they are added to is gathered anyway.",
     library.OWNERS: "each parameter's moments are on one rank: DDP all-reduces gradients, and owners "
     "broadcast what they updated.",
     library.EACH_PASS: "SHARD_GRAD_OP gathers for each accumulated pass, and frees after its backward; "
@@ -50,15 +53,14 @@ PATTERNS = {
     library.NOT_SCATTERED: "FSDP2 reduces whole gradients over tp, and then scatters them over dp_shard.",
     library.USED_MAP: "under PyTorch's schedules DDP looks for unused parameters, and its ranks tell each "
     "other which they used, an int32 each.",
-    ALONG: "XLA's combiner sends the loss, or norms, in the same all-reduce.",
+    ALONG: "XLA's combiner sends the loss, and the leaves' parts of the norm, in the same all-reduce: at "
+    "most a number for each leaf and one more.",
     PADDED: "sizes that the shards do not divide: at most a row of each parameter for each device.",
 }
 """The explanation of each pattern, by its name."""
 
 OF_SHARDS = (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
 """What goes along other axes in shards, too, where parameters or their gradients are sharded."""
-MOST_NUMBERS = 32
-"""That XLA was seen to send along: norms of all leaves, and the loss."""
 
 
 def explained(
@@ -111,13 +113,19 @@ def _allowance(
     if beyond == 0:
         return ""
     by_xla = ENGINES[engine].sends_by == "xla" and kind == "all_reduce"
-    if by_xla and predicted and 0 < beyond <= MOST_NUMBERS * SCALAR:
+    if by_xla and predicted and 0 < beyond <= _most_scalars(experiment) * SCALAR and not beyond % SCALAR:
         return ALONG
     is_split = experiment.layout.zero or experiment.layout.tp > 1
     is_of_shards = axis == DP_SHARD or (is_split and purpose in OF_SHARDS)
     if predicted and 0 < beyond <= _most_padding(experiment, predicted) and is_of_shards:
         return PADDED
     return None
+
+
+def _most_scalars(experiment: Experiment) -> int:
+    """Numbers that may go along: the squared norm of each leaf (blocks are stacked in one), and the loss."""
+    embeddings, norm = end_parameters(experiment.model)
+    return len([*embeddings, *block_parameters(experiment.model, 0), *norm]) + 1
 
 
 def _most_padding(experiment: Experiment, predicted: float) -> float:

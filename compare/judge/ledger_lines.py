@@ -15,6 +15,7 @@ from compare.contract.communication import (
 from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms.communication import Bytes, communication
 from compare.judge.known_deviations import explained
+from compare.judge.unexplained import seen
 from compare.spec.experiment import Experiment
 
 State = Literal["expected", "different", "missing", "unexpected"]
@@ -35,6 +36,8 @@ class Line(Struct, frozen=True, kw_only=True):
     calls: int
     why: str = ""
     """The known pattern that gives these bytes; empty for the closed form's, and for unexplained ones."""
+    seen: str = ""
+    """The version in which this unexplained difference was seen before; empty for any other."""
 
     @property
     def state(self) -> State:
@@ -50,9 +53,14 @@ class Line(Struct, frozen=True, kw_only=True):
         """True if it is as expected, or a known pattern says why it is not."""
         return self.state == "expected" or bool(self.why)
 
+    @property
+    def is_new(self) -> bool:
+        """True if it differs, and neither a known pattern explains it nor was it seen before."""
+        return not self.is_explained and not self.seen
+
 
 def line_up(engine: str, experiment: Experiment, rows: Iterable[Communication]) -> list[Line]:
-    """The lines of one engine's ledger, the unmatched first. Numbers that go alone, such as a loss, are out.
+    """The lines of one engine's ledger, new differences first; numbers that go alone are left out.
 
     Args:
         engine: a name in ENGINES.
@@ -67,6 +75,7 @@ def line_up(engine: str, experiment: Experiment, rows: Iterable[Communication]) 
         found, calls = _sums(row for row in rows if row.stage == stage)
         expected = _as_told_apart(communication(engine, experiment, stage=stage), found)
         why = explained(engine, experiment, expected=expected, found=found, stage=stage)
+        before = seen(engine, experiment.layout, expected=expected, found=found)
         lines += [
             Line(
                 kind=key[0],
@@ -77,10 +86,14 @@ def line_up(engine: str, experiment: Experiment, rows: Iterable[Communication]) 
                 found=found.get(key, 0),
                 calls=calls.get(key, 0),
                 why=why.get(key, ""),
+                seen="" if key in why else before.get(key, ""),
             )
             for key in dict.fromkeys((*expected, *found))
         ]
-    return sorted(lines, key=lambda line: (line.is_explained, ORDER.index(line.state), line.axis, line.kind))
+    return sorted(
+        lines,
+        key=lambda line: (not line.is_new, line.is_explained, ORDER.index(line.state), line.axis, line.kind),
+    )
 
 
 def _sums(rows: Iterable[Communication]) -> tuple[dict, dict]:

@@ -23,8 +23,10 @@ PREAMBLE = """Written by `make ledger`, not by hand: what each engine sends in o
 float64, beside the closed form of its layout (`compare/judge/closed_forms/communication.py`). Logical bytes
 of a device: those of the full tensors, and of a pipeline by stage. = is the closed form to the byte, a dash
 nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's /
-PyTorch's. A pattern explains a figure only if it gives its bytes. Numbers that go alone, such as the loss,
-are left out. One step is watched, the third of a run: of the others this says nothing."""
+PyTorch's. A pattern explains a figure only if it gives its bytes, at any size of the model; a figure that
+none explains is marked unexplained, with the version that it was seen in (`compare/judge/unexplained.json`).
+Numbers that go alone, such as the loss, are left out. One step is watched, the third of a run: of the others
+this says nothing."""
 ROW_COLUMNS = (
     "operation",
     "axis",
@@ -54,9 +56,11 @@ class Row(Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> tuple:
-        """Unmatched rows come first."""
+        """New differences come first, then those that nothing explains."""
         states = [ORDER.index(line.state) for line in self.lines.values()]
-        return all(line.is_explained for line in self.lines.values()), min(states), self.stages, self.key
+        lines = self.lines.values()
+        known = not any(line.is_new for line in lines), all(line.is_explained for line in lines)
+        return *known, min(states), self.stages, self.key
 
 
 def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
@@ -177,10 +181,15 @@ def _text(line: Line | None) -> str:
     if line.state == "expected":
         return AS_EXPECTED
     found = f"{line.found:,}" if line.found else "nothing"
-    return f"{found}: {line.why}" if line.why else f"**{found}**"
+    return f"**{found}**" if line.is_new else f"{found}: {line.why or unexplained(line)}"
+
+
+def unexplained(line: Line) -> str:
+    """Of a difference that was seen before, and in which version; of a new one `not seen before`."""
+    return f"unexplained ({line.seen or 'not seen before'})"
 
 
 def _coloured(line: Line | None) -> Text:
     if line is None or line.state == "expected":
         return coloured(_text(line), "green")
-    return coloured(_text(line).strip("*"), "yellow" if line.why else "red")
+    return coloured(_text(line).strip("*"), "red" if line.is_new else "yellow" if line.why else "magenta")

@@ -35,12 +35,12 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
 
     @property
     def unexplained(self) -> list[Line]:
-        """Lines that are not as expected, and that no known pattern explains."""
-        return [line for line in self.lines if not line.is_explained]
+        """Lines that are not as expected, that no known pattern explains, and that were not seen before."""
+        return [line for line in self.lines if line.is_new]
 
     @property
     def passed(self) -> bool:
-        """True if all of it could be read, and is as expected or explained."""
+        """True if all of it could be read, and none of it is unexplained and new."""
         return not self.problems and not self.unexplained
 
 
@@ -57,20 +57,23 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if no case is missing, and all of each could be read, and is as expected or explained."""
+        """True if no case is missing, and each has passed."""
         return not self.missing and all(ledger.passed for ledger in self.ledgers)
 
     def sentence(self) -> str:
-        """How many cases there are, how many of their lines are as expected, are explained, are neither."""
+        """How many cases there are, how many of their lines are as expected, explained, seen before, new."""
         lines = [line for ledger in self.ledgers for line in ledger.lines]
         expected = sum(line.state == "expected" for line in lines)
-        unexplained = sum(not line.is_explained for line in lines)
+        new = sum(line.is_new for line in lines)
+        before = [line.seen for line in lines if line.seen]
         cases = f"{len(self.ledgers)} case{'' if len(self.ledgers) == 1 else 's'}"
         parts = [f"{cases}: {expected} of {len(lines)} lines are the closed form's to the byte"]
-        if explained := len(lines) - expected - unexplained:
+        if explained := len(lines) - expected - new - len(before):
             parts.append(f"{explained} differ by a known pattern")
-        if unexplained:
-            parts.append(f"{unexplained} are not explained")
+        if before:
+            parts.append(f"{len(before)} are unexplained, as seen in {' and '.join(sorted(set(before)))}")
+        if new:
+            parts.append(f"{new} are unexplained and new")
         if incomplete := [ledger.case for ledger in self.ledgers if ledger.problems]:
             parts.append(f"incomplete: {', '.join(incomplete)}")
         if self.missing:

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 
+from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
 from compare.host.facts import MemoryUse, cores, process_memory
 from jaxpar.offload import is_on_host
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
+PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias"
 
 
 def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[list[int], str]:
@@ -23,20 +25,37 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
     planned = planned_memory(step)
     if not planned:
         return [], "unknown: neither the allocator nor XLA tells"
-    return [planned] * len(devices), "XLA's buffer assignment of one step: argument + temp + output - alias"
+    return [planned] * len(devices), PLANNED
 
 
 def planned_memory(step: jax.stages.Compiled) -> int:
     """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell."""
     analysis = step.memory_analysis()
+    return _kept(analysis) + analysis.temp_size_in_bytes if analysis else 0
+
+
+def memory_profile(step: jax.stages.Compiled, *, parameters: int, optimizer: int) -> MemoryProfile | None:
+    """Memory of a compiled step by class, on each of its devices; None if XLA does not tell.
+
+    Args:
+        step: compiled.
+        parameters, optimizer: bytes of the state on a device, which are arguments of the step.
+    """
+    analysis = step.memory_analysis()
     if analysis is None:
-        return 0
-    return (
-        analysis.argument_size_in_bytes
-        + analysis.temp_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-    )
+        return None
+    sizes: dict[Class, int] = {
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "XLA's temporaries": analysis.temp_size_in_bytes,
+        "temporaries": _kept(analysis) - parameters - optimizer,  # batch, scalars, metrics
+    }
+    return MemoryProfile(devices=[DeviceMemory(peak=Peak(bytes=sizes))], method=PLANNED)
+
+
+def _kept(analysis: Any) -> int:
+    """Bytes of a step's arguments and results: those of donated arguments count once."""
+    return analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 def first_device(tree: Any) -> jax.Device:

@@ -83,7 +83,7 @@ def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
     assert main(["ledger", "--results", str(run), "--fail_on_unexpected"]) == 1
     shown = capsys.readouterr().out
     assert f"{twice[0].bytes:,}" in shown
-    assert "2 of 4 lines are the closed form's to the byte, 2 are not explained" in shown
+    assert "2 of 4 lines are the closed form's to the byte, 2 are unexplained and new" in shown
     assert "torch-manual is incomplete: a loop has no known trip count, at mine.py:3" in shown
 
 

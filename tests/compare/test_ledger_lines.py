@@ -1,6 +1,12 @@
-"""Ledgers beside closed forms, without running anything: what is named, in which order, what explains it."""
+"""Ledgers beside closed forms, without running anything: what is named, in which order, what explains it.
+
+`sent_otherwise.json` has what jax-compiler and torch-library sent in steps of `check`, of its own size and of
+others, where that is not the closed form: logical bytes of the last stage.
+"""
 
 import itertools
+import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,13 +19,16 @@ from compare.judge.closed_forms.library import by_pytorch
 from compare.judge.closed_forms.xla import by_xla
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line, line_up
+from compare.judge.strategy import with_remat_resolved
+from compare.judge.unexplained import read_seen, seen
 from compare.present.ledger_lines import layouts_of, page, rows_of
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, Layout, Model, Train, edited
+from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
 from compare.studies.fitting import refusal
-from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
+from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger, shortened
 from compare.studies.presets import PRESETS, spread
 
+RECORDED = json.loads(Path(__file__).with_name("sent_otherwise.json").read_text())
 MODEL = Model(n_layer=4, n_head=4, n_embd=32, block_size=16, vocab_size=64, bias=True)
 EXPERIMENT = Experiment(
     model=MODEL, train=Train(batch_size=16, gradient_accumulation_steps=2), layout=Layout(remat="none")
@@ -106,13 +115,61 @@ def test_a_pattern_explains_its_bytes_and_no_others(engine, preset):
 
     def unexplained(form: Bytes) -> list[Line]:
         lines = line_up(engine, experiment, rows({k: v for k, v in form.items() if v}, stage=stage))
-        return [line for line in lines if line.stage == stage and not line.is_explained]
+        return [line for line in lines if line.stage == stage and line.is_new]
 
     assert unexplained(changed) == []
     # Half as much again of any row, and half of a row that should be gone, are found.
     for key, size in changed.items():
         wrong = size * 1.5 or expected[key] / 2
         assert [(line.kind, line.axis, line.purpose) for line in unexplained(changed | {key: wrong})] == [key]
+
+
+def lines_of(recorded: dict) -> list[Line]:
+    """The lines of one stage of a recorded ledger, of which only what differs was recorded."""
+    engine, preset, stage = recorded["engine"], recorded["preset"], recorded["stage"]
+    check = edited(shortened(load("check")), RECORDED["sizes"][recorded["size"]])
+    laid = spread(check, preset, PRESETS[preset].devices)
+    laid = edited(laid, {"layout": recorded.get("layout", {})})
+    if refusal(ENGINES[engine], laid.layout, preset=preset):
+        laid = edited(laid, {"layout": {"schedule": "gpipe"}})
+    experiment = with_remat_resolved(engine, laid)
+    sent = communication(engine, experiment, stage=stage) | {(*key,): size for *key, size in recorded["rows"]}
+    lines = line_up(engine, experiment, rows({k: size for k, size in sent.items() if size}, stage=stage))
+    return [line for line in lines if line.stage == stage]
+
+
+def test_each_pattern_gives_the_bytes_of_recorded_ledgers_at_two_sizes():
+    sizes: dict[str, set[str]] = {name: set() for name in PATTERNS if name != "padding"}
+    for recorded in RECORDED["ledgers"]:
+        lines = lines_of(recorded)
+        assert [line for line in lines if not line.is_explained] == [], recorded
+        assert len([line for line in lines if line.why]) == len(recorded["rows"])
+        for name in {name for line in lines if line.why for name in line.why.split(", ")}:
+            sizes[name].add(recorded["size"])
+    assert {name: found for name, found in sizes.items() if len(found) < 2} == {}
+
+
+def test_a_difference_that_was_seen_before_is_known_again_by_its_bytes():
+    assert read_seen()
+    for one in read_seen():
+        assert ENGINES[one.engine].sends_by, "what we send ourselves is explained"
+        layout = edited(load("check"), {"layout": one.layout}).layout
+        expected, found = ({row[:3]: row[at] for row in one.rows} for at in (3, 4))
+        known = dict.fromkeys(found, one.version)
+        assert seen(one.engine, layout, expected=expected, found=found) == known
+        assert seen("torch-manual", layout, expected=expected, found=found) == {}
+        more = {key: size + 8 for key, size in found.items()}
+        assert seen(one.engine, layout, expected=expected, found=more) == {}
+
+
+def test_what_was_seen_before_is_unexplained_and_not_new():
+    experiment = with_remat_resolved("jax-compiler", spread(shortened(load("check")), "fsdp_pp", 4))
+    experiment = edited(experiment, {"layout": {"schedule": "gpipe"}})
+    sent = communication("jax-compiler", experiment, stage=1)
+    for size, new in ((3737600, False), (3737608, True)):
+        lines = line_up("jax-compiler", experiment, rows(sent | {GATHER: size}, stage=1))
+        line = next(line for line in lines if line.stage == 1 and line.purpose == "parameters")
+        assert (line.is_explained, line.is_new, bool(line.seen)) == (False, new, not new)
 
 
 def test_numbers_that_travel_along_are_explained_and_a_tensor_is_not():

@@ -114,6 +114,17 @@ def test_a_compiler_may_send_what_it_likes_but_not_what_another_layout_sends(tmp
         assert bool(strategy.objections) == objects
 
 
+def test_what_xla_sends_for_tp_hides_no_ignored_setting_of_shards(tmp_path, tiny):
+    layout = {"dp_shard": 2, "zero": 3, "tp": 2, "sequence_parallel": True}
+    spec = edited(tiny, {"layout": layout})
+    record = make_record(tmp_path / "run", spec, engine="jax-compiler")
+    for fields, objects in (({}, False), ({"reshard_after_forward": False}, True), ({"zero": 2}, True)):
+        sent = make_ledger("jax-compiler", edited(spec, {"layout": fields}))
+        odd = [msgspec.structs.replace(row, bytes=row.bytes + 999 * (row.axis == "tp")) for row in sent]
+        strategy = strategy_of(msgspec.structs.replace(record, ledger=Ledger(rows=odd)))
+        assert bool(strategy.objections) == objects, fields
+
+
 def test_what_is_saved_is_what_the_run_ended_with(tmp_path):
     spec = edited(EXPERIMENT, {"train": {"max_iters": 3}, "checkpoint": {"every": 1}})
     saved = {name: tensor for (group, name), tensor in random_state(EXPERIMENT).items() if group == "weights"}

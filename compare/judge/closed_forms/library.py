@@ -1,7 +1,8 @@
 """What PyTorch's own wrappers send, where that is not what torch-manual sends.
 
-Rows that differ, each with the name of its pattern (`compare.judge.known_deviations`). Written down after
-their ledgers were seen, of PyTorch 2.13: another version may do otherwise, and a row is then not explained.
+Rows that differ, each with the name of its pattern (`compare.judge.known_deviations`), as the code of PyTorch
+2.13 has it: `torch.distributed` optim.ZeroRedundancyOptimizer, fsdp.fully_shard (its root keeps
+`reshard_after_forward` off), tensor.parallel.loss_parallel, pipelining. Another version may do otherwise.
 """
 
 from compare.contract.communication import GRADIENTS, LOSS, PARAMETERS, REPLICATED_GRADIENTS, UNUSED

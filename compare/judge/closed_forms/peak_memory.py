@@ -11,14 +11,16 @@ times. That holds where logits, or a pipeline's microbatches, outweigh gradients
                             reshard_after_forward, and in FSDP2's ZeRO-2, all
     activations             `activations`: of all blocks and both ends
     logits                  torch: what log_softmax made, its gradient and the logits', and the logits, which
-                            the training loop holds until backward has ended (our pipeline drops them)
+                            the training loop holds until backward has ended (our pipeline drops them); JAX:
+                            they and their gradient, into which XLA fuses the softmax, and by hand, split by
+                            vocabulary, the exponentials as well
+    XLA's temporaries       gradients, gathered parameters, activations and logits of JAX together
 
 A pipeline's rank keeps the activations of the microbatches that its schedule has in flight; all ranks but
-the last peak without logits, when as many are in flight as ever are. JAX's logits and temporaries have no
-form: XLA fuses them, and where its plan puts them is its own.
+the last peak without logits, when as many are in flight as ever are.
 """
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from compare.contract.memory_profile import Class
 from compare.judge.closed_forms.activations import (
@@ -32,7 +34,6 @@ from compare.judge.closed_forms.activations import (
     tokens,
 )
 from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
-from compare.judge.closed_forms.xla_memory import held_by_xla
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.engine import Keeps
 from compare.spec.engines.registry import ENGINES
@@ -40,7 +41,9 @@ from compare.spec.engines.torch import FSDP2
 from compare.spec.experiment import Experiment
 
 STATE_LIMIT, ACTIVATIONS_LIMIT = 0.05, 0.10
-"""Of a class: padding and scalars; and positions, masks and indices, which the form leaves out."""
+"""Of a class: padding and scalars; and positions, masks and indices, which the form leaves out, or in a
+compiled step what one operation needs beside what it reads."""
+OF_ACTIVATIONS: tuple[Class, ...] = ("activations", "XLA's temporaries")
 
 
 class PeakForm(Struct, frozen=True, kw_only=True):
@@ -49,28 +52,17 @@ class PeakForm(Struct, frozen=True, kw_only=True):
     moment: str
     """When that is."""
     bytes: dict[Class, float]
-    otherwise: dict[Class, dict[str, float]] = field(default_factory=dict)
-    """Bytes that XLA is known to hold instead, by the names of their causes in PATTERNS."""
 
     @property
     def is_of_state(self) -> bool:
         """True if it is of parameters and optimizer alone, which are the same at every moment."""
-        return "activations" not in self.bytes
+        return self.bytes.keys().isdisjoint(OF_ACTIVATIONS)
 
-    def why(self, kind: Class, measured: float) -> str | None:
-        """How a class stands to its closed form.
-
-        Args:
-            kind: a class that `bytes` has.
-            measured: its bytes.
-
-        Returns:
-            "" if it is within its limit, the patterns that give its bytes, or None if nothing does.
-        """
-        limit = ACTIVATIONS_LIMIT if kind == "activations" else STATE_LIMIT
-        known = {"": self.bytes[kind], **self.otherwise.get(kind, {})}
-        fitting = (name for name, size in known.items() if abs(measured - size) <= limit * size)
-        return next(fitting, None)
+    def fits(self, kind: Class, measured: float) -> bool:
+        """True if the measured bytes of a class are within its limit, or it has no form."""
+        limit = ACTIVATIONS_LIMIT if kind in OF_ACTIVATIONS else STATE_LIMIT
+        expected = self.bytes.get(kind, measured)
+        return abs(measured - expected) <= limit * expected
 
 
 def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakForm | None:
@@ -123,9 +115,7 @@ def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) 
         block = on_one_of_tp(block_parameters(experiment.model, 0), layout)
         held["communication buffers"] = itemsize * block  # FSDP2 gathers the last block for backward by now
     if stage == last:
-        with_tp = keeps.logits_with_tp if layout.tp > 1 else keeps.logits
-        copies = keeps.logits_with_pp if layout.pp > 1 else with_tp
-        held["logits"] = itemsize * tokens(experiment) * copies * _vocab(experiment)
+        held["logits"] = _logits(experiment, keeps)
     where = "the gradient of the logits is made" if stage == last else "most microbatches are in flight"
     return PeakForm(moment=f"where {where}", bytes=held)
 
@@ -137,16 +127,14 @@ def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) ->
         return _state_alone(engine, experiment, device)
     block = numbers_kept(JAX_BLOCK if remat == "none" else JAX_DOTS, experiment)
     ends = numbers_kept(JAX_NORM, experiment)
-    held = _state(engine, experiment, device)
-    held["activations"] = itemsize * tokens(experiment) * (experiment.model.n_layer * block + ends)
+    activations = tokens(experiment) * (experiment.model.n_layer * block + ends)
     (token, _), _ = end_parameters(experiment.model)
     blocks = experiment.model.n_layer * on_one_of_tp(block_parameters(experiment.model, 0), layout)
     blocks /= layout.dp_shard if layout.zero >= 3 else 1
-    table = on_one_of_tp([token], layout)
-    held["gradients"] = itemsize * (blocks + table)
-    held["gathered parameters"] = _gathered(engine, experiment)
-    otherwise = held_by_xla(engine, experiment, blocks=blocks, activations=held["activations"])
-    return PeakForm(moment="where the gradient of the logits is made", bytes=held, otherwise=otherwise)
+    gradients = blocks + on_one_of_tp([token], layout)
+    made = itemsize * (activations + gradients) + _gathered(engine, experiment) + _logits(experiment, keeps)
+    held: dict[Class, float] = _state_alone(engine, experiment, device).bytes | {"XLA's temporaries": made}
+    return PeakForm(moment="where the gradient of the logits is made", bytes=held)
 
 
 def _state_alone(engine: str, experiment: Experiment, device: int) -> PeakForm:
@@ -186,6 +174,10 @@ def _in_flight(experiment: Experiment, stage: int) -> int:
     return microbatches if layout.schedule == "gpipe" else min(microbatches, layout.pp - stage)
 
 
-def _vocab(experiment: Experiment) -> int:
-    """Columns of the logits of one device."""
-    return -(-experiment.model.vocab_size // experiment.layout.tp)
+def _logits(experiment: Experiment, keeps: Keeps) -> float:
+    """Bytes of the logits of one microbatch on one device, and of what is made of them."""
+    layout = experiment.layout
+    with_tp = keeps.logits_with_tp if layout.tp > 1 else keeps.logits
+    copies = keeps.logits_with_pp if layout.pp > 1 else with_tp
+    columns = -(-experiment.model.vocab_size // layout.tp)
+    return storage_dtype(experiment).itemsize * tokens(experiment) * copies * columns

@@ -8,7 +8,7 @@ from msgspec import Struct
 from compare.contract.memory_profile import CLASSES, MEANINGS, Class
 from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
-from compare.present.memory_tables import AtPeak
+from compare.present.memory_tables import UNEXPLAINED, AtPeak
 from compare.present.report.tables import Row, Table, Text, upright
 from compare.terminal.units import human_bytes
 
@@ -67,7 +67,7 @@ def peak_table(names: list[str], peaks: Sequence[AtPeak | None]) -> Table:
     """The fullest device's bytes at the peak of the watched step, by class, each beside its closed form."""
     shown = [kind for kind in CLASSES if any(kind in one.sizes for one in peaks if one)]
     rows = [Row(Text(kind, MEANINGS[kind]), [_class_cell(one, kind) for one in peaks]) for kind in shown]
-    totals = [Text(human_bytes(one.peak.total), _idle(one)) if one else Text("not recorded") for one in peaks]
+    totals = [Text(human_bytes(one.peak.total)) if one else Text("not recorded") for one in peaks]
     rows.append(Row(Text("all"), totals, is_total=True))
     rows.append(Row(Text("where"), [Text(one.peak.phase, one.where) if one else Text("") for one in peaks]))
     return upright(Table(name="Memory at the peak, by class", corner="class", columns=names, rows=rows))
@@ -80,12 +80,9 @@ def _class_cell(one: AtPeak | None, kind: Class) -> Text:
     if expected is None:
         return Text(human_bytes(measured))
     cell = _beside(measured, expected)
-    return msgspec.structs.replace(cell, note=": ".join(filter(None, (cell.note, one.why(kind)))))
-
-
-def _idle(one: AtPeak) -> str:
-    """What a compiler set aside for the step beyond the peak, in words."""
-    return f"of {human_bytes(one.planned_bytes)} set aside" if one.planned_bytes else ""
+    return (
+        cell if one.is_explained(kind) else msgspec.structs.replace(cell, note=f"{cell.note}: {UNEXPLAINED}")
+    )
 
 
 def _kind_cell(held: AtRest | None, kinds: Sequence[str]) -> Text:

@@ -4,7 +4,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from compare.contract.memory_profile import CLASSES, Class, Curve, DeviceMemory, Mark
+from compare.contract.memory_profile import CLASSES, Class, Curve, Mark, Peak
 from compare.present.report.bars import KIND_COLOURS, scale
 from compare.present.report.canvas import INK, WIDTH, legend_above, legend_height, svg
 
@@ -16,6 +16,7 @@ CLASS_COLOURS: dict[Class, str] = {
     "activations": "#CC79A7",
     "logits": "#D55E00",
     "communication buffers": "#8C6BB1",
+    "XLA's temporaries": "#B8A25C",
     "temporaries": "#9A9A9A",
 }
 HEIGHT = 2.6  # inches without the legend
@@ -25,10 +26,9 @@ MANY_PHASES = 12
 """Changes from which on a pipeline's forwards and backwards are too close to be named."""
 
 
-def memory_over_step(name: str, device: DeviceMemory) -> Markup:
+def memory_over_step(name: str, curve: Curve, peak: Peak) -> Markup:
     """One device's memory over the watched step."""
-    curve, peak = device.curve, device.peak
-    shown = [kind for kind in CLASSES if any(curve.bytes[kind])]
+    shown = [kind for kind in CLASSES if any(curve.bytes.get(kind, ()))]
     factor, unit = scale([peak.total])
 
     def draw(axes: Axes) -> None:

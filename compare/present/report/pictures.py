@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from compare.contract.record import Record
-from compare.judge.closed_forms.xla_memory import PATTERNS
 from compare.judge.comparison import Comparison
 from compare.pipeline.schedules import make_schedule
-from compare.present.memory_tables import AtPeak, patterns_in, where
+from compare.present.memory_tables import AtPeak, where
 from compare.present.report import bars, figures
 from compare.present.report.memory import AtRest
 from compare.present.report.memory_curves import memory_over_step
@@ -68,20 +67,21 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
 
 
 def memory_curves(names: list[str], records: list[Record]) -> list[Picture]:
-    """Memory over the watched step of each case that has a profile, of its fullest device."""
+    """Memory over the watched step of each case that has a curve of it, of its fullest device."""
     drawn = []
     for name, record in zip(names, records, strict=True):
-        if profile := record.memory:
-            device = profile.devices[profile.fullest]
+        profile = record.memory
+        if profile and (curve := profile.devices[profile.fullest].curve):
+            peak = profile.devices[profile.fullest].peak
             which = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
-            at = f"in {device.peak.phase}: {where(device.peak)}"
+            at = f"in {peak.phase}: {where(peak)}"
             caption = f"{which}; the dotted line is the peak, {at}. {profile.method}."
-            drawn.append(Picture(f"Memory of {name}", memory_over_step(name, device), caption))
+            drawn.append(Picture(f"Memory of {name}", memory_over_step(name, curve, peak), caption))
     return drawn
 
 
 def peak_words(names: list[str], peaks: Sequence[AtPeak | None]) -> str:
-    """At which moment closed forms are about, which cases have none, and what XLA does otherwise."""
+    """Which moment the closed forms are of, and which cases have none."""
     named = [(name, one.form) for name, one in zip(names, peaks, strict=True) if one]
     whole = [form for _, form in named if form and not form.is_of_state]
     state = [name for name, form in named if form and form.is_of_state]
@@ -90,7 +90,6 @@ def peak_words(names: list[str], peaks: Sequence[AtPeak | None]) -> str:
     said = [f"The closed forms are those {moments}."] if whole else []
     said += [f"Of {', '.join(state)} there is one of parameters and optimizer alone."] if state else []
     said += [f"There is none for {', '.join(without)}."] if without else []
-    said += [f"{name}: {PATTERNS[name]}" for name in patterns_in([one for one in peaks if one])]
     return " ".join(said)
 
 

@@ -6,7 +6,7 @@ from compare.contract.communication import Communication
 from compare.judge.costs import Cost
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line
-from compare.present.ledger_lines import used
+from compare.present.ledger_lines import unexplained, used
 from compare.present.report.tables import NONE, Row, Table, Text
 from compare.studies.ledgers import EngineLedger
 from compare.terminal.units import human_bytes
@@ -65,8 +65,8 @@ def _traffic(item: Communication | None, line: Line | None) -> list[Text]:
         return [calls, logical, wire]
     if line.state == "expected":
         return [calls, Text(logical.text, "=", "pass"), wire]
-    words = line.why or f"not explained: the closed form has {human_bytes(line.expected)}"
-    return [calls, Text(logical.text, words, "" if line.why else "fail"), wire]
+    words = line.why or f"{unexplained(line)}: the closed form has {human_bytes(line.expected)}"
+    return [calls, Text(logical.text, words, "fail" if line.is_new else ""), wire]
 
 
 def _figures(calls: int, logical: int, wire: int) -> list[Text]:

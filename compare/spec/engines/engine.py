@@ -27,7 +27,7 @@ class Keeps(Struct, frozen=True, kw_only=True):
     residuals: Literal["autograd", "scan"]
     """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers."""
     logits: int = 0
-    """Number of tensors as large as the logits when their gradient is made; 0 if a compiler decides."""
+    """Number of tensors as large as the logits when their gradient is made."""
     logits_with_tp: int = 0
     """That number for logits split by vocabulary."""
     logits_with_pp: int = 0
