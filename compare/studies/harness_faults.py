@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Struct
 
 from compare.contract import record as files
-from compare.spec.axes import TP
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Step, read_record, read_steps, read_tensors
 from compare.contract.request import Rung
@@ -22,6 +21,7 @@ from compare.host.json_files import read_json
 from compare.host.tensors import RecordError
 from compare.judge.ladder import EVALUATIONS, FINAL, REQUEST, STRATEGY, climb
 from compare.numerics.evaluation import Evaluation
+from compare.spec.axes import TP
 
 PAIR, SINGLE = ("reference", "candidate"), "single"
 REFERENCE, CANDIDATE = (("reference",), ("candidate",))

@@ -5,10 +5,9 @@ import json
 import pytest
 from records import comparison_of
 
-from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import ExperimentError
 from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import ExperimentError
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
 
 
