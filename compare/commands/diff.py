@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import tyro
 from msgspec import Struct
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from compare.commands.pages import leave_page
@@ -20,7 +19,7 @@ from compare.judge.run_changes import CostChange
 from compare.judge.run_difference import RATES, Difference, common, difference
 from compare.present.tables import by_reason, rung_cell
 from compare.spec.experiment import Experiment
-from compare.terminal.console import print_json, results_console
+from compare.terminal.console import PlainConsole, print_json, results_console
 
 
 class Diff(Struct, frozen=True, kw_only=True):
@@ -102,7 +101,7 @@ def _drawn(path: Path, names: Sequence[tuple[str, str]], pairs: Sequence[tuple[R
     return path
 
 
-def _print(console: Console, found: dict[str, Difference]) -> None:
+def _print(console: PlainConsole, found: dict[str, Difference]) -> None:
     _print_settings(console, found)
     _print_rungs(console, found)
     _print_costs(console, found)
@@ -115,7 +114,7 @@ def _print(console: Console, found: dict[str, Difference]) -> None:
         console.print(said, style="bold green" if one.alike else "bold red", soft_wrap=True)
 
 
-def _print_settings(console: Console, found: dict[str, Difference]) -> None:
+def _print_settings(console: PlainConsole, found: dict[str, Difference]) -> None:
     """Each change once, with the pairs that it is of, if not of all."""
     whose: dict[tuple[str, str, str], list[str]] = {}
     for name, one in found.items():
@@ -130,7 +129,7 @@ def _print_settings(console: Console, found: dict[str, Difference]) -> None:
     console.print(table)
 
 
-def _print_rungs(console: Console, found: dict[str, Difference]) -> None:
+def _print_rungs(console: PlainConsole, found: dict[str, Difference]) -> None:
     table = _table("Relative errors of B against A", "rung", *found)
     verdicts = {name: one.verdict for name, one in found.items()}
     for rung in [*LADDER, RATES]:
@@ -142,7 +141,7 @@ def _print_rungs(console: Console, found: dict[str, Difference]) -> None:
         console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
 
 
-def _print_costs(console: Console, found: dict[str, Difference]) -> None:
+def _print_costs(console: PlainConsole, found: dict[str, Difference]) -> None:
     table = _table("Costs, A to B (B/A); timings of runs that were not interleaved", "per engine", *found)
     costs = {name: {one.cost: one for one in pair.costs} for name, pair in found.items()}
     for label in dict.fromkeys(label for rows in costs.values() for label in rows):

@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+NOT_OF_NUMPY = ("BF16", "F8_", "F6_", "F4")
+"""Beginnings of safetensors' names of dtypes."""
+
 
 class RecordError(ValueError):
     """A file of a record is missing or garbled. The message is one line that names it."""
@@ -37,14 +40,12 @@ class Tensors(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._names:
             raise KeyError(name)
+        dtype = self._file.get_slice(name).get_dtype()
+        if dtype.startswith(NOT_OF_NUMPY):  # some package in this process may have taught it to NumPy
+            raise RecordError(f"{self._path}: {name} is {dtype}, which NumPy has not: write it as float32")
         try:
             return self._file.get_tensor(name)
-        except TypeError:
-            dtype = self._file.get_slice(name).get_dtype()
-            raise RecordError(
-                f"{self._path}: {name} is {dtype}, which NumPy has not: write it as float32"
-            ) from None
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise garbled(self._path, error) from None
 
     def __iter__(self) -> Iterator[str]:

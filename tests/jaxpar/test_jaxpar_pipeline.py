@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
-from compare.spec.axes import LAYER
+from compare.spec.axes import LAYER, PP
 from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm.collectives import per_device
 from jaxpar.faults import plant
@@ -29,7 +29,7 @@ PUBLIC = ("mark_varying", "run_pipeline", "sum_tied_gradients")
 
 def example(*, schedule: str, devices: int, chunks: int = 1, keeps: bool = False):
     """The docstring's pieces and its step, for a schedule; and where its parameters live."""
-    place_leaf = partial(place, split={}, pp=devices, chunks=chunks)
+    place_leaf = partial(place, split={}, degrees={PP: devices}, chunks=chunks)
     placements = {
         "embedding": place_leaf((WIDTH, HIDDEN), ("embed", "hidden")),
         "blocks": place_leaf((LAYERS, HIDDEN, HIDDEN), (LAYER, "in", "out")),

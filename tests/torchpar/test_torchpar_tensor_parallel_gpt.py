@@ -81,7 +81,7 @@ def test_the_oracle_would_see_mistakes(rank: int) -> None:
     with patch.object(mappings, "_all_reduce", mappings._same):
         wrong_loss, _ = gpt_gradients(sequence_parallel=False)
     assert abs(wrong_loss - loss).item() > 1e-3
-    with patch("torchpar.manual.tensor_parallel.synchronize_replicated_gradients"):
+    with patch("torchpar.manual.megatron.gpt_parts.synchronize_replicated_gradients"):
         right_loss, gradients = gpt_gradients(sequence_parallel=True)
     close(right_loss, loss.detach())
     name = "transformer.ln_f.weight"
