@@ -161,6 +161,18 @@ def test_steps_that_no_run_has_are_one_line(folder, capsys, fields, says):
     assert main(["diff", "run/torch-manual", "run/jax-manual"]) in (1, 2)
 
 
+def test_weights_of_a_model_that_is_not_there_are_not_drawn(folder, capsys):
+    """Both runs ask for terabytes of weights and left kilobytes: shapes are held first."""
+    saved = json.loads((folder / COMPARISON).read_text())
+    for name, request in saved["requests"].items():
+        request["experiment"]["model"] |= {"n_embd": 2**20}
+        for file in ("manifest.json", "request.json"):
+            change(folder / name / file, experiment=request["experiment"])
+    change(folder / COMPARISON, requests=saved["requests"])
+    assert main(["report", "run"]) == 1
+    assert "FAIL at request: torch-manual: it ran with parameters = " in capsys.readouterr().out
+
+
 def test_a_page_that_cannot_be_drawn_costs_no_verdict(folder, capsys, monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
