@@ -1,5 +1,6 @@
 """`shardpair diff`: two finished runs, of any settings, held against each other."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -152,7 +153,10 @@ def _print_costs(console: PlainConsole, found: dict[str, Difference]) -> None:
 
 def _cell(change: CostChange) -> str:
     before, after = (f"{x:,}" if isinstance(x, int) else f"{x:,.5g}" for x in (change.a, change.b))
-    return before if before == after else f"{before} to {after} ({change.ratio:.2f})"
+    if before == after:
+        return before
+    ratio = f" ({change.ratio:.2f})" if math.isfinite(change.ratio) else ""  # none over nothing
+    return f"{before} to {after}{ratio}"
 
 
 def _table(title: str, first: str, *others: str, align: Literal["left", "right"] = "right") -> Table:
