@@ -1,4 +1,5 @@
-"""`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; or `--doctor`, or
+"""`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; under srun or
+torchrun, or with --coordinator, as one of several processes, each with a part of the devices. Or `--doctor`,
 `--ceiling JSON` (see `compare.contract.ceiling`), or `--collectives RUN_DIR` (see
 `compare.contract.collective_bench`).
 
@@ -24,7 +25,8 @@ from compare.checkpoint.reader import read_description
 from compare.contract.ceiling import read_ceiling_request
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
-from compare.contract.record import Failure, Recorder, clear_record, write_failure
+from compare.contract.processes import Process, add_flags, find_process
+from compare.contract.record import Failure, Recorder, clear_record, read_failure, write_failure
 from compare.contract.request import Request, read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -57,47 +59,67 @@ def main() -> int:
         return draw_sample(arguments.sample)
     if arguments.convert:
         return convert(*arguments.convert)
-    return run(arguments.run_dir, time_collectives if arguments.collectives else train)
+    try:
+        process = find_process(arguments, os.environ)
+    except ExperimentError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return BAD_REQUEST
+    if process and arguments.collectives:
+        print("jaxpar: --collectives times the devices of one process", file=sys.stderr)
+        return BAD_REQUEST
+    work = time_collectives if arguments.collectives else partial(train, process=process)
+    return run(arguments.run_dir, work, process=process)
 
 
-def run(folder: Path, work: Callable[[Path], None]) -> int:
+def run(folder: Path, work: Callable[[Path], None], *, process: Process | None = None) -> int:
     """Do what folder/request.json asks for; every failure ends as one line and a code.
 
-    It leaves error.json too, but not in a folder in which another run is at work.
+    It leaves error.json too, but not in a folder in which another run is at work. Of several processes the
+    first holds the folder, and the first that fails leaves the word.
     """
     try:
-        with lock_folder(folder):
-            return _attempt(folder, work)
+        with lock_folder(folder) if process is None or process.is_first else nullcontext():
+            code = _attempt(folder, work, process)
+            if process and code != DONE:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)  # JAX's own end would wait for the other processes
+            return code
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
 
 
-def _attempt(folder: Path, work: Callable[[Path], None]) -> int:
-    on_signals([signal.SIGTERM], partial(_leave, folder))
+def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None) -> int:
+    on_signals([signal.SIGTERM], partial(_leave, folder, process))
     try:
         work(folder)
     except ExperimentError as error:
-        return _fail(folder, error, BAD_REQUEST)
+        return _fail(folder, error, BAD_REQUEST, process)
     except (MissingDevicesError, ImportError) as error:
-        return _fail(folder, error, MISSING)
+        return _fail(folder, error, MISSING, process)
     except Exception as error:
-        return _fail(folder, error, FAILED)
+        return _fail(folder, error, FAILED, process)
     return DONE
 
 
-def train(folder: Path) -> None:
-    """Train what folder/request.json asks for."""
+def train(folder: Path, process: Process | None = None) -> None:
+    """Train what folder/request.json asks for, alone or as one of several processes."""
     request = read_request(folder)
-    clear_record(folder)
-    watchdog = Watchdog(request.timeout_s, partial(_report, folder))
-    configure_jax(request)
+    is_first = process is None or process.is_first
+    if is_first:
+        clear_record(folder)
+    watchdog = Watchdog(request.timeout_s, partial(_report, folder, process=process))
+    configure_jax(request, process)
     # Imported after configuring: a backend, once started, keeps its devices and platform.
     from jaxpar.peers import load_train
 
     train_engine = load_train(request.engine)
     with _planted(request):
-        train_engine(request, Recorder(folder), progress=watchdog.progress)
+        if is_first:
+            train_engine(request, Recorder(folder), progress=watchdog.progress)
+        else:
+            train_engine(request, None, folder=folder, progress=watchdog.progress)
 
 
 def time_collectives(folder: Path) -> None:
@@ -122,13 +144,24 @@ def _planted(request: Request) -> AbstractContextManager:
     return plant(request.fault, engine=request.engine, layout=request.experiment.layout)
 
 
-def configure_jax(request: Request) -> None:
-    """Everything that has to be set before JAX starts a backend."""
+def configure_jax(request: Request, process: Process | None = None) -> None:
+    """Everything that has to be set before JAX starts a backend; of several processes, join them."""
     import jax
 
     experiment: Experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
-    configure_devices(request.platform, experiment.layout.devices)
+    devices = experiment.layout.devices
+    if process:
+        from jaxpar.comm.hosts import join
+
+        if request.profile:
+            raise ExperimentError("profile: a timeline is read from one process: run it on one host")
+        timeout_s = request.timeout_s
+        configure_devices(request.platform, devices // process.count or 1)
+        jax.config.update("jax_enable_compilation_cache", False)  # see configure_devices
+        join(process, devices=devices, platform=request.platform, timeout_s=timeout_s)
+    else:
+        configure_devices(request.platform, devices)
     if request.cache_dir:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -237,6 +270,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
+    add_flags(parser)
     arguments = parser.parse_args()
     asked = arguments.doctor or arguments.ceiling or arguments.convert or arguments.sample
     if not asked and arguments.run_dir is None:
@@ -244,29 +278,32 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def _leave(folder: Path, signal_number: int) -> None:
+def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     code = 128 + signal_number
-    _report(folder, describe_exit(code), "")
+    _report(folder, describe_exit(code), "", process=process)
     os._exit(code)
 
 
-def _fail(folder: Path, error: Exception, code: int) -> int:
+def _fail(folder: Path, error: Exception, code: int, process: Process | None) -> int:
     full = no_room(error, folder)
     message = full or " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, DivergedError):  # it has happened in training, and not in a line of code
-        _report(folder, message, "")
+        _report(folder, message, "", process=process)
         return code
     if code == FAILED and not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)
-    _report(folder, message, traceback.format_exc())
+    _report(folder, message, traceback.format_exc(), process=process)
     return code
 
 
-def _report(folder: Path, message: str, stack: str) -> None:
-    """Say on standard error and in error.json what went wrong."""
+def _report(folder: Path, message: str, stack: str, *, process: Process | None = None) -> None:
+    """Say on standard error and in error.json what went wrong; of several processes, the first to say it."""
+    message = f"{process.name}: {message}" if process else message
     print(f"jaxpar: {message}", file=sys.stderr, flush=True)
     try:
+        if process and read_failure(folder):
+            return
         write_failure(folder, Failure(message=message, traceback=stack))
     except OSError as error:
         if str(error) not in message:  # a full disk has been named already

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from compare.numerics.evaluation import Evaluation, evaluate
+from jaxpar.comm.hosts import spread
 from jaxpar.compilation import compile_evaluation, device_scalars
 from jaxpar.state import Run
 
@@ -17,7 +18,7 @@ def make_evaluation(run: Run) -> Callable[[int], Evaluation]:
     scalars = device_scalars(experiment, state)
 
     def loss_of(inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> jax.Array:
-        placed = jax.device_put({"inputs": inputs_ABT, "targets": targets_ABT}, run.sharded.batch)
+        placed = spread({"inputs": inputs_ABT, "targets": targets_ABT}, run.sharded.batch)
         return compiled(state.params, state.opt_state, placed, scalars)
 
     return lambda step: evaluate(experiment, run.corpus, step, loss_of)

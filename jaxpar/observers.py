@@ -1,6 +1,7 @@
 """What watches a training in JAX."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from compare.host.facts import MemoryUse, cpu_seconds, versions
 from compare.numerics.evaluation import Evaluation
 from compare.numerics.stream import arrays_of_step
 from jaxpar.checkpoint import state_parts
+from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.evaluation import make_evaluation
 from jaxpar.measure.ledger import communications
@@ -25,7 +27,6 @@ from jaxpar.measure.listing import listing
 from jaxpar.measure.profile import Profile
 from jaxpar.measure.usage import (
     PACKAGES,
-    first_device,
     memory_in_use,
     memory_profile,
     peak_memory,
@@ -36,16 +37,17 @@ from jaxpar.state import Run, TrainState, canonical
 from jaxpar.training_step import ShardedStep
 
 
-def observers_of(run: Run, recorder: Recorder, *, started_utc: str) -> Observers:
+def observers_of(run: Run, recorder: Recorder | None, folder: Path, *, started_utc: str) -> Observers:
     """What watches a training; its evaluation is compiled here.
 
     Args:
         run: what is trained.
-        recorder: writes.
+        recorder: writes; None in all processes but the first.
+        folder: of the run.
         started_utc: when the run began.
     """
-    own = [Profile(run, recorder)] if run.request.profile else []
-    return recording.observers_of(RunSide(run), recorder, recorder.folder, started_utc=started_utc, own=own)
+    own = [Profile(run, recorder)] if run.request.profile and recorder else []
+    return recording.observers_of(RunSide(run), recorder, folder, started_utc=started_utc, own=own)
 
 
 class RunSide:
@@ -54,11 +56,14 @@ class RunSide:
     def __init__(self, run: Run):
         self._run = run
         self.request, self.corpus_sha256 = run.request, run.corpus.sha256
-        self.devices: Collection[int] = range(len(run.devices))
+        process = jax.process_index()
+        self.devices: Collection[int] = [
+            number for number, device in enumerate(run.devices) if device.process_index == process
+        ]
         self._evaluate = make_evaluation(run) if run.experiment.train.eval_interval else None
 
     def memory(self) -> MemoryUse:
-        return memory_in_use(first_device(self._run.state.params))
+        return memory_in_use(self._run.devices[min(self.devices)])
 
     def not_finite(self) -> str:
         """Gradients never leave the step: it names what they made of the weights."""
@@ -73,7 +78,7 @@ class RunSide:
         match rung:
             case Rung.BATCH:
                 arrays = arrays_of_step(run.corpus, run.experiment, run.request.first_step)
-                return jax.device_get(jax.device_put(arrays, run.sharded.batch))
+                return fetch(spread(arrays, run.sharded.batch))
             case Rung.GRADIENTS:
                 tree = state.gradients
             case Rung.FIRST_M | Rung.FIRST_V:
@@ -90,7 +95,6 @@ class RunSide:
         return state_parts(self._run.sharded, self._run.state, self._run.experiment.model)
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
-        assert recorder, "one process writes for all devices"
         run = self._run
         peak_memory_bytes, peak_memory_method = peak_memory(run.step, run.devices)
         costs = {
@@ -99,13 +103,15 @@ class RunSide:
             "versions": versions(PACKAGES),
             "threads": threads(run.devices),
             "compile_s": run.compile_s,
-            "cpu_time_s": cpu_seconds(),
+            "cpu_time_s": sum(gathered([cpu_seconds()])),
             "peak_memory_bytes": peak_memory_bytes,
             "peak_memory_method": peak_memory_method,
             "resident_bytes": at_rest(run),
             "windows": list(windows),
+            "hosts": hosts_of(run.devices),
         }
-        leave_program(run, recorder)  # after the CPU time: reading a program is no part of the run
+        if recorder:
+            leave_program(run, recorder)  # after the CPU time: reading a program is no part of the run
         return costs
 
 

@@ -25,6 +25,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Model
 from jaxpar import weights
 from jaxpar.checkpoint import read_tree
+from jaxpar.comm.hosts import meet, spread
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.functional import make_loss, make_pieces
@@ -41,7 +42,7 @@ PARALLELIZE = {e.name: importlib.import_module(f"jaxpar.{e.folder}").parallelize
 
 def set_up(
     request: Request,
-    recorder: Recorder,
+    recorder: Recorder | None,
     *,
     weights: Mapping[str, np.ndarray] | None = None,
     batches: Batches | None = None,
@@ -68,10 +69,13 @@ def set_up(
     clock = Stopwatch()
     with clock, noted_ticks() as ticks:
         step = compile_step(
-            sharded, state, experiment, see=lambda program: recorder.work(work_of(program, ticks))
+            sharded,
+            state,
+            experiment,
+            see=lambda program: recorder.work(work_of(program, ticks)) if recorder else None,
         )
     progress()
-    return Run(
+    run = Run(
         request=request,
         corpus=corpus,
         devices=list(mesh.devices.flat),
@@ -82,6 +86,8 @@ def set_up(
         initial_weights_sha256=fingerprint(canonical(sharded, state.params, experiment)),
         first=compile_step(sharded, state, experiment, with_gradients=True) if request.ladder else None,
     )
+    meet("all have compiled")
+    return run
 
 
 def prepare(
@@ -110,7 +116,7 @@ def prepare(
     if checkpoint:
         return sharded, _restored(checkpoint, sharded, optimizer, model, moments_at_rest=at_rest)
     named = initial_parameters(experiment) if initial is None else initial
-    params = jax.device_put(sharded.pad(weights.from_canonical(named, model)), sharded.params)
+    params = spread(sharded.pad(weights.from_canonical(named, model)), sharded.params)
     opt_state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, at_rest))(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
 

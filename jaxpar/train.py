@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.stream import Batches, arrays_of_step
+from jaxpar.comm.hosts import spread
 from jaxpar.compilation import device_scalars
 from jaxpar.observers import observers_of
 from jaxpar.setup import set_up
@@ -21,8 +23,9 @@ Take = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 
 def train(
     request: Request,
-    recorder: Recorder,
+    recorder: Recorder | None,
     *,
+    folder: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
     batches: Batches | None = None,
     progress: Callable[..., None] = lambda **_: None,
@@ -50,7 +53,8 @@ def train(
 
     Args:
         request: what to run.
-        recorder: where to write.
+        recorder: where to write; None in all processes but the first.
+        folder: of the run, which all processes reach; by default the recorder's.
         weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
         batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step. By default those of
             the data.
@@ -63,6 +67,9 @@ def train(
         DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    folder = folder or (recorder.folder if recorder else None)
+    if folder is None:
+        raise ValueError("without a recorder give the folder of the run")
     run = set_up(request, recorder, weights=weights, batches=batches, progress=progress)
 
     def take(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -71,7 +78,7 @@ def train(
         state.params, state.opt_state, metrics, state.gradients = outputs
         return metrics
 
-    run_loop(run, take, observers_of(run, recorder, started_utc=started_utc), progress=progress)
+    run_loop(run, take, observers_of(run, recorder, folder, started_utc=started_utc), progress=progress)
 
 
 def run_loop(run: Run, take: Take, tell: Observer, *, progress: Callable[..., None]) -> None:
@@ -104,7 +111,7 @@ def train_steps(run: Run, take: Take, tell: Observer) -> None:
     done = []
     with tell.around(first), clock:
         for arrays in drawn:
-            place, metrics = state.place, take(jax.device_put(arrays, run.sharded.batch))
+            place, metrics = state.place, take(spread(arrays, run.sharded.batch))
             done.append(Done(place, metrics["loss"], metrics["grad_norm"]))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None

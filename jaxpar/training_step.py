@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jaxpar.comm.hosts import fetch
 from jaxpar.problem import Loss
 
 
@@ -46,7 +47,7 @@ class ShardedStep:
 
     def unpad(self, tree: Any) -> Any:
         """Stored arrays, fetched to the host, without their padding."""
-        return jax.tree.map(lambda p, x: p.unpad(x), self.placements, jax.device_get(tree))
+        return jax.tree.map(lambda p, x: p.unpad(x), self.placements, fetch(tree))
 
 
 def passes_of(batch: Any) -> int:

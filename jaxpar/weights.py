@@ -9,13 +9,13 @@ transposed.
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from compare.numerics.parameters import Parameter, decays, parameter_table
 from compare.spec.axes import LAYER
 from compare.spec.experiment import Model
+from jaxpar.comm.hosts import fetch
 
 STACKED = "blocks"
 
@@ -38,7 +38,7 @@ def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]
     Raises:
         KeyError: a leaf of the table is missing from the tree.
     """
-    leaves = flatten_dict(jax.device_get(dict(tree)))
+    leaves = flatten_dict(fetch(dict(tree)))
     named = {}
     for path, parameters in parameters_by_path(model).items():
         leaf = np.asarray(leaves[path])

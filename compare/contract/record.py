@@ -117,6 +117,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     `layout.offload` also host: what a device's share of the host's memory is."""
     windows: list[Window] = field(default_factory=list)
     """Windows of a timed run."""
+    hosts: list[str] = field(default_factory=list)
+    """Name of the host of each device, in order; empty where one process or one launcher started all."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):

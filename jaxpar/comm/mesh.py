@@ -10,7 +10,9 @@ from compare.spec.experiment import Layout
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
-    """A mesh over the first `layout.devices` local devices: the axes are `layout.axes`, of size 1 included.
+    """A mesh over the first `layout.devices` devices: the axes are `layout.axes`, of size 1 included.
+
+    Devices are in the order of the processes: of several hosts, the outermost axes cross from one to another.
 
     The axes are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual.
 
@@ -42,14 +44,14 @@ def require_layout(layout: Layout, mesh: Mesh, *, folder: str) -> None:
 
 
 def find_devices(count: int, *, platform: str) -> list[jax.Device]:
-    """The first `count` local devices of a platform.
+    """The first `count` devices of a platform, on all hosts, in the order of the processes.
 
     Raises:
         MissingDevicesError: fewer than that, or none of that platform. JAX itself would go on with the
             devices that it finds.
     """
     try:
-        devices = jax.local_devices(backend=platform)
+        devices = jax.devices(platform)
     except RuntimeError as error:  # JAX's word for a backend that is not there
         raise MissingDevicesError(
             f"the layout needs {count} {platform} devices and JAX finds 0 ({error}): install JAX's plugin "

@@ -7,6 +7,7 @@ import jax
 
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
 from compare.host.facts import MemoryUse, cores, process_memory
+from jaxpar.comm.hosts import gathered
 from jaxpar.offload import is_on_host
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
@@ -19,9 +20,11 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
     A GPU's allocator keeps count. A CPU's does not: there it is what XLA's buffer assignment gives one
     step, which covers arguments, temporaries and outputs, donated buffers counted once.
     """
-    statistics = [device.memory_stats() for device in devices]
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    statistics = [device.memory_stats() for device in own]
     if all(statistics):
-        return [s["peak_bytes_in_use"] for s in statistics if s], "allocator's peak since the process began"
+        peaks = gathered([s["peak_bytes_in_use"] for s in statistics if s])
+        return peaks, "allocator's peak since the process began"
     planned = planned_memory(step)
     if not planned:
         return [], "unknown: neither the allocator nor XLA tells"
@@ -58,11 +61,6 @@ def _kept(analysis: Any) -> int:
     return analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
-def first_device(tree: Any) -> jax.Device:
-    """The device with the lowest id among the holders of a tree of arrays, any shapes."""
-    return min(jax.tree.leaves(tree)[0].sharding.device_set, key=lambda device: device.id)
-
-
 def memory_in_use(device: jax.Device) -> MemoryUse:
     """Bytes in use: the allocator's on a GPU; on a CPU the process's, all virtual devices together."""
     statistics = device.memory_stats()
@@ -91,6 +89,11 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
 
 def threads(devices: list[jax.Device]) -> str:
     """Threads that compute on the host, in words."""
+    count = jax.process_count()
+    each = len(devices) // count
+    driven = f"driven by {'one process' if count == 1 else f'{count} processes'}"
     if devices[0].platform != "cpu":
-        return f"{len(devices)} devices driven by one process"
-    return f"{len(devices)} virtual devices in one process, one XLA thread pool over {cores()} cores"
+        return f"{len(devices)} devices {driven}"
+    if count > 1:
+        return f"{len(devices)} virtual devices {driven}, an XLA thread pool over {cores()} cores in each"
+    return f"{each} virtual devices in one process, one XLA thread pool over {cores()} cores"

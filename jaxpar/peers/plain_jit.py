@@ -145,7 +145,9 @@ def train(
         state.params, state.opt_state, metrics = compiled(state.params, state.opt_state, batch)
         return metrics
 
-    run_loop(run, take, observers_of(run, recorder, started_utc=started_utc), progress=progress)
+    run_loop(
+        run, take, observers_of(run, recorder, recorder.folder, started_utc=started_utc), progress=progress
+    )
 
 
 def _on_one_device(

@@ -1,0 +1,164 @@
+"""Processes of one run over several hosts: which of them this one is, and where they meet.
+
+SLURM's variables (inside `srun`), torchrun's, or `--coordinator HOST:PORT --processes N --process K` say so,
+asked in that order. A run of one process needs none of them.
+"""
+
+import argparse
+import re
+import socket
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from compare.spec.experiment import ExperimentError
+
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NODELIST",
+)
+"""What tells a process its place: an engine that the harness starts by itself must not inherit them."""
+FIRST_PORT, PORTS = 20480, 12288  # below the ports that Linux hands out by itself
+
+
+class Process(NamedTuple):
+    """One process among those of a run."""
+
+    number: int
+    """Of this process, from 0."""
+    count: int
+    """Of all processes, on all hosts."""
+    local: int
+    """Number of this process on its host, from 0."""
+    coordinator: str
+    """HOST:PORT, where all meet; it is on process 0's host."""
+    told_by: str
+    """SLURM, torchrun or --coordinator."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for the one that writes the record."""
+        return self.number == 0
+
+    @property
+    def name(self) -> str:
+        """For messages: which process, and on which host."""
+        return f"process {self.number} on {socket.gethostname()}"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host, int(port)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """torchrun's variables for it."""
+        host, port = self.address
+        return {
+            "RANK": str(self.number),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": str(self.local),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that tell a process its place, where no launcher does."""
+    group = parser.add_argument_group(
+        "several hosts", "Under srun or torchrun their variables say the same, and these are not needed."
+    )
+    group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where all processes meet")
+    group.add_argument("--processes", type=int, default=0, metavar="N", help="processes on all hosts")
+    group.add_argument("--process", type=int, default=-1, metavar="K", help="this one's number, from 0")
+    group.add_argument(
+        "--local_process", type=int, default=0, metavar="K", help="its number on its host; default 0"
+    )
+
+
+def find_process(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Process | None:
+    """This process's place among several; None if it is alone.
+
+    Raises:
+        ExperimentError: flags or variables that do not fit each other.
+    """
+    for find in (_of_slurm, _of_torchrun):
+        if (found := _read(find, environment)) and found.count > 1:
+            return found
+    return _of_flags(arguments)
+
+
+def _read(find: Callable[[Mapping[str, str]], Process | None], environment: Mapping[str, str]):
+    try:
+        return find(environment)
+    except (KeyError, ValueError) as error:
+        raise ExperimentError(f"the launcher's variables do not fit each other: {error}") from None
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Process | None:
+    if "SLURM_STEP_NODELIST" not in environment:  # a batch script has others of them, and is no task
+        return None
+    # The same port in all tasks of a step, and another one in the next step.
+    job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+    port = FIRST_PORT + (job * 64 + step) % PORTS
+    return Process(
+        number=int(environment["SLURM_PROCID"]),
+        count=int(environment["SLURM_NTASKS"]),
+        local=int(environment["SLURM_LOCALID"]),
+        coordinator=f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
+        told_by="SLURM",
+    )
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Process | None:
+    if "RANK" not in environment:
+        return None
+    return Process(
+        number=int(environment["RANK"]),
+        count=int(environment["WORLD_SIZE"]),
+        local=int(environment.get("LOCAL_RANK", "0")),
+        # torchrun's own store listens at MASTER_PORT: another service needs a port of its own.
+        coordinator=f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        told_by="torchrun",
+    )
+
+
+def _of_flags(arguments: argparse.Namespace) -> Process | None:
+    given = (arguments.coordinator, arguments.processes, arguments.process)
+    if given == ("", 0, -1):
+        return None
+    host, _, port = arguments.coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ExperimentError(
+            f"--coordinator {arguments.coordinator!r}: give HOST:PORT with --processes N --process K, the "
+            "same HOST:PORT in all of them"
+        )
+    if not 0 <= arguments.process < arguments.processes:
+        raise ExperimentError(
+            f"--process {arguments.process} of --processes {arguments.processes}: numbers go from 0 to N - 1"
+        )
+    if arguments.processes == 1:
+        return None
+    return Process(
+        number=arguments.process,
+        count=arguments.processes,
+        local=arguments.local_process,
+        coordinator=arguments.coordinator,
+        told_by="--coordinator",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM writes it: `gpu[03-06,9],login` -> `gpu03`."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    if not found:
+        raise ValueError(f"SLURM_STEP_NODELIST = {nodes!r} names no host")
+    return "".join(part or "" for part in found.groups())

@@ -1,0 +1,108 @@
+"""Processes of JAX on several hosts: joining them, and moving arrays between NumPy and all of their devices.
+
+With one process each function is what JAX's own does. With several, a process reaches only its own devices:
+it places the part of an array that these hold, and what it fetches XLA gathers first.
+"""
+
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from compare.contract.processes import Process
+from compare.host.facts import MissingDevicesError
+
+MAX_NAME = 64  # Linux's limit
+HEARTBEAT_S = 10
+"""Patience with a process that was lost while the others compute; inside a collective it shows at once."""
+
+
+def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> None:
+    """Become one of the processes of a run; before JAX starts a backend.
+
+    Args:
+        process: which.
+        devices: of the layout: each process drives as many.
+        platform: cpu or gpu.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        MissingDevicesError: the processes do not divide the devices.
+    """
+    if devices % process.count:
+        raise MissingDevicesError(
+            f"the layout needs {devices} devices, which {process.count} processes ({process.told_by}) do "
+            "not divide: start another number of them"
+        )
+    own = devices // process.count
+    # Told by SLURM, JAX would give each task one GPU: a task here drives all of its part.
+    local = range(process.local * own, (process.local + 1) * own) if platform == "gpu" else None
+    jax.distributed.initialize(
+        process.coordinator,
+        num_processes=process.count,
+        process_id=process.number,
+        local_device_ids=local,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(timeout_s), 1),
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+    )
+
+
+def spread(tree: Any, shardings: Any) -> Any:
+    """NumPy arrays, the same in every process, as arrays over the devices.
+
+    Args:
+        tree: of arrays, whole.
+        shardings: one, or a tree of them like `tree`.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda x: shardings, tree)
+    # Not device_put, which compares the values of all processes, each time.
+    return jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]),
+        tree,
+        shardings,
+    )
+
+
+def fetch(tree: Any) -> Any:
+    """A tree of arrays as NumPy, whole, in every process; all processes call it together.
+
+    What is NumPy's already stays as it is.
+    """
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+
+    def whole(x: Any) -> np.ndarray:
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True) if isinstance(x, jax.Array) else x)
+
+    return jax.tree.map(whole, tree)
+
+
+def gathered(values: list[Any]) -> list[Any]:
+    """Numbers of each process, as many in each, in the order of the processes."""
+    if jax.process_count() == 1:
+        return values
+    return multihost_utils.process_allgather(np.asarray(values)).reshape(-1).tolist()
+
+
+def hosts_of(devices: list[jax.Device]) -> list[str]:
+    """The host of each device, by name; [] with one process."""
+    if jax.process_count() == 1:
+        return []
+    name = np.zeros(MAX_NAME, np.uint8)
+    own = socket.gethostname().encode()[:MAX_NAME]
+    name[: len(own)] = list(own)
+    names_PN = multihost_utils.process_allgather(name)  # P process, N byte of a name
+    names = [bytes(name_N).rstrip(b"\0").decode() for name_N in names_PN]
+    return [names[device.process_index] for device in devices]
+
+
+def meet(what: str) -> None:
+    """Wait for the other processes: they compile at different speeds, and a collective waits 30 s at most."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
