@@ -5,7 +5,7 @@
 Exit codes: 0 done; 1 the run failed; 2 a bad request, or RUN_DIR is in use; 3 the machine lacks something;
 128 + n signal n. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
 
-Under torchrun (RANK is set) this process becomes that rank; else it is the parent of all ranks. A SIGINT that
+Under srun or torchrun, or with --coordinator, this process is one rank; else it is the parent of all ranks. A SIGINT that
 it was started to ignore, as a script's background jobs are, stays ignored.
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
+from compare.contract.processes import add_flags, choose_interface, find_process
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     parser.add_argument("--model", default="", metavar="JSON", help="the model's sizes, for weights")
     parser.add_argument("--experiment", default="", metavar="JSON", help="what ckpt.pt does not say")
+    add_flags(parser)
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # while PyTorch is imported there are no ranks to end
         if not is_ignored(number):
@@ -70,6 +72,13 @@ def main() -> int:
         return _convert(*arguments.convert, sizes=arguments.model, experiment=arguments.experiment)
     if arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
+    try:
+        if process := find_process(arguments, os.environ):
+            os.environ.update(process.variables)
+            choose_interface(process)
+    except ExperimentError as error:
+        print(error, file=sys.stderr)
+        return BAD_REQUEST
     return run(arguments.run_dir, time_collectives if arguments.collectives else train)
 
 

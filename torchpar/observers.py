@@ -1,5 +1,6 @@
 """What watches one rank's training. All ranks are watched, to put together what each found; rank 0 writes."""
 
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,10 @@ class RankSide:
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         run, instruments = self._run, self._instruments
-        costs = (*instruments.found(), cpu_seconds(), resident(run, instruments.gradient_bytes), windows)
+        held, host = resident(run, instruments.gradient_bytes), socket.gethostname()
+        costs = (*instruments.found(), cpu_seconds(), held, windows, host)
         found = run.mesh.world.all_gather_objects(costs)
-        memories, work, ledgers, cpu, residents, windows_of_all = zip(*found, strict=True)
+        memories, work, ledgers, cpu, residents, windows_of_all, hosts = zip(*found, strict=True)
         if not recorder:
             return {}
         engine, stages = ENGINES[run.request.engine], run.experiment.layout.pp
@@ -113,6 +115,7 @@ class RankSide:
             "peak_memory_method": CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
             "resident_bytes": {kind: [of_rank[kind] for of_rank in residents] for kind in residents[0]},
             "windows": [merged(parts) for parts in zip(*windows_of_all, strict=True)],
+            "hosts": list(hosts),
         }
 
 

@@ -118,7 +118,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     windows: list[Window] = field(default_factory=list)
     """Windows of a timed run."""
     hosts: list[str] = field(default_factory=list)
-    """Name of the host of each device, in order; empty where one process or one launcher started all."""
+    """Name of the host of each device, in order."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):

@@ -91,9 +91,9 @@ def gathered(values: list[Any]) -> list[Any]:
 
 
 def hosts_of(devices: list[jax.Device]) -> list[str]:
-    """The host of each device, by name; [] with one process."""
+    """The name of each device's host."""
     if jax.process_count() == 1:
-        return []
+        return [socket.gethostname()] * len(devices)
     name = np.zeros(MAX_NAME, np.uint8)
     own = socket.gethostname().encode()[:MAX_NAME]
     name[: len(own)] = list(own)
