@@ -5,8 +5,8 @@
 Exit codes: 0 done; 1 the run failed; 2 a bad request, or RUN_DIR is in use; 3 the machine lacks something;
 128 + n signal n. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
 
-Under srun or torchrun, or with --coordinator, this process is one rank; else it is the parent of all ranks. A SIGINT that
-it was started to ignore, as a script's background jobs are, stays ignored.
+Under srun or torchrun, or with --coordinator, this process is one rank; else it is the parent of all ranks.
+A SIGINT that it was started to ignore, as a script's background jobs are, stays ignored.
 """
 
 import argparse

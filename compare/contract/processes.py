@@ -197,9 +197,7 @@ def interface_to(host: str, port: int) -> str:
         try:
             probe.connect((host, port))
         except OSError as error:
-            raise ExperimentError(
-                f"{host}:{port}: {error.strerror}: the coordinator must be reachable"
-            ) from None
+            raise ExperimentError(f"{host}:{port} (the coordinator): {error.strerror}") from None
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == own for one in addresses):
