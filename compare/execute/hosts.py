@@ -1,0 +1,184 @@
+"""Start one engine on several hosts: by `srun` inside an allocation, or as processes on this machine.
+
+The harness runs where `shardpair` was started and starts one engine after the other, as it does on one host:
+an engine is one command more, whose processes find their places by themselves (`contract.processes`). All
+hosts must see the folder of the run, and the same installation.
+
+    local    one host: the engine itself. Several: its processes on this machine, on the loopback: a test
+    slurm    `srun` over the hosts of the allocation (`salloc`, `sbatch`)
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from compare.contract.processes import VARIABLES
+from compare.contract.record import Failure, read_failure, write_failure
+from compare.host.exits import describe_exit
+from compare.spec.engines.engine import Side
+from compare.spec.experiment import ExperimentError, Layout
+
+Launcher = Literal["local", "slurm"]
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.05
+PROBE_S = 60.0
+
+
+class Hosts(Struct, frozen=True, kw_only=True):
+    """Where engines run."""
+
+    launcher: Launcher = "local"
+    count: int = 1
+    """Number of hosts."""
+
+    @property
+    def several(self) -> bool:
+        """True unless the engine is one command on this machine, as it is without any launcher."""
+        return self.count > 1 or self.launcher != "local"
+
+    def require(self, layout: Layout) -> None:
+        """Refuse a layout whose devices the hosts do not divide. Raises ExperimentError."""
+        if layout.devices % self.count:
+            raise ExperimentError(
+                f"--hosts {self.count}: they do not divide the layout's {layout.devices} devices: choose "
+                "degrees whose product they divide"
+            )
+
+    def command(self, python: str, side: Side, layout: Layout, arguments: Sequence[str]) -> list[str]:
+        """The command that runs a side on these hosts.
+
+        Args:
+            python: the interpreter, at the same path on all hosts.
+            side: which.
+            layout: its devices are spread evenly, host after host.
+            arguments: of `python -m SIDE`.
+        """
+        run = [python, "-m", side.name, *arguments]
+        if not self.several:
+            return run
+        self.require(layout)
+        on_host = layout.devices // self.count if side.one_process_a_device else 1
+        if self.launcher == "slurm":
+            shape = [f"--nodes={self.count}", f"--ntasks-per-node={on_host}", f"--ntasks={self.count * on_host}"]
+            return ["srun", *shape, "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered", *run]
+        starter = ["--hosts", str(self.count), "--on_host", str(on_host)]
+        return [sys.executable, "-m", "compare.execute.local_hosts", *starter, *run]
+
+
+def find_hosts(launcher: Launcher, count: int, environment: Mapping[str, str] = os.environ) -> Hosts:
+    """The hosts that the flags ask for, or that an allocation of SLURM has.
+
+    Args:
+        launcher: how engines start.
+        count: of hosts; 0 for all of the allocation, or this one.
+
+    Raises:
+        ExperimentError: there is no allocation, it has fewer hosts, or SLURM is not installed here.
+    """
+    if launcher == "local":
+        return Hosts(count=count or 1)
+    if not shutil.which("srun"):
+        raise ExperimentError("--launcher slurm: there is no srun on this host: start on a host of the cluster")
+    there = environment.get("SLURM_JOB_NUM_NODES", "")
+    if not there.isdecimal():
+        raise ExperimentError(
+            "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put this "
+            "command into a script for sbatch (docs/cluster.md)"
+        )
+    if count > int(there):
+        raise ExperimentError(f"--hosts {count}: the allocation has {there}")
+    return Hosts(launcher=launcher, count=count or int(there))
+
+
+def require_shared(folder: Path, hosts: Hosts) -> None:
+    """Refuse a folder that some host does not see.
+
+    Raises:
+        ExperimentError: with the host's name.
+    """
+    if hosts.launcher != "slurm":
+        return
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
+        look = f'test -e "{probe.name}" || echo "missing on $(hostname)"'
+        asked = ["srun", f"--nodes={hosts.count}", "--ntasks-per-node=1", f"--ntasks={hosts.count}", "--mpi=none"]
+        try:
+            done = subprocess.run(
+                [*asked, "sh", "-c", look],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=PROBE_S,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired:
+            raise ExperimentError(
+                f"--launcher slurm: srun started nothing within {PROBE_S:g} s: is another step using the hosts?"
+            ) from None
+    if done.returncode:
+        raise ExperimentError(f"--launcher slurm: {' '.join(done.stderr.split()) or 'srun failed'}")
+    if missing := sorted(set(done.stdout.split("\n")) - {""}):
+        raise ExperimentError(
+            f"{folder}: {', '.join(missing)}: give --run_dir on a file system that all hosts share"
+        )
+
+
+def start_together(hosts: int, on_host: int, command: Sequence[str], folder: Path) -> int:
+    """Run the processes of several hosts on this machine, and wait for them. The first that fails ends all.
+
+    Args:
+        hosts: their number.
+        on_host: processes on each.
+        command: of a process, without what tells it its place.
+        folder: of the run, for error.json.
+
+    Returns:
+        The exit code of the first that failed; 0 if none did.
+    """
+    count, coordinator = hosts * on_host, f"{LOOPBACK}:{free_port()}"
+    running: dict[int, subprocess.Popen] = {}
+    for number in range(count):
+        place = ["--coordinator", coordinator, "--processes", str(count), "--process", str(number)]
+        place += ["--local_process", str(number % on_host)]
+        running[number] = subprocess.Popen([*command, *place] if count > 1 else [*command])
+    while running:
+        for number, process in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[number]
+            if code:
+                _end(running, folder, number, code)
+                return code if code > 0 else 128 - code
+        time.sleep(POLL_S)
+    return 0
+
+
+def _end(others: Mapping[int, subprocess.Popen], folder: Path, number: int, code: int) -> None:
+    """End the others, once the one to blame could leave its word; killed, it could not."""
+    if not read_failure(folder):
+        write_failure(folder, Failure(message=f"process {number} {describe_exit(code)}", rank=number))
+    for process in others.values():
+        process.kill()
+    for process in others.values():
+        process.wait()
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def without_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what tells a process its place among others: this one's own place."""
+    return {key: value for key, value in environment.items() if key not in VARIABLES}

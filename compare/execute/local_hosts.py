@@ -1,0 +1,25 @@
+"""`python -m compare.execute.local_hosts --hosts N --on_host K PYTHON -m SIDE ... RUN_DIR`: hosts for a test.
+
+All processes run on this machine; each believes to be on one of N hosts.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from compare.execute.hosts import start_together
+
+
+def main() -> int:
+    """Run them. Returns the exit code of the first that failed."""
+    parser = argparse.ArgumentParser(prog="python -m compare.execute.local_hosts")
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--on_host", type=int, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    folder = next(Path(word) for word in given.command if Path(word).is_dir())
+    return start_together(given.hosts, given.on_host, given.command, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
