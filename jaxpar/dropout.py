@@ -21,7 +21,7 @@ from compare.numerics.dropout import (
     PARITY,
     ROTATIONS,
     ROUNDS,
-    Site,
+    DropoutSite,
     kept_scale,
     site_number,
     threshold,
@@ -65,7 +65,7 @@ class Dropout(nnx.Module):
             another there (`split_rows`).
     """
 
-    def __init__(self, rate: float, site: Site):
+    def __init__(self, rate: float, site: DropoutSite):
         self.rate, self.site = rate, site
         self.part: Part = whole
 
@@ -84,7 +84,7 @@ class Dropout(nnx.Module):
 def split_rows(model: Any, part: Part, *, sequence_parallel: bool) -> None:
     """Say which rows a device has that tensor parallelism gives some of the heads, or of the positions."""
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, Dropout) and (module.site == Site.ATTENTION or sequence_parallel):
+        if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
             module.part = part
 
 

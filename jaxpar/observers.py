@@ -22,7 +22,7 @@ from jaxpar.comm.mesh import device_kind
 from jaxpar.evaluation import make_evaluation
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
-from jaxpar.measure.profile import Profile
+from jaxpar.measure.profile import StepProfiler
 from jaxpar.measure.usage import (
     PACKAGES,
     first_device,
@@ -44,12 +44,12 @@ def observers_of(run: Run, recorder: Recorder, *, started_utc: str) -> Observers
         recorder: writes.
         started_utc: when the run began.
     """
-    own = [Profile(run, recorder)] if run.request.profile else []
+    own = [StepProfiler(run, recorder)] if run.request.profile else []
     return recording.observers_of(RunSide(run), recorder, recorder.folder, started_utc=started_utc, own=own)
 
 
 class RunSide:
-    """A run, as the record asks for it: a `recording.Side`."""
+    """A run, as the record asks for it: a `RecordedSide`."""
 
     def __init__(self, run: Run):
         self._run = run

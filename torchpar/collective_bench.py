@@ -45,7 +45,7 @@ def run_bench(folder: Path) -> None:
     Raises:
         ExperimentError: a bad request.
         MissingDevicesError: too few GPUs.
-        RanksFailed, Interrupted: from `launch`.
+        RanksFailed, LaunchInterrupted: from `launch`.
     """
     request = read_collective_request(folder, side=TORCH.name)
     on_gpu = request.platform == "gpu"

@@ -18,7 +18,7 @@ from compare.numerics.dropout import (
     PARITY,
     ROTATIONS,
     ROUNDS,
-    Site,
+    DropoutSite,
     kept_scale,
     site_number,
     threshold,
@@ -39,7 +39,7 @@ class Dropout(nn.Module):
         part: which of the equal parts of x's rows this rank has, in their order: see `split_rows`.
     """
 
-    def __init__(self, rate: float, site: Site, layer: int = OUTSIDE):
+    def __init__(self, rate: float, site: DropoutSite, layer: int = OUTSIDE):
         super().__init__()
         self.rate, self.site, self.number = rate, site, site_number(layer, site)
         self.part = 0
@@ -57,7 +57,7 @@ class Dropout(nn.Module):
 def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
     """Say which rows a rank has that tensor parallelism gives some of the heads, or of the positions."""
     for module in model.modules():
-        if isinstance(module, Dropout) and (module.site == Site.ATTENTION or sequence_parallel):
+        if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
             module.part = part
 
 

@@ -46,9 +46,9 @@ def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
     instruments = Instruments(run)
     own: list[Observer] = [instruments]
     if run.request.profile:
-        from torchpar.measure.timeline import Profile  # what it marks is not imported for every run
+        from torchpar.measure.timeline import StepProfiler  # what it marks is not imported for every run
 
-        own.insert(0, Profile(run, recorder, instruments))
+        own.insert(0, StepProfiler(run, recorder, instruments))
     if run.request.silent:
         own.append(Silence(run))
     side = RankSide(run, instruments)
@@ -56,7 +56,7 @@ def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
 
 
 class RankSide:
-    """One rank, as the record asks for it: a `recording.Side`."""
+    """One rank, as the record asks for it: a `RecordedSide`."""
 
     def __init__(self, run: Run, instruments: Instruments):
         self._run, self._instruments = run, instruments

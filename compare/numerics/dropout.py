@@ -34,7 +34,7 @@ OUTSIDE = 0
 Words = tuple[np.ndarray, np.ndarray]
 
 
-class Site(IntEnum):
+class DropoutSite(IntEnum):
     """Dropout sites in nanoGPT's order."""
 
     EMBEDDING = 0
@@ -44,9 +44,9 @@ class Site(IntEnum):
     MLP_OUT = 3
 
 
-def site_number(layer: Any, site: Site) -> Any:
+def site_number(layer: Any, site: DropoutSite) -> Any:
     """The first word of a counter. A layer is a number or an array of them, counted from 1, or `OUTSIDE`."""
-    return layer * len(Site) + site
+    return layer * len(DropoutSite) + site
 
 
 def kept_scale(rate: float) -> float:

@@ -116,7 +116,7 @@ class Carry(NamedTuple):
     sums: tuple[Any, EndSums]
     """Gradients of this device's layers by chunk, leaves (v, layers of a stage, ...); and the ends'."""
     kept_S: Any
-    """`Kept` of forwards whose backward is to come; () if backward computes them anew."""
+    """`Residuals` of the forwards whose backward is to come; () if backward computes them anew."""
 
 
 class _Device(NamedTuple):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from compare.contract.communication import OF_DERIVATIVE, SAID
 from jaxpar.measure.replica_groups import replica_groups
-from jaxpar.measure.source_lines import Line, SourceLines
+from jaxpar.measure.source_lines import SourceLine, SourceLines
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -78,8 +78,8 @@ class Collective:
     backward: bool = False
     dtypes: tuple[str, ...] = ()
     op_name: str = ""
-    source: Line | None = None
-    stack: tuple[Line, ...] = ()
+    source: SourceLine | None = None
+    stack: tuple[SourceLine, ...] = ()
     text: str = ""
     name: str = ""
 

@@ -18,7 +18,7 @@ class Call(NamedTuple):
     purpose: str
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """Observer of every call, on any mesh."""
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
@@ -30,7 +30,7 @@ class Observer(Protocol):
         ...
 
 
-observers: list[Observer] = []
+observers: list[CallObserver] = []
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torchpar.guards.buffers import Buffers
 from torchpar.guards.replicated import ReplicatedParameters
 from torchpar.guards.weak_hooks import weakly
 from torchpar.manual import data_parallel as lesson
-from torchpar.manual.buckets import Bucket, Buckets
+from torchpar.manual.buckets import Bucket, GradientBuckets
 from torchpar.manual.data_parallel import GradientSync
 
 
@@ -79,7 +79,7 @@ class DataParallel(lesson.DataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: between two steps, and without hooks, which are about this module's parameters."""
-        return {**super().__getstate__(), "is_synchronizing": True, "hooks": [], "buckets": Buckets()}
+        return {**super().__getstate__(), "is_synchronizing": True, "hooks": [], "buckets": GradientBuckets()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the copy."""

@@ -94,7 +94,7 @@ def start_ranks(
     Raises:
         ExperimentError: the weights do not fit the model.
         MissingDevicesError: too few GPUs.
-        RanksFailed, Interrupted: from `launch`.
+        RanksFailed, LaunchInterrupted: from `launch`.
     """
     devices = request.experiment.layout.devices
     if request.platform == "gpu":

@@ -7,7 +7,7 @@ import torch
 
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.observers import Observer
-from compare.contract.work import Work
+from compare.contract.work import ObservedWork
 from torchpar.measure.ledger import LedgerMode, RankLedger
 from torchpar.measure.memory import allocator_peak, resident_bytes, watch_memory
 from torchpar.measure.places import group_names
@@ -34,7 +34,7 @@ class Instruments(Observer):
         self.ledger = LedgerMode(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
         self.gradient_bytes = 0
         self._watching: StorageMode | None = None
-        self._found: tuple[DeviceMemory, Work] | None = None
+        self._found: tuple[DeviceMemory, ObservedWork] | None = None
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -63,7 +63,7 @@ class Instruments(Observer):
             self._watching.updates()
             self.ledger.is_updating = True
 
-    def found(self) -> tuple[DeviceMemory, Work, RankLedger]:
+    def found(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
         """Memory, work and ledger of the step, which is over."""
         assert self._found, "no step was watched"
         return (*self._found, self.ledger.noted())

@@ -42,8 +42,8 @@ WIDEST = 8
 """Bytes of a float64."""
 
 
-class Place(NamedTuple):
-    """Key of a row."""
+class LedgerKey(NamedTuple):
+    """Key of a row of the ledger."""
 
     kind: str
     axis: str
@@ -77,7 +77,7 @@ class LedgerMode:
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
         self._modules = RunningModules()
-        self._rows = dict[Place, list[int]]()
+        self._rows = dict[LedgerKey, list[int]]()
         self._thread = threading.local()
         self._watch = ExitStack()
 
@@ -160,7 +160,7 @@ class LedgerMode:
         purpose = said if said is not None else self._inferred_purpose(kind, axis, dtype)
         if said is None:
             self.library_calls.append(Call(kind, axis, purpose))
-        place = Place(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
+        place = LedgerKey(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
         row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
 

@@ -33,8 +33,8 @@ class EndSums(NamedTuple):
     """Gradients of all parameters outside the layers: embedding on the first stage, loss on the last."""
 
 
-class Kept(NamedTuple):
-    """Tensors that a forward keeps for its backward."""
+class Residuals(NamedTuple):
+    """Tensors of a microbatch that a forward keeps for its backward."""
 
     y: jax.Array
     """Output of the layers, input of the last stage's loss."""
@@ -67,19 +67,19 @@ class Stage(NamedTuple):
         """Output y of the stage, for the next one; the first stage ignores x."""
         return self.run_layers(self.layers, self.start(x))
 
-    def forward_keeping(self, x: jax.Array) -> Kept:
+    def forward_keeping(self, x: jax.Array) -> Residuals:
         """Output y of the stage, and the residuals of its backward."""
         start = self.start(x)
         y, back = jax.vjp(self.run_layers, self.layers, start)
         needed = zip(jax.tree.leaves(back), self.comes_of_input(start), strict=True)
-        return Kept(y, [array for array, kept in needed if kept])
+        return Residuals(y, [array for array, kept in needed if kept])
 
     def backward_anew(self, x: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
         """`backward` from the stage's input x: it computes the forward again."""
         y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
         return self.backward(y, back, g, sums)
 
-    def backward_kept(self, kept: Kept, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
+    def backward_kept(self, kept: Residuals, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
         """`backward` from the residuals of its forward."""
         # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
         start = jnp.zeros_like(kept.y)
