@@ -41,7 +41,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def of(cls, keys_B2: jax.Array | None, layer: ArrayLike = OUTSIDE) -> "Noise | None":
-        """The noise in a layer; None without keys."""
+        """The noise in a layer, a number or an array (); None without keys."""
         return None if keys_B2 is None else cls(keys_B2, jnp.asarray(layer).astype(jnp.uint32))
 
     @property
@@ -120,7 +120,7 @@ def is_kept(
 def threefry(
     key: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 of every pair of counter words, all uint32, broadcast against each other."""
+    """Threefry-2x32 of each pair of counter words: uint32 of any shapes, broadcast against each other."""
     keys = [*key, key[0] ^ key[1] ^ jnp.uint32(PARITY)]
     x, y = first + keys[0], second + keys[1]
     for block in range(ROUNDS // 4):

@@ -71,12 +71,12 @@ def wrong_collectives(
 
 
 def first_only(x: jax.Array, axis: str) -> jax.Array:
-    """Zero on all devices but the first of an axis: then a sum over the axis is no sum."""
+    """x, any shape, on the first device of an axis, zeros on the others: a sum over the axis has one term."""
     return jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
 
 
 def times_devices(x: jax.Array, axis: str) -> jax.Array:
-    """x times the devices of an axis: then a mean over the axis is the sum."""
+    """x, any shape, times the devices of an axis: a mean over the axis becomes the sum."""
     return x * collectives.axis_size(axis)
 
 

@@ -66,7 +66,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The affine map without its bias, as a product of two matrices."""
+        """x (..., N) times the weight, as a product of two matrices: the affine map before its bias."""
         weight = self.weight[...].astype(self.compute)
         inputs, outputs = weight.shape[: self.contracted], weight.shape[self.contracted :]
         batch = x.shape[: x.ndim - self.contracted]

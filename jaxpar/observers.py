@@ -68,7 +68,7 @@ class RunSide:
         return "every weight is finite after the step"
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """Fetched from the devices."""
+        """A rung's tensors: canonical name -> full tensor, fetched from the devices."""
         run, state = self._run, self._run.state
         match rung:
             case Rung.BATCH:

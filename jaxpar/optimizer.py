@@ -60,7 +60,7 @@ def state_like(optimizer: optax.GradientTransformationExtraArgs, params: Any, tr
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm over all leaves, which must be whole on every device."""
+    """Euclidean norm over all leaves, a scalar; every device holds each leaf whole."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 

@@ -48,6 +48,9 @@ def held(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.n
         tree: placed weights, gradients or moments, with the parameters' structure.
         placements: theirs.
         model: the sizes.
+
+    Yields:
+        A shard, and its values, of its shape.
     """
     leaves, how = flatten_dict(tree), flatten_dict(placements)
     for path, parameters in parameters_by_path(model).items():

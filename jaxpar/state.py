@@ -67,5 +67,5 @@ class Run:
 
 
 def canonical(sharded: ShardedStep, tree: Any, experiment: Experiment) -> dict[str, np.ndarray]:
-    """A tree like the parameters, fetched from the devices, by canonical name."""
+    """A tree like the parameters, fetched from the devices: canonical name -> full tensor."""
     return weights.to_canonical(sharded.unpad(tree), experiment.model)

@@ -132,7 +132,7 @@ def time_case(
 
 
 def make_call(kind: str, axis: Axis, given: torch.Tensor, result: torch.Tensor) -> Callable[[], object]:
-    """The collective as a function without arguments: from `given` into `result`, or on `result` in place."""
+    """The collective, called with (): from `given` (n,) into `result` (n,), or on `result` in place."""
     match kind:
         case "all_reduce":
             return lambda: axis.all_reduce(result)

@@ -87,7 +87,7 @@ def is_kept(
 def threefry(
     key: tuple[torch.Tensor, torch.Tensor], first: torch.Tensor, second: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threefry-2x32 of every pair of counter words, all int32, broadcast against each other."""
+    """Threefry-2x32 of each pair of counter words: int32 of any shapes, broadcast against each other."""
     keys = [*key, key[0] ^ key[1] ^ _signed(PARITY)]
     x, y = torch.broadcast_tensors(first + keys[0], second + keys[1])
     x, y = x.clone(), y.clone()

@@ -70,7 +70,7 @@ class RankSide:
         return first_gradient_not_finite(self._run)
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """Put together from all ranks' pieces; {} but on rank 0."""
+        """A rung's tensors: canonical name -> full tensor, from all ranks' pieces; on rank 0, else {}."""
         run, parallel = self._run, self._run.parallel
         match rung:
             case Rung.BATCH:

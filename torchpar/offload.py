@@ -64,7 +64,7 @@ class StateOnHost(torch.optim.Optimizer):
         return loss
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """The state's tensors that are in the host's memory."""
+        """Tensors of the state, shaped as their parameters, in the host's memory."""
         return [
             value
             for parameter, state in self.state.items()
@@ -136,6 +136,6 @@ def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Tensors of an optimizer's state in the host's memory; of a wrapping optimizer, the inner one's."""
+    """Tensors of an optimizer's state, any shapes, in host memory; of a wrapper's inner optimizer."""
     inner = getattr(optimizer, "inner", optimizer)
     return inner.host_tensors() if isinstance(inner, StateOnHost) else []

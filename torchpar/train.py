@@ -115,7 +115,7 @@ def train_window(run: Run, compute: Compute, update: Update, tell: Observer, *, 
 
 
 def move_on(run: Run, norm: torch.Tensor) -> None:
-    """After a step; one that overflowed has left its gradients, which go.
+    """Count a step whose gradients had this norm, (); drop gradients that overflowed.
 
     Raises:
         DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
@@ -152,7 +152,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
 
 
 def run_passes(run: Run, batch: RankBatch) -> torch.Tensor:
-    """Forward and backward of one pass after the other. Returns the mean loss over this rank's share."""
+    """Forward and backward of one pass after the other. Returns the mean loss, (), over this rank's rows."""
     passes = len(batch.inputs_ABT)
     dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
     loss = torch.zeros((), dtype=dtype, device=run.mesh.device)

@@ -76,7 +76,7 @@ class Corpus:
             index: which of the evaluation's batches.
 
         Returns:
-            As `batch`.
+            Inputs and targets, int32 (A, B, T), as `batch`.
         """
         tokens = self.train if split == "train" else self.validation
         return self._draw(experiment, tokens, [0, index, step, EVALUATION + SPLITS.index(split)])

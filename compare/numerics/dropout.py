@@ -89,8 +89,8 @@ def threefry(key: np.ndarray | Sequence[np.ndarray], first: ArrayLike, second: A
     """Threefry-2x32: two words of random bits for each pair of counter words.
 
     Args:
-        key: two words, or two arrays of them.
-        first, second: the counters; all uint32, and broadcast against each other.
+        key: two words, or two arrays of them, any shape.
+        first, second: the counters; all uint32, of shapes that broadcast against each other.
     """
     keys = [np.asarray(key[0], np.uint32), np.asarray(key[1], np.uint32)]
     keys.append(keys[0] ^ keys[1] ^ np.uint32(PARITY))

@@ -66,7 +66,7 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 
 def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
-    """Copy of a device's part of a full tensor, `shard.held_shape`. ShardError if it reaches beyond it."""
+    """Copy of a device's shard, `shard.held_shape`, of a full tensor. ShardError if it reaches beyond."""
     box = _box(tensor, shard)
     return box.copy() if shard.elements is None else box.flat[slice(*shard.elements)]
 

@@ -85,7 +85,7 @@ def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.A
 
 
 def all_gather_equal(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """`all_gather` with a result marked as equal on all devices: for parameters after an update."""
+    """`all_gather`, (.., d, ..) -> (.., n d, ..), marked as equal on all devices: for updated parameters."""
     with ledger_scope(purpose):
         return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 

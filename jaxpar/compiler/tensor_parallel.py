@@ -71,7 +71,7 @@ class PlacedLinear(Linear):
         return placed(y, self.mesh, split=of_batch + self.dim - self.contracted)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The product of arrays as they are: joined with others, a dim that is split would be gathered."""
+        """x (..., N) times the weight, dim by dim: joining a split dim with another would gather it."""
         return product(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 

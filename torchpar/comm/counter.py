@@ -22,7 +22,7 @@ class CallObserver(Protocol):
     """Observer of every call, on any mesh."""
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """A call over a (gathered) tensor begins; what it sends itself comes before `ends`."""
+        """A call over a gathered tensor, any shape, begins; calls within it come before `ends`."""
         ...
 
     def ends(self) -> None:
@@ -35,7 +35,7 @@ observers: list[CallObserver] = []
 
 @contextmanager
 def observed(call: Call, full: torch.Tensor, ranks: int) -> Generator[None]:
-    """Tell the observers of a call that is made inside."""
+    """Tell the observers of a call inside; `full`, any shape, is its gathered tensor."""
     watching = list(observers)
     for observer in watching:
         observer.begins(call, full, ranks)

@@ -72,7 +72,7 @@ class Awaited:
         self._stand_ins = {index: nan for index, nan in self._stand_ins.items() if not nan._version}
 
     def has_other_hooks(self, piece: nn.Parameter) -> bool:
-        """True if there are tensor hooks on a piece besides the one that is put on it here."""
+        """True if a piece, (n,), has tensor hooks besides the one of this class."""
         return len(piece._backward_hooks or ()) > (id(piece) in self._hooked)
 
     def _stand_in(self, index: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ class DataParallel(lesson.DataParallel):
             self.make_buckets()
 
     def hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        """One that keeps nobody alive."""
+        """The lesson's hook, on a gradient of the parameter's shape, behind weak references."""
         return weakly(self.gradient_ready, bucket, index)
 
     @torch.no_grad()

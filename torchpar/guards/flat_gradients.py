@@ -120,7 +120,7 @@ class FlatGradients(lesson.FlatGradients):
         self._dropped.clear()
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a part of the mean to the gradient of its piece, unless that was dropped meanwhile."""
+        """Add a part of the mean, (n,), to the gradient of its piece, unless that was dropped meanwhile."""
         was_dropped = index in self._dropped or self._awaited.was_dropped(index)
         self._awaited.remove(index)
         if not was_dropped:

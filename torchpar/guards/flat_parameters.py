@@ -47,7 +47,7 @@ class FlatParameters(lesson.FlatParameters):
         self._addresses = {kind: [_memory(tensor) for tensor in self._tensors(kind)] for kind in kinds}
 
     def starting_values(self) -> torch.Tensor:
-        """The given ones, or the first rank's."""
+        """Values of the flat buffer, (n,): the given ones, or the first rank's."""
         return super().starting_values() if self._given is None else self._given
 
     def cut(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -315,12 +315,12 @@ class FSDP(lesson.FSDP):
 
     @property
     def elements(self) -> dict[str, slice]:
-        """Which elements of each parameter this rank's piece is, by the original names."""
+        """Elements of each flattened parameter, (numel,), in this rank's piece, by the original names."""
         own = self.elements_by_parameter
         return {name: own[parameter] for name, parameter in self._parameters_by_name().items()}
 
     def gather(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Full tensors from every rank's pieces: weights, gradients or moments by the original names."""
+        """Full tensors, in the model's shapes, from every rank's pieces (n,), by the original names."""
         by_name = self._parameters_by_name()
         full = self.gather_by_parameter({by_name[name]: piece for name, piece in pieces.items()})
         return {name: full[by_name[name]] for name in pieces}

@@ -81,7 +81,7 @@ class DataParallel(Accumulates, nn.Module):
         ]
 
     def hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        """What runs in backward when the gradient of a bucket's parameter is there."""
+        """A hook for backward: the gradient of a bucket's parameter, shaped as it, is there."""
         return lambda parameter: self.gradient_ready(bucket, index)
 
     def forward(self, *args, **kwargs):

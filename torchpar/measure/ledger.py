@@ -102,7 +102,7 @@ class LedgerMode:
                 self._objects(f"{where} {count} went past PyTorch's dispatcher, to the backend: in no row")
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """Note one of torchpar's own collectives; what it sends itself is part of it."""
+        """Note one of torchpar's own collectives, `full` of any shape, and the calls within it."""
         self._depth += 1
         if ranks > 1 and not self._own_calls.is_paused:
             dtype = str(full.dtype).removeprefix("torch.")

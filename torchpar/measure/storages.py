@@ -151,7 +151,7 @@ class StorageMode(TorchDispatchMode):
         return result
 
     def tag(self, kind: Tag, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors' memory is of this class."""
+        """Give the memory of these tensors, any shapes, this class."""
         for life in self._see_all(list(tensors), is_made=False):
             life.tags.add(kind)
 
@@ -160,7 +160,7 @@ class StorageMode(TorchDispatchMode):
         self._is_updating = True
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """One of torchpar's own collectives begins: what it sends itself is no message."""
+        """One of torchpar's own collectives, `full` of any shape, begins: messages within belong to it."""
         self._calls.append(call)
 
     def ends(self) -> None:

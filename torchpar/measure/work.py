@@ -68,7 +68,7 @@ class WorkMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """One of torchpar's own collectives begins."""
+        """One of torchpar's own collectives, `full` of any shape, begins."""
         self._is_overlapped |= call.purpose == GRADIENTS and _is_in_backward()
 
     def ends(self) -> None:

@@ -22,7 +22,7 @@ from torchpar.state import RankBatch
 def make_runner(
     part: GPTStages, parallel: ParallelModel, *, axis: Axis, layout: Layout
 ) -> Callable[..., torch.Tensor]:
-    """A function for `ParallelModel.run_pipeline`.
+    """A function for `ParallelModel.run_pipeline`: from a batch (A, B, T) to its mean loss, ().
 
     Args:
         part: this rank's stages, which `parallel.module` is, or wraps.
@@ -56,7 +56,7 @@ def make_runner(
 def make_evaluation(
     part: GPTStages, parallel: ParallelModel, *, axis: Axis, layout: Layout
 ) -> Callable[..., torch.Tensor]:
-    """A function for `ParallelModel.evaluate_pipeline`. Arguments as of `make_runner`."""
+    """A function for `ParallelModel.evaluate_pipeline`: a batch to its loss, (). As `make_runner`."""
 
     def evaluate(batch: RankBatch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
         inputs_MBT, targets_MBT = microbatches_of(batch, layout)
