@@ -96,7 +96,7 @@ def is_kept(
     rate: float,
     first_row: jax.Array | int = 0,
 ) -> jax.Array:
-    """Which elements are kept: bool (B, *shape).
+    """Mask of the kept elements: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences, uint32.

@@ -192,7 +192,7 @@ def unscaled_dropout() -> AbstractContextManager:
 
 
 def same_dropout_on_every_rank() -> AbstractContextManager:
-    """No device is told which rows are its own."""
+    """Every device takes its rows for the first ones."""
     return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
 
 

@@ -37,7 +37,7 @@ from jaxpar.training_step import ShardedStep
 
 
 def observers_of(run: Run, recorder: Recorder, *, started_utc: str) -> Observers:
-    """What watches a training; its evaluation is compiled here.
+    """Observers of a training; its evaluation is compiled here.
 
     Args:
         run: what is trained.
@@ -61,7 +61,7 @@ class RunSide:
         return memory_in_use(first_device(self._run.state.params))
 
     def not_finite(self) -> str:
-        """Gradients never leave the step: it names what they made of the weights."""
+        """The first weight that is infinite or NaN: gradients stay inside the step."""
         first = first_not_finite(self.tensors(Rung.FINAL_WEIGHTS))
         if first:
             return f"the first weight that is not finite after the step is {first}"

@@ -62,7 +62,7 @@ class Run:
         return self.request.experiment
 
     def program(self, number: int) -> jax.stages.Compiled:
-        """What runs as the step of this number."""
+        """The compiled step of this number."""
         return self.first if self.first and number == self.request.first_step else self.step
 
 

@@ -65,7 +65,7 @@ def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
 def is_kept(
     keys_B2: torch.Tensor, site: int, shape: tuple[int, ...], *, rate: float, first_row: int = 0
 ) -> torch.Tensor:
-    """Which elements are kept: bool (B, *shape).
+    """Mask of the kept elements: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences: their words' bits as int32.

@@ -35,7 +35,7 @@ from torchpar.weights import moment_keys, to_arrays
 
 
 def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
-    """What watches this rank's training.
+    """Observers of this rank's training.
 
     Args:
         run: this rank's.

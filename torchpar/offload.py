@@ -100,7 +100,7 @@ class StateOnHost(torch.optim.Optimizer):
         return self._copies.record_event() if self._copies else None
 
     def _wait_for(self, arrival: "torch.cuda.Event | None") -> None:
-        """Let the device compute with what was fetched, and no sooner."""
+        """Let the device wait for the fetched state before it computes."""
         if arrival:
             torch.cuda.current_stream().wait_event(arrival)
 

@@ -48,7 +48,7 @@ def autocast(run: Run) -> AbstractContextManager:
 
 
 def now(run: Run) -> float:
-    """Seconds, when the device has done what it was asked to do."""
+    """Time in seconds, after the device has finished its queue."""
     if run.mesh.device.type == "cuda":
         torch.cuda.synchronize(run.mesh.device)
     return time.perf_counter()

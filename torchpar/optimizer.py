@@ -22,7 +22,7 @@ ROW = 4096
 def unwrapped(
     params: list[dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs
 ) -> torch.optim.Optimizer:
-    """The optimizer as PyTorch has it: what a sharding wrapper stands in for."""
+    """PyTorch's own optimizer, without the sharding wrapper around it."""
     return optimizer_cls(params, **kwargs)
 
 

@@ -69,7 +69,7 @@ def sequence_keys(seed: int, step: int, passes: int, sequences: int) -> np.ndarr
 
 
 def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-    """Which elements are kept: bool (B, *shape).
+    """Mask of the kept elements: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences.

@@ -21,7 +21,7 @@ Logits = Callable[[np.ndarray], np.ndarray]
 
 
 class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be drawn."""
+    """A request for samples of a checkpoint's model."""
 
     checkpoint: str
     """Its folder, an absolute path."""

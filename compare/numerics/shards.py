@@ -61,7 +61,7 @@ class Shard(Struct, frozen=True, kw_only=True):
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """Shape of what the device holds: the box's, or 1-D for a range of its elements."""
+        """Shape of the device's shard: the box's, or (elements,) for a range of them."""
         return self.shape if self.elements is None else (self.elements[1] - self.elements[0],)
 
 

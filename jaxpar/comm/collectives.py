@@ -27,7 +27,7 @@ per_device: Callable[..., Any] = partial(jax.shard_map, check_vma=True)
 
 
 def ledger_scope(purpose: str) -> AbstractContextManager:
-    """A scope that tells the ledger what the collectives in it are for (`contract.communication`)."""
+    """A scope that gives the ledger the purpose of its collectives (`contract.communication`)."""
     return jax.named_scope("for_" + purpose.replace(" ", "_")) if purpose else nullcontext()
 
 

@@ -107,7 +107,7 @@ def run_pipeline(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shift(x_S: jax.Array, by: int) -> jax.Array:
-    """Each stage gets what the one `by` places before it has, around the ring.
+    """Each stage's x becomes that of the stage `by` places before it, around the ring.
 
     Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
     """

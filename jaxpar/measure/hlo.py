@@ -221,7 +221,7 @@ def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def opcode_of(text: str) -> str:
-    """What an instruction does: `all-reduce`, `fusion`, `while`; "" if that cannot be read."""
+    """Operation of an instruction: `all-reduce`, `fusion`, `while`; "" of an unreadable one."""
     match = _OPCODE.search(text)
     return match[1] if match else ""
 

@@ -58,7 +58,7 @@ def communications(
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
-    """What one call of a function communicates: a row for each collective that XLA made of it.
+    """Ledger of one call of a function: a row for each collective that XLA made of it.
 
     Args:
         function: jitted or not, with `shard_map` or without. It is compiled, and does not run.

@@ -32,7 +32,7 @@ class NestedInstruction(NamedTuple):
 
 
 def places(hlo: str) -> dict[str, NestedInstruction]:
-    """Where every instruction stands that a module runs by itself, by name.
+    """Nesting of every instruction that a module runs by itself, by name.
 
     Args:
         hlo: `compiled.as_text()`.

@@ -24,7 +24,7 @@ OWN_WRAPPERS = Path(__file__).parents[1] / "comm"
 
 
 class SourceLines:
-    """Where the instructions of a module come from.
+    """Source lines of a module's instructions.
 
     Args:
         hlo: its text.

@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
 
 def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> ObservedWork:
-    """What a traced step computes.
+    """Observed work of a traced step.
 
     Args:
         program: `jax.jit(step).trace(...).jaxpr`.

@@ -67,7 +67,7 @@ class Traffic:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Count nothing inside: what is gathered for the record is no part of a step."""
+        """Pause the count inside: gathers for the record are outside of a step."""
         before, self.is_paused = self.is_paused, True
         try:
             yield

@@ -135,7 +135,7 @@ def unscaled_dropout() -> AbstractContextManager:
 
 
 def same_dropout_on_every_rank() -> AbstractContextManager:
-    """No rank knows which rows are its own."""
+    """Every rank takes its rows for the first ones."""
 
     def forget(run: Run) -> None:
         for module in run.parallel.module.modules():

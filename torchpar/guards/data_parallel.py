@@ -118,7 +118,7 @@ class DataParallel(lesson.DataParallel):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
+        """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         used = [parameter.grad is not None for parameter in parameters]
         self._fill_in_unused()

@@ -72,7 +72,7 @@ class FlatGradients(lesson.FlatGradients):
             )
 
     def require_no_hooks(self) -> None:
-        """RuntimeError if somebody waits for a piece's gradient with a hook: autograd makes none for it."""
+        """RuntimeError if a piece has a gradient hook: autograd makes no gradient for a piece."""
         for name, piece in zip(self.names, self.pieces, strict=True):
             if piece._post_accumulate_grad_hooks or self._awaited.has_other_hooks(piece):
                 raise RuntimeError(
@@ -87,7 +87,7 @@ class FlatGradients(lesson.FlatGradients):
 
     @property
     def are_there(self) -> bool:
-        """True if backward has left gradients that are to be reduced, and that nobody has dropped."""
+        """True if gradients of backward await their reduction."""
         self._forget_dropped()
         return super().are_there
 
@@ -109,7 +109,7 @@ class FlatGradients(lesson.FlatGradients):
             piece.grad = None if gradient is None else self._part_of(gradient, index)
 
     def hand_out(self) -> None:
-        """Give each piece its part of the shard, which is the mean by now, added to what is there already.
+        """Add its part of the shard of the mean to each piece's gradient.
 
         Raises:
             RuntimeError: a part belongs to a parameter that this rank did not use.

@@ -103,12 +103,12 @@ class FlatParameters(lesson.FlatParameters):
 
     @property
     def is_stale(self) -> bool:
-        """True if the parameters are unsharded, or about to be, but not what the shards are by now."""
+        """True if the unsharded parameters, there or on their way, are older than the shards."""
         return self.is_changed and (self.is_unsharded or self.work is not None)
 
     @torch.no_grad()
     def keep_memory(self, kind: Kind) -> None:
-        """Give pieces or parameters their memory back where somebody replaced it, and take in its values.
+        """Give pieces or parameters their memory back after it was replaced, with the new values.
 
         `module.double().float()` and `vector_to_parameters` replace it: else the new one would not be seen.
 

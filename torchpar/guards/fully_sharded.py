@@ -258,7 +258,7 @@ class FSDP(lesson.FSDP):
                     parameter.register_post_accumulate_grad_hook(hook)
 
     def is_current(self, unit: Any) -> bool:
-        """Whether the unit has been entered last, and still has its parameters, which nobody has changed."""
+        """Whether the unit was entered last, and its parameters are there and unchanged."""
         return super().is_current(unit) and unit.is_shown and not unit.is_stale
 
     def make_current(self, unit: Any) -> None:
@@ -267,7 +267,7 @@ class FSDP(lesson.FSDP):
             super().make_current(unit)
 
     def may_reshard(self, unit: Any) -> bool:
-        """Not a unit around the one that runs, and nothing that a second derivative may read."""
+        """False for a unit around the running one, and where a second derivative may read it."""
         return super().may_reshard(unit) and unit.is_idle and not self._backward_comes_again
 
     def unshard_unit(self, unit: Any) -> None:
@@ -288,7 +288,7 @@ class FSDP(lesson.FSDP):
             super().reduce(unit)
 
     def reduce_rest(self) -> None:
-        """Begin to reduce what is not under way yet, in the order of backward."""
+        """Begin to reduce the remaining units, in the order of backward."""
         if not self._must_agree:
             super().reduce_rest()
             return

@@ -108,7 +108,7 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
         self._take_defaults()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: parameters and what is cut of them come first, for all else is about those."""
+        """For copies: parameters and their pieces come first, because the rest refers to them."""
         for flat in self.flats:
             flat.keep_memory("parameters")
         # As ever without hooks, and without the `step` that schedulers put around the class's.
@@ -295,7 +295,7 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
 
     @property
     def _cut(self) -> dict[str, Any]:
-        """What says which elements are in this rank's shard."""
+        """Description of this rank's shard: equal ones hold the same elements."""
         return {"rank": self.axis.rank, "size": self.axis.size, "bucket_size_mb": self._bucket_size_mb}
 
     def _require_dropped(self) -> None:

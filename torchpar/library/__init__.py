@@ -160,7 +160,7 @@ class PartitionedStateModel(ParallelModel):
         return (self.state_axis,)
 
     def moments(self, key: str) -> TensorsByName:
-        """Whole ones, on every rank."""
+        """Whole moments, any shapes, on every rank."""
         state = self.optimizer.state
         moments = {
             name: state[p][key].clone() if p in state else torch.zeros_like(p)

@@ -98,7 +98,7 @@ class DataParallel(Accumulates, nn.Module):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
+        """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
         for bucket in self.buckets:
             for index in bucket.pending:  # gradients that came in no_sync alone
                 bucket.add(index, ranks=self.axis.size)

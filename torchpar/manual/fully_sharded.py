@@ -282,7 +282,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         self._reducing = unit
 
     def reduce_rest(self) -> None:
-        """Begin to reduce what is not under way yet, in the order of backward."""
+        """Begin to reduce the remaining units, in the order of backward."""
         for unit in reversed(self.units):
             self.reduce(unit)
 

@@ -97,7 +97,7 @@ class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
                 reduce_scatter_gradients(gradients)
 
     def finish_gradient_synchronization(self) -> None:
-        """Leave each rank the mean gradient of its pieces; launch what was not launched in backward."""
+        """Launch the buckets that backward left, and leave each rank the mean gradient of its pieces."""
         for gradients in self.order:
             reduce_scatter_gradients(gradients)
         for gradients in self.order:

@@ -38,7 +38,7 @@ class Instruments(Observer):
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Note what the step inside communicates, allocates and computes."""
+        """Note communication, allocations and work of the step inside."""
         device, parallel = self._run.mesh.device, self._run.parallel
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
         held: dict[Class, Iterable[torch.Tensor]] = {
@@ -55,7 +55,7 @@ class Instruments(Observer):
         self._found = self._watching.memory(allocator_peak=allocator_peak(device)), work.seen()
 
     def gradients(self, step: int) -> None:
-        """What is allocated from now on is the optimizer's."""
+        """Count later allocations to the optimizer."""
         if self._watching and step == self.watched:
             held = self._run.parallel.held_gradients()
             self.gradient_bytes = resident_bytes(held)

@@ -200,7 +200,7 @@ class LedgerMode:
 
 
 class RankLedger(NamedTuple):
-    """What a `LedgerMode` noted on one rank."""
+    """Notes of a `LedgerMode` on one rank."""
 
     rows: list[Communication]
     seen: dict[str, int]

@@ -47,7 +47,7 @@ class TraceMark(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, name: str) -> "TraceMark | None":
-        """The mark of this name in a trace; None for what is none."""
+        """The mark of this name in a trace; None for a name of PyTorch's."""
         prefix, *fields = name.split(BETWEEN)
         if prefix != PREFIX:
             return None

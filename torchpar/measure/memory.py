@@ -40,7 +40,7 @@ def allocator_peak(device: torch.device) -> int:
 
 
 def memory_in_use(device: torch.device) -> MemoryUse:
-    """What the allocator gave out of a GPU; of a CPU what this process has in RAM."""
+    """Bytes in use: the allocator's on a GPU, this process's RAM on a CPU."""
     if device.type != "cuda":
         return process_memory()
     return MemoryUse(now=torch.cuda.memory_allocated(device), peak=torch.cuda.max_memory_allocated(device))

@@ -94,7 +94,7 @@ class WorkMode(TorchDispatchMode):
 
 
 def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: int) -> ObservedWork:
-    """What all ranks computed, and the tasks of the first of each stage.
+    """Work of all ranks; tasks are those of the first rank of each stage.
 
     Args:
         ranks: in the order of the mesh, in which the ranks of a stage stand together.

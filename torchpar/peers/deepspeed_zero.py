@@ -75,17 +75,17 @@ class ZeRO(ParallelModel):
     engine: Any
 
     def weights(self) -> TensorsByName:
-        """Whole weights; all ranks call this together."""
+        """Whole weights by name, in nanoGPT's shapes; all ranks call this together."""
         named = dict(self.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(named.values())):  # of ZeRO-1 and 2 they are whole
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def gradients(self) -> TensorsByName:
-        """Whole gradients, between backward and step; all ranks call this together."""
+        """Whole gradients by name, between backward and step; all ranks call this together."""
         return {name: safe_get_full_grad(parameter) for name, parameter in self.module.named_parameters()}
 
     def moments(self, key: str) -> TensorsByName:
-        """Whole moments; all ranks call this together."""
+        """Whole moments by name, in nanoGPT's shapes; all ranks call this together."""
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             # ZeRO-1 and 2 link them once, after the first group's step, when the second group has none yet.
             self.engine.optimizer._hp_optimizer_states_linked = False

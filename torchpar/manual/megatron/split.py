@@ -63,7 +63,7 @@ class SplitLayer(nn.Module):
     parts: tuple[str, ...] = ("weight",)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, whose parts are such, too."""
+        """A copy, with marked parts."""
         super().__setstate__(state)
         for name in self.parts:
             if (parameter := getattr(self, name)) is not None:

@@ -26,7 +26,7 @@ class Mailbox:
             self._tensors[message] = tensor.contiguous()
 
     def take(self, message: Message) -> Any:
-        """The tensor, or what was given; it is in the box no longer."""
+        """Remove the tensor, or the given object, from the box and return it."""
         return self._tensors.pop(message)
 
     def peek(self, message: Message) -> torch.Tensor:

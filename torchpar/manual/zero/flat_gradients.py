@@ -57,7 +57,7 @@ class FlatGradients:
             self.used.add(index)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Where in the buffer the gradient of the parameter at `index` is, in its shape."""
+        """The buffer's slot for the gradient of the parameter at `index`: a view of its shape."""
         if self._buffer is None:
             self._buffer = self.pieces[0].detach().new_empty(self.layout.numel)
         return self.layout.view(self._buffer, index)

@@ -97,7 +97,7 @@ class FlatParameters:
                 parameter.register_post_accumulate_grad_hook(partial(ready, index))
 
     def begin_unshard(self) -> bool:
-        """Whether the parameters are to be gathered: they are neither there nor on their way."""
+        """Whether a gather must begin: the parameters are sharded, and no gather is under way."""
         return not self.is_unsharded and self.work is None
 
     def wait_unshard(self) -> None:

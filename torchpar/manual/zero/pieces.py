@@ -12,7 +12,7 @@ TensorsByParameter = Mapping[torch.Tensor, torch.Tensor]
 
 
 class HoldsPieces:
-    """What keeps a cut of some parameters, in flat buffers."""
+    """A holder of flat buffers: this rank's pieces of some parameters."""
 
     flats: list[FlatParameters]
 
