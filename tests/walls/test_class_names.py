@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("compare", "jaxpar", "torchpar")
+COMMANDS = ("compare/commands", "compare/studies")
 ON_BOTH_SIDES = {
     "Block",
     "ColumnParallelLinear",
@@ -46,13 +47,16 @@ def sources() -> dict[str, str]:
 
 
 def shared_names(of: Mapping[str, str]) -> dict[str, set[str]]:
-    """Public classes defined in two rooms or more: name -> rooms. A command has the name that users type."""
+    """Public classes defined in two rooms or more: name -> rooms.
+
+    A command or study is called as users type it, and so is its file: it may share its name.
+    """
     rooms = defaultdict(set)
     for path, source in of.items():
         room, _, file = path.rpartition("/")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                is_command = room == "compare/commands" and node.name.lower() == file.removesuffix(".py")
+                is_command = room in COMMANDS and node.name.lower() == file.removesuffix(".py")
                 rooms[node.name] |= set() if is_command else {room}
     return {name: found for name, found in rooms.items() if len(found) > 1}
 
@@ -86,6 +90,8 @@ def test_a_name_of_two_ideas_is_noticed():
         "compare/judge/diff.py": "if True:\n    class Run:\n        pass\n",
         "compare/commands/profile.py": "class Profile:\n    pass\nclass Phase:\n    pass\n",
         "compare/judge/profile.py": "class Profile:\n    pass\nclass Phase:\n    pass\n",
+        "compare/studies/buckets.py": "class Buckets:\n    pass\n",
+        "torchpar/manual/buckets.py": "class Buckets:\n    pass\n",
         "jaxpar/model.py": "class GPT:\n    pass\nclass _Cache:\n    pass\n",
         "torchpar/model.py": "class GPT:\n    pass\n",
         "torchpar/guards/units.py": "class _Cache:\n    pass\n",
