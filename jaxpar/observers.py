@@ -40,7 +40,7 @@ def observers_of(run: Run, recorder: Recorder, *, started_utc: str) -> Observers
     """Observers of a training; its evaluation is compiled here.
 
     Args:
-        run: what is trained.
+        run: the training.
         recorder: writes.
         started_utc: when the run began.
     """

@@ -46,7 +46,7 @@ def held(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.n
 
     Args:
         tree: placed weights, gradients or moments, with the parameters' structure.
-        placements: theirs.
+        placements: of its leaves.
         model: the sizes.
 
     Yields:

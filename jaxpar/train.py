@@ -49,7 +49,7 @@ def train(
         record = read_record(folder, requested=False)
 
     Args:
-        request: what to run.
+        request: experiment, engine and observers of the run.
         recorder: where to write.
         weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
         batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step. By default those of
@@ -78,9 +78,9 @@ def run_loop(run: Run, take: Take, tell: Observer, *, progress: Callable[..., No
     """Train to the end.
 
     Args:
-        run: what is trained.
+        run: the training.
         take: a step, from a placed batch to loss and grad_norm, scalars; puts the new state into `run.state`.
-        tell: what watches.
+        tell: the observers.
         progress: as of `train`.
 
     Raises:

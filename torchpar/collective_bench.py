@@ -104,8 +104,8 @@ def time_case(
 
     Args:
         name: of the implementation.
-        axis: that does it.
-        case: which.
+        axis: of the collective.
+        case: kind and size.
         request: for how long, and which fault.
         device: of this rank.
     """

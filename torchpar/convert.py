@@ -63,7 +63,7 @@ def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor of real numbers that are all there, one after the other."""
+    """Whether it is a dense floating-point tensor, of any shape, in the host's memory."""
     return (
         torch.is_tensor(value)
         and value.layout == torch.strided

@@ -33,10 +33,10 @@ class Dropout(nn.Module):
     Args:
         rate: of what is dropped.
         site: the place.
-        layer: which it is in, counted from 1; `OUTSIDE` if in none.
+        layer: its number, counted from 1; `OUTSIDE` for none.
 
     Attributes:
-        part: which of the equal parts of x's rows this rank has, in their order: see `split_rows`.
+        part: number of this rank's part among equal parts of x's rows: see `split_rows`.
     """
 
     def __init__(self, rate: float, site: DropoutSite, layer: int = OUTSIDE):

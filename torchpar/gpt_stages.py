@@ -27,7 +27,7 @@ class GPTStages(nn.Module):
 
     Args:
         model: its modules are shared, not copied; dropping it frees those of other ranks' stages.
-        own: which stages, along the model.
+        own: numbers of its stages, along the model.
         stages: of the whole pipeline; divides the blocks.
 
     Attributes:
@@ -122,7 +122,7 @@ class OneStage(nn.Module):
 
     Args:
         part: a `GPTStages`, or what a layout wrapped around it.
-        stage: which.
+        stage: its number along the model.
     """
 
     def __init__(self, part: nn.Module, stage: int):
@@ -177,7 +177,7 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
     Args:
         parameter: this rank's copy, any shape; only the two ranks with a copy call.
         axis: of the pipeline.
-        ranks: which of the axis have the copies.
+        ranks: the two ranks of the axis with a copy.
     """
     assert parameter.grad is not None
     (other,) = set(ranks) - {axis.rank}

@@ -41,8 +41,8 @@ def train(
 
     Args:
         rank: this process.
-        request: what to run.
-        folder: there.
+        request: experiment, engine and observers of the run.
+        folder: an existing one.
         weights, batches: see `entry.start_ranks`; the same on all ranks.
 
     Raises:
@@ -66,7 +66,7 @@ def run_loop(run: Run, compute: Compute, update: Update, tell: Observer) -> None
         run: this rank's.
         compute: from a batch to the mean loss, a scalar; leaves the gradients on the parameters.
         update: clips, updates the weights and drops the gradients. Returns the norm before, a scalar.
-        tell: what watches.
+        tell: the observers.
 
     Raises:
         DivergedError: the loss or the gradient norm of a step is not finite.

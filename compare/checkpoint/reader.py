@@ -85,7 +85,7 @@ class CheckpointReader:
         Args:
             group: weights, m or v.
             name: canonical.
-            box: which part.
+            box: of the tensor; None for all of it.
 
         Raises:
             CheckpointError: the file cannot be read, or parts do not cover the box.

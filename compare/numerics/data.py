@@ -73,7 +73,7 @@ class Corpus:
             experiment: as for `batch`.
             split: one of `SPLITS`.
             step: optimizer steps already taken.
-            index: which of the evaluation's batches.
+            index: number of the evaluation's batch.
 
         Returns:
             Inputs and targets, int32 (A, B, T), as `batch`.

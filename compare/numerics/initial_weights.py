@@ -42,7 +42,7 @@ def checked_weights(
 
     Args:
         weights: by canonical name, of `parameter_table(experiment.model)`'s shapes, of any float dtype.
-        origin: what to call them in a message.
+        origin: their name in messages.
 
     Raises:
         ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.

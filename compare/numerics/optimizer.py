@@ -73,7 +73,7 @@ def reference_step(
     """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
 
     Args:
-        optimizer: which one, and its hyperparameters.
+        optimizer: its name and hyperparameters.
         table: the canonical parameters; decides what decays.
         weights: canonical name -> tensor of the table's shape; gradients and moments have equal shapes.
         gradients: by canonical name, before clipping.

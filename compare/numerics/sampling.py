@@ -49,7 +49,7 @@ def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> l
     """Draw every sample, token by token. Returns their token ids, each with the prompt before it.
 
     Args:
-        request: what.
+        request: prompt, counts and temperature.
         logits_of: the model.
         block_size: T, how many tokens it looks back on.
     """

@@ -34,7 +34,7 @@ def split_layers(problem: Problem, placements: Any, *, mesh: Mesh, sequence_para
     """An edit of the model: activations at both ends of a region of split work say where they live.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         placements: of its leaves.
         mesh: has an axis tp.
         sequence_parallel: between the regions, positions are split.

@@ -202,7 +202,7 @@ def _bytes_sent(branch: list[Collective]) -> int:
 
 
 def _sends(branch: list[Collective]) -> tuple:
-    """What a branch sends, in whatever order."""
+    """Collectives of a branch, in any order."""
     return tuple(sorted((found.kind, found.groups, found.arrays, found.calls) for found in branch))
 
 

@@ -62,7 +62,7 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
 
     Args:
         function: jitted or not, with `shard_map` or without. It is compiled, and does not run.
-        arguments: its own: arrays, or `ShapeDtypeStruct`s with shardings.
+        arguments: of the function: arrays, or `ShapeDtypeStruct`s with shardings.
         mesh: names the axes.
 
     Raises:

@@ -36,7 +36,7 @@ class StepProfiler(Observer):
     """Watches one step, and writes timeline.json.
 
     Args:
-        run: what is trained.
+        run: the training.
         recorder: writes.
     """
 

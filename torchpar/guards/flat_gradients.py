@@ -56,7 +56,7 @@ class FlatGradients(lesson.FlatGradients):
         """Count as zero the gradients that other ranks alone have.
 
         Args:
-            used: which parameters have a gradient on any rank.
+            used: for each parameter, whether any rank has its gradient.
         """
         for index, is_used in enumerate(used):
             if is_used and index not in self.used:

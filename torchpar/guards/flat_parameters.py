@@ -21,7 +21,7 @@ class FlatParameters(lesson.FlatParameters):
     Args:
         named, axis, options: as the lesson's.
         compute_dtype: of the parameters while they are unsharded; None for that of the shard.
-        values: theirs in a flat buffer (n,), instead of the first rank's; nothing is sent then.
+        values: of a flat buffer, (n,), in place of the first rank's; saves the broadcast.
     """
 
     gradients: FlatGradients

@@ -18,7 +18,7 @@ class ReplicatedParameters:
     No optimizer may step over one while its gradient is still this rank's own: `claims.Claimant`.
 
     Args:
-        module: which parameters it has is asked anew, because users freeze, convert and replace them.
+        module: its parameters are listed anew each time: users freeze, convert and replace them.
         axis: the ranks.
 
     Attributes:

@@ -49,7 +49,7 @@ def launch(
     """Run `main(rank)` in `world_size` processes on this machine, and wait until all are done.
 
     Args:
-        main: what each rank does; picklable if `spawn`.
+        main: each rank's function; picklable if `spawn`.
         folder: for the file through which the ranks meet, if it has to have a name; then it is removed.
         timeout_s: seconds without progress of any rank after which the run counts as hung.
         spawn: start fresh interpreters. Forking takes 0.1 s, but a GPU or macOS does not survive it.

@@ -98,7 +98,7 @@ class PipelineParallel:
         Args:
             inputs, targets: whole, on all ranks; cut along dim 0.
             microbatches: into how many.
-            also: what else every stage takes, by keyword; cut likewise.
+            also: further inputs of every stage, (B, ...), by keyword; cut likewise.
             context: made anew around every forward, such as autocast.
             forward_only: no backward, and no gradients.
 

@@ -65,8 +65,8 @@ class LedgerMode:
     Attributes:
         is_updating: gradients are ready, and the optimizer is at work.
         seen, own: bytes on the wire by axis: of all that the dispatcher saw, and of our own calls.
-        library_calls: those that are not our own, in their order.
-        problems: what could not be counted.
+        library_calls: calls by libraries, in their order.
+        problems: calls that could not be counted.
     """
 
     def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
@@ -165,7 +165,7 @@ class LedgerMode:
         row[:] = [row[0] + 1, row[1] + size]
 
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
-        """What PyTorch's wrappers use a collective for: mostly to reduce gradients."""
+        """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
         if not self._infers:
             return ""
         if dtype == "int32":

@@ -287,7 +287,7 @@ class StorageMode(TorchDispatchMode):
 
 
 def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """What a tensor is made of: a DTensor of its local part."""
+    """The plain tensor in this rank's memory: a DTensor's local part."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

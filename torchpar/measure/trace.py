@@ -220,7 +220,7 @@ def _kernels(events: Sequence[Event], marks: Sequence[Marked], calls: Sequence[M
 
 
 def outermost(ranges: Iterable[Marked]) -> list[Marked]:
-    """Those that lie in no other, in their order."""
+    """Ranges outside of all others, in their order."""
     found: list[Marked] = []
     for one in sorted(ranges, key=lambda one: (one.begin, -one.end)):
         if not found or one.begin >= found[-1].end:
@@ -231,7 +231,7 @@ def outermost(ranges: Iterable[Marked]) -> list[Marked]:
 def without(
     whole: tuple[float, float], holes: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """What is left of an interval when others are taken out of it."""
+    """Rest of an interval without the others."""
     begin, end = whole
     for hole_begin, hole_end in sorted(holes):
         if hole_end <= begin or hole_begin >= end:
@@ -244,7 +244,7 @@ def without(
 
 
 def _place(ranges: Sequence[Marked], time: float) -> int:
-    """Which of the ranges, none of which overlap, holds a time; -1 for none."""
+    """Index of the range, among disjoint ones, that holds a time; -1 for none."""
     place = bisect.bisect_right(ranges, time, key=lambda one: one.begin) - 1
     return place if place >= 0 and time <= ranges[place].end else -1
 

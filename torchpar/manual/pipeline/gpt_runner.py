@@ -26,7 +26,7 @@ def make_runner(
 
     Args:
         part: this rank's stages, which `parallel.module` is, or wraps.
-        parallel: what is done to them over the other axes.
+        parallel: these stages, parallel over the other axes.
         axis: the pipeline's ranks.
         layout: schedule, chunks and microbatches.
     """
