@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from compare.contract.observers import Done, Observer
+from compare.contract.observers import FinishedStep, Observer
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
@@ -52,7 +52,7 @@ def train(
         record = read_record(folder, requested=False)
 
     Args:
-        request: what to run.
+        request: experiment, engine and observers of the run.
         recorder: where to write; None in all processes but the first.
         folder: of the run, which all processes reach; by default the recorder's.
         weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
@@ -85,9 +85,9 @@ def run_loop(run: Run, take: Take, tell: Observer, *, progress: Callable[..., No
     """Train to the end.
 
     Args:
-        run: what is trained.
+        run: the training.
         take: a step, from a placed batch to loss and grad_norm, scalars; puts the new state into `run.state`.
-        tell: what watches.
+        tell: the observers.
         progress: as of `train`.
 
     Raises:
@@ -111,8 +111,8 @@ def train_steps(run: Run, take: Take, tell: Observer) -> None:
     done = []
     with tell.around(first), clock:
         for arrays in drawn:
-            place, metrics = state.place, take(spread(arrays, run.sharded.batch))
-            done.append(Done(place, metrics["loss"], metrics["grad_norm"]))
+            start, metrics = state.snapshot, take(spread(arrays, run.sharded.batch))
+            done.append(FinishedStep(start, metrics["loss"], metrics["grad_norm"]))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None
             state.move_on(run.request.engine, run.experiment, grad_norm=norm)

@@ -9,6 +9,7 @@ import tyro
 
 from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.request import Platform
+from compare.execute.hosts import Launcher, find_hosts
 from compare.execute.paths import check_cache, default_cache
 from compare.execute.progress import Reporter
 from compare.judge.comparison import COMPARISON, Comparison
@@ -61,6 +62,12 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     checkpoint: Checkpoints = Checkpoints()
     platform: Platform = "cpu"
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
+    launcher: Launcher = "local"
+    """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
+    `sbatch`); they must share the folder of the results."""
+    hosts: int = 0
+    """Hosts to run on. Default: all of the allocation, or this one. With --launcher local 2 or more are
+    processes of this machine that believe to be several hosts: a test."""
     run_dir: str = ""
     """Folder of the results; must not exist. Default: runs/NAME-TIME."""
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
@@ -134,7 +141,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         """The `Settings` of `compare_cases`.
 
         Raises:
-            ExperimentError: wrong time-out, unwritable cache, or a Python that does not exist.
+            ExperimentError: wrong time-out, unwritable cache, a Python that does not exist, or no such hosts.
         """
         check_timeout(self.timeout_s)
         return Settings(
@@ -142,6 +149,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             timeout_s=self.timeout_s,
             cache_dir=self._cache(),
             pythons=checked_pythons(self),
+            hosts=find_hosts(self.launcher, self.hosts),
             init_from=self.init_from,
         )
 

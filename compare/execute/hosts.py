@@ -68,10 +68,13 @@ class Hosts(Struct, frozen=True, kw_only=True):
         self.require(layout)
         on_host = layout.devices // self.count if side.one_process_a_device else 1
         if self.launcher == "slurm":
-            shape = [f"--nodes={self.count}", f"--ntasks-per-node={on_host}", f"--ntasks={self.count * on_host}"]
-            return ["srun", *shape, "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered", *run]
+            return [*srun(self.count, on_host), "--kill-on-bad-exit=1", "--unbuffered", *run]
         starter = ["--hosts", str(self.count), "--on_host", str(on_host)]
         return [sys.executable, "-m", "compare.execute.local_hosts", *starter, *run]
+
+
+HERE = Hosts()
+"""This machine, without a launcher."""
 
 
 def find_hosts(launcher: Launcher, count: int, environment: Mapping[str, str] = os.environ) -> Hosts:
@@ -87,12 +90,12 @@ def find_hosts(launcher: Launcher, count: int, environment: Mapping[str, str] = 
     if launcher == "local":
         return Hosts(count=count or 1)
     if not shutil.which("srun"):
-        raise ExperimentError("--launcher slurm: there is no srun on this host: start on a host of the cluster")
+        raise ExperimentError("--launcher slurm: no srun here: start on a host of the cluster")
     there = environment.get("SLURM_JOB_NUM_NODES", "")
     if not there.isdecimal():
         raise ExperimentError(
-            "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put this "
-            "command into a script for sbatch (docs/cluster.md)"
+            "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put "
+            "this command into a script for sbatch (docs/cluster.md)"
         )
     if count > int(there):
         raise ExperimentError(f"--hosts {count}: the allocation has {there}")
@@ -109,10 +112,9 @@ def require_shared(folder: Path, hosts: Hosts) -> None:
         return
     with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
         look = f'test -e "{probe.name}" || echo "missing on $(hostname)"'
-        asked = ["srun", f"--nodes={hosts.count}", "--ntasks-per-node=1", f"--ntasks={hosts.count}", "--mpi=none"]
         try:
             done = subprocess.run(
-                [*asked, "sh", "-c", look],
+                [*srun(hosts.count, 1), "sh", "-c", look],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -121,7 +123,7 @@ def require_shared(folder: Path, hosts: Hosts) -> None:
             )
         except subprocess.TimeoutExpired:
             raise ExperimentError(
-                f"--launcher slurm: srun started nothing within {PROBE_S:g} s: is another step using the hosts?"
+                f"--launcher slurm: srun began nothing in {PROBE_S:g} s: does another step hold the hosts?"
             ) from None
     if done.returncode:
         raise ExperimentError(f"--launcher slurm: {' '.join(done.stderr.split()) or 'srun failed'}")
@@ -129,6 +131,15 @@ def require_shared(folder: Path, hosts: Hosts) -> None:
         raise ExperimentError(
             f"{folder}: {', '.join(missing)}: give --run_dir on a file system that all hosts share"
         )
+
+
+def srun(hosts: int, on_host: int) -> list[str]:
+    """The beginning of a command that starts so many tasks on each of so many hosts.
+
+    Tasks may use all processors of the allocation: an engine has threads, or more ranks than processors.
+    """
+    shape = [f"--nodes={hosts}", f"--ntasks={hosts * on_host}", f"--ntasks-per-node={on_host}"]
+    return ["srun", *shape, "--overcommit", "--cpu-bind=none", "--mpi=none"]
 
 
 def start_together(hosts: int, on_host: int, command: Sequence[str], folder: Path) -> int:

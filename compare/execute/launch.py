@@ -9,6 +9,7 @@ engines: Ctrl-C is for what runs in the foreground. SIGTERM ends a run as Ctrl-C
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
+from compare.execute.hosts import HERE, Hosts, require_shared, without_place
 from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
@@ -35,14 +37,14 @@ from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.evaluation import require_validation
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
 
 POLITE_S = 3.0
 LOG = "log.txt"
 ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
 
-# torchrun's and SLURM's variables: an engine that we start must not take itself for one of their ranks.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ALONE = functools.partial(HERE.command, layout=Layout())
+"""Makes the command of one process on this machine."""
 
 
 class EngineError(RuntimeError):
@@ -101,20 +103,24 @@ def freeze_data(experiment: Experiment, folder: Path) -> Experiment:
     return msgspec.structs.replace(experiment, data=msgspec.structs.replace(experiment.data, source=source))
 
 
-def require_devices(experiment: Experiment, platform: str) -> None:
+def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) -> None:
     """Refuse a layout for more devices than there are.
 
     Raises:
-        ExperimentError: more CPU devices than make sense, or more GPUs than this machine shows.
+        ExperimentError: more CPU devices than make sense, more GPUs than this machine shows, or hosts that
+            do not divide the devices.
         EnvironmentMissing: platform gpu without an NVIDIA driver.
     """
-    wanted = experiment.layout.devices
+    hosts.require(experiment.layout)
+    wanted = experiment.layout.devices // hosts.count
     if platform == "cpu":
         if wanted > MAX_CPU_DEVICES:
             raise ExperimentError(
                 f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
                 f"sense: lower the degrees of the layout"
             )
+        return
+    if hosts.launcher != "local":  # its hosts have them, and not this one
         return
     gpus = require_gpu()
     if wanted > gpus:
@@ -155,6 +161,7 @@ def launch(
     folder: Path,
     *,
     pythons: Mapping[str, str] | None = None,
+    hosts: Hosts = HERE,
     on_step: Callable[[Step], None] | None = None,
 ) -> Record:
     """Run one engine to its end and return its record.
@@ -163,6 +170,7 @@ def launch(
         request: what to run.
         folder: the engine's own, new folder.
         pythons: side -> the interpreter it is installed in; by default, and where one is missing, this one.
+        hosts: where it runs.
         on_step: called with every step as it is recorded.
 
     Raises:
@@ -171,6 +179,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
     folder.mkdir()
+    require_shared(folder, hosts)
     files.write_json(folder / files.REQUEST, request)
     run_side(
         side_of(request.engine),
@@ -179,6 +188,7 @@ def launch(
         platform=request.platform,
         timeout_s=request.timeout_s,
         pythons=pythons,
+        launcher=functools.partial(hosts.command, layout=request.experiment.layout),
         on_step=on_step,
     )
     return files.read_record(folder)
@@ -193,6 +203,7 @@ def run_side(
     timeout_s: float,
     options: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
+    launcher: Callable[..., list[str]] = ALONE,
     on_step: Callable[[Step], None] | None = None,
 ) -> None:
     """Run `python -m SIDE OPTIONS FOLDER` to its end.
@@ -203,13 +214,15 @@ def run_side(
         name: for whom it runs, for messages.
         platform, timeout_s: as in the request.
         options: what it is to do with the request; by default, train.
+        launcher: makes the command: see `Hosts.command`; by default on this machine alone.
         pythons, on_step: as for `launch`.
 
     Raises:
         EngineError, KeyboardInterrupt: as `launch`.
     """
     python = (pythons or {}).get(side.name, sys.executable)
-    command = [python, "-m", side.name, *options, str(folder.absolute()), "--exit-with-stdin"]
+    arguments = [*options, str(folder.absolute()), "--exit-with-stdin"]
+    command = launcher(python, side, arguments=arguments)
     kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
@@ -297,9 +310,8 @@ def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
 
 
 def child_environment(side: Side, platform: str) -> dict[str, str]:
-    """The environment of a side's Python."""
-    inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
-    environment = {**side.environment, **with_safe_path(inherited)}
+    """The environment of a side's Python, which must not take itself for a rank of who started us."""
+    environment = {**side.environment, **with_safe_path(without_place(os.environ))}
     if platform == "cpu":
         environment.update(side.environment_on_cpu)
     return environment

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.request import Platform
+from compare.execute.hosts import HERE, Hosts
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import spread
@@ -36,6 +37,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     profile: bool = False
     """Leave the timeline of one step."""
     pythons: Mapping[str, str] = {}
+    hosts: Hosts = HERE
+    """Where engines run."""
     init_from: str = ""
     """A file of weights to begin with; see `freeze_weights`."""
     tensorboard: str = ""

@@ -161,7 +161,13 @@ def hold(
             golden, provenance = goldens[request.experiment.optimizer.name]
             try:
                 with reporter.engine(name) as on_step:
-                    record = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
+                    record = launch(
+                        request,
+                        folder / name,
+                        pythons=settings.pythons,
+                        hosts=settings.hosts,
+                        on_step=on_step,
+                    )
                 verdicts.append(climb(golden, record, reference_name=REFERENCE, name=name))
             except (EngineError, RecordError) as error:
                 failures[name] = str(error)

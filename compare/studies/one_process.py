@@ -3,7 +3,6 @@
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -94,7 +93,7 @@ def measure(
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
     beside = LoadBeside()
     try:
-        record, seen = _timed(request, place, settings.pythons, reporter)
+        record, seen = _timed(request, place, settings, reporter)
         how = _same_way(result.how.get(case.name), how_it_ran(record))
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
@@ -125,9 +124,7 @@ def measure(
     )
 
 
-def _timed(
-    request: Request, place: Path, pythons: Mapping[str, str], reporter: Reporter
-) -> tuple[Record, SeenSteps]:
+def _timed(request: Request, place: Path, settings: Settings, reporter: Reporter) -> tuple[Record, SeenSteps]:
     """Record of one process, and when its steps were there.
 
     Raises:
@@ -141,7 +138,7 @@ def _timed(
             seen.step()
             tell(step)
 
-        record = launch(request, place, pythons=pythons, on_step=on_step)
+        record = launch(request, place, pythons=settings.pythons, hosts=settings.hosts, on_step=on_step)
     timing = request.timing
     wrong = objections_by_itself(record)
     if timing and len(record.manifest.windows) != timing.windows:

@@ -122,7 +122,7 @@ def _run(
     shutil.rmtree(place, ignore_errors=True)  # of one that was ended halfway
     try:
         with reporter.engine(place.name) as told:
-            return launch(request, place, pythons=settings.pythons, on_step=told)
+            return launch(request, place, pythons=settings.pythons, hosts=settings.hosts, on_step=told)
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted; every process was ended. Finished and kept: {', '.join(comparison.cases)}. "

@@ -224,6 +224,8 @@ class Side(Struct, frozen=True, kw_only=True):
     """What it imports beyond the contract's packages: without it none of its engines runs."""
     peers: tuple[Engine, ...] = ()
     """What others use for the same: they run when they are named."""
+    one_process_a_device: bool = False
+    """Whether a process drives one device. If not it drives all of its host."""
     environment: Mapping[str, str] = {}
     """Variables that its Python is started with, unless the user has set them."""
     environment_on_cpu: Mapping[str, str] = {}

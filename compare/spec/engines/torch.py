@@ -30,6 +30,7 @@ def _not_in_pytorch(layout: Layout) -> str:
 TORCH = Side(
     name="torchpar",
     python_flag="torch_python",
+    one_process_a_device=True,
     packages=("torch",),
     converts=("nanogpt",),
     environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
