@@ -145,7 +145,7 @@ def hold(
         ExperimentError, EnvironmentMissing: before the first process starts.
     """
     goldens = {name: read_golden(folder_of(name)) for name in ("adamw", "sgd")}
-    require_devices(experiment, settings.platform)
+    require_devices(experiment, settings.platform, settings.hosts)
     for engine in engines:
         ENGINES[engine].require_experiment(experiment, platform=settings.platform)
         require_memory(engine, experiment, platform=settings.platform)
@@ -161,13 +161,8 @@ def hold(
             golden, provenance = goldens[request.experiment.optimizer.name]
             try:
                 with reporter.engine(name) as on_step:
-                    record = launch(
-                        request,
-                        folder / name,
-                        pythons=settings.pythons,
-                        hosts=settings.hosts,
-                        on_step=on_step,
-                    )
+                    place, hosts = folder / name, settings.hosts
+                    record = launch(request, place, pythons=settings.pythons, hosts=hosts, on_step=on_step)
                 verdicts.append(climb(golden, record, reference_name=REFERENCE, name=name))
             except (EngineError, RecordError) as error:
                 failures[name] = str(error)

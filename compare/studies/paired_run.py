@@ -72,7 +72,7 @@ def compare_cases(
         Interrupted: Ctrl-C. What was finished is saved; `continue_cases` goes on.
     """
     for case in cases:
-        require_devices(case.experiment, settings.platform)
+        require_devices(case.experiment, settings.platform, settings.hosts)
         ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
         require_resumable(case.engine, settings.resume, settings.init_from)
@@ -184,9 +184,8 @@ def _run(
             drawn = events(settings.tensorboard, name, request.experiment)
             with reporter.engine(name) as told, drawn as file:
                 follow = in_turn(told, file.step)
-                record = launch(
-                    request, folder / name, pythons=settings.pythons, hosts=settings.hosts, on_step=follow
-                )
+                place, hosts = folder / name, settings.hosts
+                record = launch(request, place, pythons=settings.pythons, hosts=hosts, on_step=follow)
                 file.evaluations(record.evaluations)
             comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
             records[name] = record

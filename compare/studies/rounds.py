@@ -74,7 +74,7 @@ def plan_rounds(
     if timing.window < 1 or timing.windows < 1:
         raise ExperimentError(f"--window {timing.window} and --windows {timing.windows} must be at least 1")
     for case in cases:
-        require_devices(case.experiment, settings.platform)
+        require_devices(case.experiment, settings.platform, settings.hosts)
         ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
     result = Outcome(
