@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
-from compare.contract.processes import add_flags, choose_interface, find_process
+from compare.contract.processes import add_flags, find_process
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -75,6 +75,8 @@ def main() -> int:
     try:
         if process := find_process(arguments, os.environ):
             os.environ.update(process.variables)
+            from torchpar.launcher.interface import choose_interface
+
             choose_interface(process)
     except ExperimentError as error:
         print(error, file=sys.stderr)

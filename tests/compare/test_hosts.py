@@ -1,0 +1,69 @@
+"""Engines on several hosts: what starts them, and a run on two that are this machine."""
+
+import sys
+
+import pytest
+
+from compare.contract.record import read_failure
+from compare.execute import hosts as several
+from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
+from compare.spec.engines.registry import side_of
+from compare.spec.experiment import ExperimentError, Layout
+
+JAX, TORCH = side_of("jax-manual"), side_of("torch-manual")
+FOUR = Layout(dp_replicate=2, tp=2)
+RUN = ["python", "-m"]
+
+
+def test_one_host_is_the_engine_itself():
+    assert HERE.command("python", JAX, FOUR, ["DIR"]) == [*RUN, "jaxpar", "DIR"]
+
+
+def test_srun_starts_a_process_a_host_or_a_device():
+    two = Hosts(launcher="slurm", count=2)
+    jax, torch = (two.command("python", side, FOUR, ["DIR"]) for side in (JAX, TORCH))
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(jax)
+    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(torch)
+    assert jax[-4:] == [*RUN, "jaxpar", "DIR"]
+    with pytest.raises(ExperimentError, match="--hosts 3: they do not divide the layout's 4 devices"):
+        Hosts(launcher="slurm", count=3).command("python", JAX, FOUR, [])
+
+
+def test_hosts_are_those_of_the_allocation(monkeypatch):
+    assert find_hosts("local", 0) == HERE
+    monkeypatch.setattr(several.shutil, "which", lambda name: None)
+    with pytest.raises(ExperimentError, match="no srun here"):
+        find_hosts("slurm", 2, {})
+    monkeypatch.setattr(several.shutil, "which", lambda name: name)
+    with pytest.raises(ExperimentError, match="begin with `salloc"):
+        find_hosts("slurm", 2, {})
+    allocation = {"SLURM_JOB_NUM_NODES": "2"}
+    assert find_hosts("slurm", 0, allocation).count == 2
+    with pytest.raises(ExperimentError, match="--hosts 3: the allocation has 2"):
+        find_hosts("slurm", 3, allocation)
+
+
+def test_an_engine_does_not_inherit_the_place_of_who_starts_it():
+    kept = without_place({"RANK": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "HOME": "/"})
+    assert kept == {"SLURM_JOB_ID": "7", "HOME": "/"}
+
+
+def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path):
+    wait = "import sys, time; number = sys.argv[sys.argv.index('--process') + 1]; "
+    assert start_together(2, 1, [sys.executable, "-c", wait + "sys.exit(0)"], tmp_path) == 0
+    assert read_failure(tmp_path) is None
+    fail = wait + "number == '1' and sys.exit(3); time.sleep(600)"
+    assert start_together(2, 2, [sys.executable, "-c", fail], tmp_path) == 3
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert (failure.rank, failure.message) == (1, "process 1 left with exit code 3")
+
+
+def test_engines_on_two_hosts_agree(shardpair, tmp_path):
+    """Real processes on the loopback, each with its part of the devices."""
+    layout = ["--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"]
+    small = ["--model.n_layer", "2", "--train.max_iters", "3"]
+    engines = ["--engines", "torch-manual", "jax-manual"]
+    done = shardpair("run", "check", *layout, *small, "--hosts", "2", *engines, "--run_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "PASS: jax-manual agrees with torch-manual on 14 rungs" in done.stdout
