@@ -18,7 +18,8 @@ from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
 from compare.judge.comparison import read_comparison, read_saved, save
 from compare.judge.costs import cost_of
-from compare.present.report.figures import loss_curves, loss_differences, windowed
+from compare.present.report.curves import windowed
+from compare.present.report.figures import loss_curves, loss_differences
 from compare.present.report.pictures import how_close
 from compare.present.report.render import write_report
 from compare.present.report.repeat import EXPERIMENT
