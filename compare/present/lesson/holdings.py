@@ -15,7 +15,6 @@ from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
 from compare.present.lesson.drawing import Drawing
 from compare.present.report.bars import KIND_COLOURS
-from compare.present.report.canvas import colour
 from compare.spec.axes import BATCH, DP_SHARD, PP, SHARDED_FROM, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
@@ -23,6 +22,7 @@ from compare.spec.experiment import Experiment
 Range = tuple[float, float]
 """Begin and end along one side, as fractions of it."""
 WHOLE: Range = (0.0, 1.0)
+ROWS = "#CC79A7"  # of a batch
 MOST_DEVICES, MOST_LAYERS = 8, 8
 TILE, LAYER, GAP, LEFT, TOP = 30, 15, 22, 78, 34  # pixels
 
@@ -151,7 +151,7 @@ def _draw_rows(drawing: Drawing, x: float, device: int, experiment: Experiment) 
     if x == LEFT:
         drawing.text(0, TOP + 10, "batch rows", faint=True)
     drawing.box(x, TOP, width, LAYER - 3)
-    drawing.box(x + begin * width, TOP, (end - begin) * width, LAYER - 3, colour=colour(device))
+    drawing.box(x + begin * width, TOP, (end - begin) * width, LAYER - 3, colour=ROWS)
     return TOP + LAYER + 4
 
 

@@ -61,11 +61,16 @@ def files_of(name: str, record: Record) -> list[Link]:
 
 
 def links_beside(folder: Path, comparison: Comparison) -> list[Link]:
-    """Pages of other runs and studies next to this one that train the same experiment, on any layout."""
+    """Pages of studies next to a run that train the same experiment, on any layout; not of other runs."""
     found = []
     for path in _neighbours(folder):
         what, page, experiment = _said_of(path)
-        if page and experiment and _same_work(experiment, comparison.experiment):
+        if (
+            page
+            and experiment
+            and what != comparison.command
+            and _same_work(experiment, comparison.experiment)
+        ):
             found.append(Link(path.name, quote(f"../{path.name}/{page}"), what))
     return found
 

@@ -25,6 +25,7 @@ _NAMED = re.compile(r'<g id="value:([^"]*)">')
 _UNUSED = (
     (re.compile(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", re.DOTALL), ""),
     (re.compile(r' transform="rotate\(-0 [^"]*\)"'), ""),
+    (re.compile(r"font-family: [^;]*; "), ""),  # the page's style has it
     (re.compile(r'<g id="[^"]*"'), "<g"),  # nothing refers to a group
     (re.compile(r">\s+<"), "><"),
 )
