@@ -36,8 +36,8 @@ class Cost(Struct, frozen=True, kw_only=True):
     """In all steps of this run."""
     model_flops_per_s: float = 0.0
     """Floating-point operations of the model a second, over all devices; none that is computed anew."""
-    mfu: float | None = None
-    """`model_flops_per_s` as a fraction of the devices' peak; None where no vendor gives a peak."""
+    mfu: float | UnsetType = UNSET
+    """`model_flops_per_s` as a fraction of the devices' peak; unset where no vendor gives a peak."""
     compile_s: float
     first_step_s: float
     cpu_time_s: float
@@ -72,6 +72,7 @@ def cost_of(record: Record) -> Cost:
     sent = of_busiest_stage(record.ledger.rows)
     median_ms = statistics.median(times_ms)
     tokens_per_s = manifest.experiment.tokens_per_step / (median_ms / 1000)
+    mfu = model_flops_utilization(manifest, tokens_per_s)
     return Cost(
         engine=manifest.engine,
         devices=manifest.devices,
@@ -87,7 +88,7 @@ def cost_of(record: Record) -> Cost:
         tokens_per_s=tokens_per_s,
         tokens_seen=len(record.steps) * manifest.experiment.tokens_per_step,
         model_flops_per_s=model_flops_per_token(manifest.experiment) * tokens_per_s,
-        mfu=model_flops_utilization(manifest, tokens_per_s),
+        mfu=UNSET if mfu is None else mfu,
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,
         cpu_time_s=manifest.cpu_time_s,

@@ -124,7 +124,7 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "tokens/s, at the median step": lambda cost: f"{cost.tokens_per_s:,.0f}",
     "tokens seen": lambda cost: f"{cost.tokens_seen:,}" if cost.tokens_seen else "",
     "GFLOP/s of the model": lambda cost: f"{cost.model_flops_per_s / 1e9:,.1f}" if cost.tokens_seen else "",
-    "MFU, of the devices' peak": lambda cost: "" if cost.mfu is None else f"{cost.mfu:.1%}",
+    "MFU, of the devices' peak": lambda cost: "" if cost.mfu is UNSET else f"{cost.mfu:.1%}",
     "compilation, or cache read (s)": lambda cost: f"{cost.compile_s:.2f}",
     "first step (s)": lambda cost: f"{cost.first_step_s:.2f}",
     "CPU time, all in all (s)": lambda cost: f"{cost.cpu_time_s:.1f}",

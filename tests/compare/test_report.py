@@ -252,7 +252,7 @@ def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
     manifest = msgspec.structs.replace(record.manifest, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
     cost = cost_of(msgspec.structs.replace(record, manifest=manifest))
     assert cost.mfu == pytest.approx(cost.model_flops_per_s / 2 / 989.5e12)
-    assert cost_of(record).mfu is None
+    assert cost_of(record).mfu is msgspec.UNSET
     rows = dict(cost_rows(comparison_of(on_two, cases=["a"], costs=[cost])))
     assert rows["MFU, of the devices' peak"] == [f"{cost.mfu:.1%}"]
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import UNSET
+
 from compare.contract.communication import summed
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
@@ -130,7 +132,7 @@ def _findings(
 def _utilisation(comparison: Comparison, ceilings: Sequence[MeasuredCeiling | None]) -> str:
     """What the model's operations are held against; where nothing is known, how to find it out."""
     counted = "GFLOP/s are the model's, forward and backward, without what is computed anew."
-    if any(cost.mfu is not None for cost in comparison.costs):
+    if any(cost.mfu is not UNSET for cost in comparison.costs):
         return f"{counted} MFU is their share of what the vendor promises of the devices."
     if any(ceilings):
         return f"{counted} The ceiling is the fastest matrix product of the same framework on this machine."
