@@ -25,9 +25,9 @@ from compare.contract.memory_profile import (
     MEMORY,
     Curve,
     DeviceMemory,
-    Mark,
     MemoryProfile,
     Peak,
+    PhaseStart,
 )
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
@@ -37,7 +37,7 @@ from compare.judge.costs import cost_of
 from compare.judge.outcome import Outcome
 from compare.judge.outcome import save as save_outcome
 from compare.present.report import canvas
-from compare.present.report.beside import Link, ceilings_beside, links_beside, own_links
+from compare.present.report.beside import FileLink, ceilings_beside, links_beside, own_links
 from compare.present.report.curves import windowed
 from compare.present.report.figures import gradient_norms, loss_curves, loss_differences
 from compare.present.report.memory import at_rest
@@ -117,7 +117,7 @@ def long_comparison(folder, experiment):
     comparison = make_comparison(folder, long, names=FOUR, steps=steps)
     in_use = {kind: (random.random(300) * 1e6).astype(int).tolist() for kind in CLASSES[:6]}
     peak = Peak(bytes={kind: max(values) for kind, values in in_use.items()}, position=9, phase="forward")
-    curve = Curve(positions=list(range(300)), bytes=in_use, marks=[Mark(0, "forward")], length=300)
+    curve = Curve(positions=list(range(300)), bytes=in_use, marks=[PhaseStart(0, "forward")], length=300)
     profile = MemoryProfile(devices=[DeviceMemory(peak=peak, curve=curve)], method="by hand")
     for name in FOUR[-2:]:
         write_json(folder / name / MEMORY, profile)
@@ -223,13 +223,13 @@ def test_studies_beside_a_run_are_led_to_and_lend_their_ceiling(tmp_path, tiny):
         cases_of(edited(tiny, {"train": {"max_iters": 7}})), ceilings=ceilings, circumstances=here
     )
 
-    def found(outcome: Outcome) -> tuple[list[Link], Table]:
+    def found(outcome: Outcome) -> tuple[list[FileLink], Table]:
         save_outcome(outcome, beside)
         table = cost_table(comparison, ceilings_beside(folder, comparison, records))
         return links_beside(folder, comparison), table
 
     links, table = found(outcome)
-    assert links == [Link("bench of mine", "../bench%20of%20mine/bench.html", "bench")]
+    assert links == [FileLink("bench of mine", "../bench%20of%20mine/bench.html", "bench")]
     assert table.rows[-1].head.text == "of the ceiling"
     of_torch, of_jax = table.rows[-1].cells
     assert (of_torch.text, of_jax.text) == ("25.0%", NONE)  # JAX's own was not measured

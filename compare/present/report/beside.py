@@ -32,7 +32,7 @@ OF_ENGINE = (MANIFEST, STEPS, EVALUATIONS, LEDGER, HLO_COLLECTIVES, MEMORY, TIME
 """What may lie in an engine's folder and can be read by people."""
 
 
-class Link(Struct, frozen=True):
+class FileLink(Struct, frozen=True):
     """A file beside the page."""
 
     text: str
@@ -49,18 +49,18 @@ class MeasuredCeiling(Struct, frozen=True):
     """Its folder."""
 
 
-def own_links(folder: Path) -> list[Link]:
+def own_links(folder: Path) -> list[FileLink]:
     """The other pages of a run's folder, and its own files."""
-    return [Link(name, quote(name), about) for name, about in OWN.items() if (folder / name).is_file()]
+    return [FileLink(name, quote(name), about) for name, about in OWN.items() if (folder / name).is_file()]
 
 
-def files_of(name: str, record: Record) -> list[Link]:
+def files_of(name: str, record: Record) -> list[FileLink]:
     """The files that an engine's run left; `name` is its folder beside the page."""
     there = (file for file in OF_ENGINE if (record.folder / file).is_file())
-    return [Link(file, quote(f"{name}/{file}")) for file in there]
+    return [FileLink(file, quote(f"{name}/{file}")) for file in there]
 
 
-def links_beside(folder: Path, comparison: Comparison) -> list[Link]:
+def links_beside(folder: Path, comparison: Comparison) -> list[FileLink]:
     """Pages of studies next to a run that train the same experiment, on any layout; not of other runs."""
     found = []
     for path in _neighbours(folder):
@@ -71,7 +71,7 @@ def links_beside(folder: Path, comparison: Comparison) -> list[Link]:
             and what != comparison.command
             and _same_work(experiment, comparison.experiment)
         ):
-            found.append(Link(path.name, quote(f"../{path.name}/{page}"), what))
+            found.append(FileLink(path.name, quote(f"../{path.name}/{page}"), what))
     return found
 
 

@@ -15,7 +15,7 @@ POINTED_AT = 100
 Reduce = Callable[[Sequence[float]], float]
 
 
-class Curve(Struct, frozen=True, kw_only=True):
+class StepCurve(Struct, frozen=True, kw_only=True):
     """A figure of one case over its steps, and at the same places as it is drawn."""
 
     name: str
@@ -35,7 +35,7 @@ class Curve(Struct, frozen=True, kw_only=True):
 
 def curves_of(
     names: Sequence[str], records: Sequence[Record], value_of: Callable[[Step], float]
-) -> list[Curve]:
+) -> list[StepCurve]:
     """A figure of every case, the mean of each window.
 
     Args:
@@ -50,14 +50,16 @@ def curves_of(
     ]
 
 
-def curve(name: str, steps: Sequence[Step], values: Sequence[float], reduce: Reduce) -> Curve:
+def curve(name: str, steps: Sequence[Step], values: Sequence[float], reduce: Reduce) -> StepCurve:
     """The curve of one case; steps and values are as many."""
     starts, reduced = windowed(list(values), reduce)
-    return Curve(name=name, whole=list(values), steps=[steps[start].step for start in starts], values=reduced)
+    return StepCurve(
+        name=name, whole=list(values), steps=[steps[start].step for start in starts], values=reduced
+    )
 
 
 def windowed(values: list[float], reduce: Reduce) -> tuple[list[int], list[float]]:
-    """A long series reduced over windows of equal length, so that curves which coincide can be told apart.
+    """A long series reduced over equal windows, so that curves which coincide can be told apart.
 
     Returns:
         The place of each window's first step, and its value; every step where there are at most WINDOWS.
@@ -72,7 +74,7 @@ def window_length(steps: int) -> int:
     return max(1, math.ceil(steps / WINDOWS))
 
 
-def readings_of(curves: Sequence[Curve], form: str) -> Readings:
+def readings_of(curves: Sequence[StepCurve], form: str) -> Readings:
     """What the curves show at each step that can be pointed at: one value where all are written alike.
 
     Args:

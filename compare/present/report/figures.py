@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from compare.contract.record import Record
 from compare.judge.costs import cost_of, steady_steps
 from compare.present.report.canvas import INK, WIDTH, colour, legend_above, legend_height, marker, svg
-from compare.present.report.curves import Curve, curve, curves_of, readings_of, window_length
+from compare.present.report.curves import StepCurve, curve, curves_of, readings_of, window_length
 from compare.present.report.saved import save_figure
 
 DASH = 2.5  # line widths
@@ -115,11 +115,11 @@ def relative_differences(reference: Record, record: Record) -> list[float]:
     return [abs(b.loss - a.loss) / abs(a.loss) if a.loss else abs(b.loss) for a, b in pairs]
 
 
-def _losses(names: list[str], records: list[Record]) -> list[Curve]:
+def _losses(names: list[str], records: list[Record]) -> list[StepCurve]:
     return curves_of(names, records, lambda step: step.loss)
 
 
-def _differences(names: list[str], records: list[Record]) -> list[Curve]:
+def _differences(names: list[str], records: list[Record]) -> list[StepCurve]:
     """Of every case but the first, the largest of each window."""
     return [
         curve(name, records[0].steps, relative_differences(records[0], record), max)
@@ -127,14 +127,16 @@ def _differences(names: list[str], records: list[Record]) -> list[Curve]:
     ]
 
 
-def _figure(title: str, curves: list[Curve], draw: Callable[[Axes], list[Line2D]], *, form: str) -> Markup:
+def _figure(
+    title: str, curves: list[StepCurve], draw: Callable[[Axes], list[Line2D]], *, form: str
+) -> Markup:
     """The figure that `draw` draws, with the keys that it returns above, and its values to point at."""
     size = (WIDTH, HEIGHT + legend_height(len(curves) + 1))
     readings = readings_of(curves, form)
     return svg(title, lambda axes: legend_above(axes, draw(axes)), size=size, readings=readings)
 
 
-def _draw_losses(axes: Axes, curves: list[Curve], records: list[Record]) -> list[Line2D]:
+def _draw_losses(axes: Axes, curves: list[StepCurve], records: list[Record]) -> list[Line2D]:
     keys = _draw_curves(axes, curves)
     for index, record in enumerate(records):
         size = 3 + 4 * (len(records) - index) / len(records)  # where they coincide, one in the other
@@ -147,7 +149,7 @@ def _draw_losses(axes: Axes, curves: list[Curve], records: list[Record]) -> list
     return keys
 
 
-def _draw_curves(axes: Axes, curves: list[Curve]) -> list[Line2D]:
+def _draw_curves(axes: Axes, curves: list[StepCurve]) -> list[Line2D]:
     """The first curve as a broad pale band, the others over it in dashes that alternate; their keys.
 
     Curves that coincide, which is the aim, then show as one line of all their colours.
@@ -168,7 +170,7 @@ def _draw_curves(axes: Axes, curves: list[Curve]) -> list[Line2D]:
     return keys
 
 
-def _mark(index: int, one: Curve) -> str:
+def _mark(index: int, one: StepCurve) -> str:
     """A case's marker; one point makes no line, and is a dot."""
     return marker(index) or ("o" if len(one.whole) == 1 else "")
 
@@ -179,7 +181,7 @@ def _alternating(slot: int, curves: int) -> str | tuple[float, tuple[float, floa
     return "-" if slots == 1 else (-DASH * (slot % slots), (DASH, DASH * (slots - 1)))
 
 
-def _draw_differences(axes: Axes, names: list[str], curves: list[Curve]) -> list[Line2D]:
+def _draw_differences(axes: Axes, names: list[str], curves: list[StepCurve]) -> list[Line2D]:
     """Draw differences on a log axis; points where losses are equal to the last bit have a line of their own.
 
     Returns:
@@ -210,6 +212,6 @@ def _draw_differences(axes: Axes, names: list[str], curves: list[Curve]) -> list
     return keys
 
 
-def _of_window(curves: list[Curve], what: str) -> str:
+def _of_window(curves: list[StepCurve], what: str) -> str:
     length = window_length(max((len(one.whole) for one in curves), default=0))
     return f", {what} of {length} steps" if length > 1 else ""
