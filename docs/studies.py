@@ -27,8 +27,8 @@ def study_section(name: str, data: Path = DATA) -> str:
     command, file = f"```sh\nshardpair {SHOWN[name]}\n```", data / f"{name}.json"
     if not file.is_file():
         return f"{command}\n\nNot measured yet: `make studies` measures it."
-    outcome = read_json(file, Outcome)
-    return f"{command}\n\n{markdown(STUDIES[outcome.study].findings(outcome, data))}"
+    study = STUDIES[read_json(file, Outcome).study]
+    return f"{command}\n\n{markdown(study.findings(read_json(file, study.kept), data))}"
 
 
 def main(names: list[str]) -> int:

@@ -12,14 +12,14 @@ from compare.commands.sweep import show as show_sweep
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
 from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME
 from compare.present.report.render import write_report
 from compare.present.tables import print_check, print_faults, print_outcome
 from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.collectives import read_bench as read_collectives
-from compare.studies.registry import STUDIES
+from compare.studies.registry import STUDIES, read_study
 from compare.studies.sweep import batch_name
 from compare.studies.sweep_outcome import SWEEP
 from compare.studies.sweep_outcome import read_outcome as read_sweep
@@ -70,10 +70,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def _study(self) -> int:
         """Any study of `studies.registry`: its outcome says which."""
-        outcome = read_outcome(self.run_dir)
-        if outcome.study not in STUDIES:
-            raise RecordError(f"{self.run_dir / OUTCOME}: this version has no study {outcome.study}")
-        study = STUDIES[outcome.study]
+        study, outcome = read_study(self.run_dir)
         if self.markdown:
             found = study.findings(outcome, self.run_dir)
             print(markdown(found))
