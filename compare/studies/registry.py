@@ -7,9 +7,28 @@ from compare.judge.outcome import OUTCOME, Outcome, read_outcome
 from compare.studies.accumulation import Accumulation
 from compare.studies.bench import Bench
 from compare.studies.buckets import Buckets
+from compare.studies.counts import Counts
+from compare.studies.memory import Memory
+from compare.studies.moves import Moves
+from compare.studies.precisions import Precisions
+from compare.studies.recipes import Recipes
+from compare.studies.savings import Savings
 from compare.study import Study
 
-STUDIES: dict[str, type[Study]] = {study.word(): study for study in (Bench, Buckets, Accumulation)}
+STUDIES: dict[str, type[Study]] = {
+    study.word(): study
+    for study in (
+        Recipes,
+        Moves,
+        Precisions,
+        Counts,
+        Bench,
+        Buckets,
+        Accumulation,
+        Memory,
+        Savings,
+    )
+}
 
 
 def read_study(folder: Path) -> tuple[type[Study], Outcome]:
