@@ -33,9 +33,6 @@ Edits = Mapping[str, Mapping[str, object]]
 class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
     """A question, its flags and its answer. A subclass has a docstring of its own."""
 
-    picture: Path | None = None
-    """Also save the pictures as one file (.png, .svg, .pdf)."""
-
     brief: ClassVar[str]
     """A line of `shardpair --help`."""
     group: ClassVar[str] = "Measure"
@@ -44,12 +41,14 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
     """The experiment if none is named."""
     decided: ClassVar[Mapping[str, str]] = {}
     """Flags of the experiment that have no effect, and what decides instead."""
-    layouts: ClassVar[str] = ""
+    own_layouts: ClassVar[str] = ""
     """Why flags of the layout have no effect; '' if they have."""
     own_weights: ClassVar[str] = "it begins with the seed's weights"
-    """Why --init_from has no effect."""
+    """Why --init_from has no effect; '' if it has."""
     kept: ClassVar[Any] = Outcome
     """Type of the outcome that it saves."""
+    shows_unfinished: ClassVar[bool] = True
+    """After Ctrl-C, print what is there."""
     alters_nothing: ClassVar[frozenset[str]] = frozenset({"picture"})
     """Own flags that may stand beside --continue."""
 
@@ -88,19 +87,26 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
         return cls.__name__.lower()
 
     @property
+    def drawing(self) -> Path | None:
+        """A file for its pictures, if it has any, and one was asked for."""
+        return None
+
+    @property
     def gives_layouts(self) -> bool:
         """True if cases have layouts of their own: the experiment's need not work by itself."""
-        return bool(self.layouts)
+        return bool(self.own_layouts)
 
     def __call__(self, default: Experiment) -> int:
         """Answer it. Returns 0 if the answer is whole and as it should be: `Findings.passed`."""
-        check_output("--picture", self.picture, kinds=PICTURES)
+        check_output("--picture", self.drawing, kinds=PICTURES)
         if self.dry_run:
             planned = self.planned(default)
             return self.show_plan(planned.experiment, self.cases_of(planned), planned.left_out)
         try:
             result, folder = self.outcome(default)
         except Interrupted as interrupt:
+            if not self.shows_unfinished:
+                raise
             with contextlib.suppress(EngineError, RecordError):  # too little of it
                 self.show(read_outcome(interrupt.folder, self.kept), interrupt.folder)
             raise
@@ -108,7 +114,18 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
 
     def show(self, outcome: AnyOutcome, folder: Path) -> int:
         """Print an outcome and leave its page. Returns as `__call__`."""
-        return show_outcome(type(self), outcome, folder, picture=self.picture, as_json=self.json)
+        return self.shown(outcome, folder, picture=self.drawing, as_json=self.json)
+
+    @classmethod
+    def shown(cls, outcome: AnyOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Print what an outcome says, and leave its page. Returns the exit code."""
+        found = findings_in(cls, outcome, folder)
+        return show(found, folder, page=f"{cls.word()}.html", picture=picture, as_json=as_json)
+
+    @classmethod
+    def judged_again(cls, outcome: AnyOutcome, folder: Path) -> tuple[AnyOutcome, list[str]]:
+        """The outcome as the records in its folder give it now, and where that is not what was saved."""
+        return outcome, []
 
     def outcome(self, default: Experiment) -> tuple[AnyOutcome, Path]:
         """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout."""
@@ -124,9 +141,10 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
 
     def asked(self) -> Experiment:
         """The experiment with the overrides in it. Raises ExperimentError for flags that have no effect."""
-        self.refuse_init_from(self.own_weights)
-        if self.layouts:
-            self.refuse_layout(self.layouts)
+        if self.own_weights:
+            self.refuse_init_from(self.own_weights)
+        if self.own_layouts:
+            self.refuse_layout(self.own_layouts)
         for flag, instead in self.decided.items():
             if flag in self.given:
                 section, _, field = flag.partition(".")
@@ -160,17 +178,21 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
             raise ExperimentError(f"--continue {folder}: it is another study: `shardpair {study}` goes on")
 
 
+class DrawnStudy(Study[AnyOutcome], Generic[AnyOutcome], frozen=True, kw_only=True):
+    """A study with pictures."""
+
+    picture: Path | None = None
+    """Also save the pictures as one file (.png, .svg, .pdf)."""
+
+    @property
+    def drawing(self) -> Path | None:
+        """--picture."""
+        return self.picture
+
+
 def how_to_go_on(outcome: Outcome, folder: Path) -> str:
     """The command that runs what a study still lacks."""
     return f"shardpair {outcome.study} --continue {shlex.quote(str(folder))}"
-
-
-def show_outcome(
-    study: type[Study], outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool
-) -> int:
-    """Print what a study's outcome says, and leave its page. Returns the exit code."""
-    found = findings_in(study, outcome, folder)
-    return show(found, folder, page=f"{study.word()}.html", picture=picture, as_json=as_json)
 
 
 def findings_in(study: type[Study] | Study, outcome: Outcome, folder: Path) -> Findings:

@@ -4,18 +4,11 @@ from compare.studies.registry import STUDIES
 
 _COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
-        "run": "train one experiment with each engine, compare, write a report",
-        "resume": "go on from checkpoints, on any engines and layout",
         "sweep": "strategies side by side, or over growing numbers of devices",
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
     },
-    "Prove": {
-        "check": "every engine against one unsharded device, in float64",
-        "matrix": "every layout on every engine against one device, as a grid",
-        "golden": "every engine against the numbers of nanoGPT's own train.py",
-        "faults": "plant each known mistake: every check must turn red",
-    },
+    "Prove": {},
     "Measure": {
         "profile": "where the time of one step goes, device by device",
         "ledger": "what each engine sends in a step, beside the closed form",

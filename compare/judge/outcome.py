@@ -52,6 +52,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
         """How much of it is there: 3 of 5 rounds."""
         raise NotImplementedError
 
+    def sentence(self) -> str:
+        """The verdict in a line; '' where `Findings` alone tell it."""
+        return ""
+
 
 AnyOutcome = TypeVar("AnyOutcome", bound=Outcome)
 
@@ -303,4 +307,4 @@ def read_outcome(folder: Path, kind: type[AnyOutcome]) -> AnyOutcome:
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    return read_result(folder / OUTCOME, kind, command="bench")
+    return read_result(folder / OUTCOME, kind, command="run")

@@ -3,22 +3,35 @@
 from pathlib import Path
 
 from compare.host.tensors import RecordError
+from compare.judge.comparison import Comparison
 from compare.judge.outcome import OUTCOME, Outcome, read_outcome
 from compare.studies.accumulation import Accumulation
 from compare.studies.bench import Bench
 from compare.studies.buckets import Buckets
+from compare.studies.check import Check
 from compare.studies.counts import Counts
+from compare.studies.faults import Faults
+from compare.studies.golden import Golden
+from compare.studies.matrix import Matrix
 from compare.studies.memory import Memory
 from compare.studies.moves import Moves
 from compare.studies.precisions import Precisions
 from compare.studies.recipes import Recipes
+from compare.studies.resume import Resume
+from compare.studies.run import Run
 from compare.studies.savings import Savings
 from compare.study import Study
 
 STUDIES: dict[str, type[Study]] = {
     study.word(): study
     for study in (
+        Run,
+        Resume,
         Recipes,
+        Check,
+        Matrix,
+        Golden,
+        Faults,
         Moves,
         Precisions,
         Counts,
@@ -29,6 +42,8 @@ STUDIES: dict[str, type[Study]] = {
         Savings,
     )
 }
+AS_RUN = ("profile", "ledger", "sweep")
+"""Commands whose comparisons are shown as a run is."""
 
 
 def read_study(folder: Path) -> tuple[type[Study], Outcome]:
@@ -38,6 +53,8 @@ def read_study(folder: Path) -> tuple[type[Study], Outcome]:
         RecordError: there is none, it is garbled, or of a study that this version has not.
     """
     word = read_outcome(folder, Outcome).study
+    if word in AS_RUN:
+        return Run, read_outcome(folder, Comparison)
     if word not in STUDIES:
         raise RecordError(f"{folder / OUTCOME}: this version has no study {word}")
     return STUDIES[word], read_outcome(folder, STUDIES[word].kept)
