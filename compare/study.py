@@ -87,6 +87,11 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
         return cls.__name__.lower()
 
     @property
+    def source(self) -> str:
+        """Where the checkpoints are that it goes on from; '' to begin at step 0."""
+        return ""
+
+    @property
     def drawing(self) -> Path | None:
         """A file for its pictures, if it has any, and one was asked for."""
         return None
@@ -101,7 +106,9 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
         check_output("--picture", self.drawing, kinds=PICTURES)
         if self.dry_run:
             planned = self.planned(default)
-            return self.show_plan(planned.experiment, self.cases_of(planned), planned.left_out)
+            return self.show_plan(
+                planned.experiment, self.cases_of(planned), planned.left_out, resume=self.source
+            )
         try:
             result, folder = self.outcome(default)
         except Interrupted as interrupt:
@@ -183,6 +190,11 @@ class DrawnStudy(Study[AnyOutcome], Generic[AnyOutcome], frozen=True, kw_only=Tr
 
     picture: Path | None = None
     """Also save the pictures as one file (.png, .svg, .pdf)."""
+
+    @property
+    def source(self) -> str:
+        """Where the checkpoints are that it goes on from; '' to begin at step 0."""
+        return ""
 
     @property
     def drawing(self) -> Path | None:
