@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from compare.host.json_files import write_json
 from compare.judge.bench_rows import blocks
-from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.judge.outcome import OUTCOME, TimedOutcome, read_outcome
 from compare.judge.statistics import Estimate
 from compare.present.bench_words import sentences, warnings
 from compare.show.findings import Table
@@ -102,7 +102,7 @@ def read_performance() -> dict[str, Performance]:
     return msgspec.json.decode(PERFORMANCE.read_bytes(), type=dict[str, Performance])
 
 
-def kept(arguments: str, result: Outcome) -> Performance:
+def kept(arguments: str, result: TimedOutcome) -> Performance:
     """The part of a bench that the page shows."""
     found = blocks(result)
     return Performance(
@@ -163,13 +163,13 @@ def collect() -> None:
         shutil.rmtree(ASIDE)
 
 
-def _measured(arguments: str) -> tuple[int, Outcome | None]:
+def _measured(arguments: str) -> tuple[int, TimedOutcome | None]:
     """Exit code of a bench, and what it saved, if it began."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "bench"
         command = [sys.executable, "-m", "compare", *shlex.split(arguments), "--run_dir", str(run_dir)]
         code = subprocess.run(command, check=False).returncode
-        return code, read_outcome(run_dir) if (run_dir / OUTCOME).is_file() else None
+        return code, read_outcome(run_dir, TimedOutcome) if (run_dir / OUTCOME).is_file() else None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from compare.present.ledger_lines import page, print_ledgers, print_rows
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, engine_cases
 from compare.studies.ledgers import preset_cases, read_ledgers, shortened
-from compare.studies.matrix import LAYOUTS
+from compare.studies.matrix_cells import LAYOUTS
 from compare.terminal.console import print_json
 
 ALL = "all"

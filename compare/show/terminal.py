@@ -45,7 +45,7 @@ def terminal_table(table: Table) -> RichTable:
     for name in table.columns:
         drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name)
     for row in table.rows:
-        drawn.add_row(_text(row.head), *map(_text, row.cells))
+        drawn.add_row(cell_of(row.head), *map(cell_of, row.cells))
     return drawn
 
 
@@ -54,6 +54,7 @@ def _header(name: str) -> str:
     return name.replace(" (", "\n(")
 
 
-def _text(cell: Text) -> str | RichText:
+def cell_of(cell: Text) -> str | RichText:
+    """A cell as rich prints it: good news green, bad news red."""
     text = f"{cell.text} {cell.note}" if cell.note else cell.text
     return coloured(text, COLOURS[cell.news]) if cell.news else text

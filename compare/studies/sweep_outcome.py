@@ -104,13 +104,13 @@ def outcome_of(
         rows=_rows(plan, [(comparison, records[name]) for name, comparison in comparisons.items()]),
         left_out=dict(item for one in comparisons.values() for item in one.left_out.items()),
         failures=dict(item for one in comparisons.values() for item in one.failures.items()),
-        machine=first.machine,
+        machine=first.circumstances.machine.system,
         device_kind=finished[0].device_kind if finished else "",
         cores=cores(),
         versions={package: version for found in versions for package, version in found.items()},
-        created_utc=first.created_utc,
-        git_commit=first.git_commit,
-        git_dirty=first.git_dirty,
+        created_utc=first.circumstances.created_utc,
+        git_commit=first.circumstances.git_commit,
+        git_dirty=first.circumstances.git_dirty,
     )
 
 

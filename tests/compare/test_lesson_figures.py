@@ -58,7 +58,7 @@ def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
     assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
 
 
-def covered(parts: set[holdings.Part]) -> float:
+def covered(parts: set[holdings.HeldPart]) -> float:
     """The share of a matrix that parts cover, in cells of a grid so fine that they end at its lines."""
     grid = np.zeros((24, 24), bool)
     for part in parts:

@@ -32,10 +32,9 @@ from compare.contract.memory_profile import (
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.comparison import read_comparison, read_saved, save
+from compare.judge.comparison import read_comparison, read_saved
 from compare.judge.costs import cost_of
-from compare.judge.outcome import Outcome
-from compare.judge.outcome import save as save_outcome
+from compare.judge.outcome import TimedOutcome, save
 from compare.present.report import canvas
 from compare.present.report.beside import FileLink, ceilings_beside, links_beside, own_links
 from compare.present.report.curves import windowed
@@ -199,7 +198,7 @@ def test_page_says_what_the_model_computes_and_leads_to_what_lies_beside(long_pa
     assert cost.model_flops_per_s == pytest.approx(flops)
     assert "MFU" not in page  # no vendor says what "a CPU" computes
     assert "a shardpair bench beside this run measures a ceiling" in page
-    for name in ("comparison.json", "torch-manual/ledger.json", "torch-manual/memory.json"):
+    for name in ("outcome.json", "torch-manual/ledger.json", "torch-manual/memory.json"):
         assert f'<a href="{name}">' in page
         assert (folder / name).is_file()
     assert "profile.html" not in page
@@ -213,7 +212,7 @@ def test_studies_beside_a_run_are_led_to_and_lend_their_ceiling(tmp_path, tiny):
     beside.mkdir()
     (beside / "bench.html").touch()
     (folder / "profile.html").touch()
-    assert [link.target for link in own_links(folder)] == ["profile.html", "comparison.json"]
+    assert [link.target for link in own_links(folder)] == ["profile.html", "outcome.json"]
     cost = comparison.costs[0]
     assert cost.engine == "torch-manual"
     most = 4 * cost.model_flops_per_s
@@ -223,8 +222,8 @@ def test_studies_beside_a_run_are_led_to_and_lend_their_ceiling(tmp_path, tiny):
         cases_of(edited(tiny, {"train": {"max_iters": 7}})), ceilings=ceilings, circumstances=here
     )
 
-    def found(outcome: Outcome) -> tuple[list[FileLink], Table]:
-        save_outcome(outcome, beside)
+    def found(outcome: TimedOutcome) -> tuple[list[FileLink], Table]:
+        save(outcome, beside)
         table = cost_table(comparison, ceilings_beside(folder, comparison, records))
         return links_beside(folder, comparison), table
 
@@ -357,7 +356,7 @@ def test_picture_for_a_page_of_ones_own(tmp_path, tiny):
 
 
 def test_a_check_is_shown_with_a_row_for_each_case(tmp_path, tiny, capsys):
-    saved = msgspec.structs.replace(make_comparison(tmp_path, tiny), command="check")
+    saved = msgspec.structs.replace(make_comparison(tmp_path, tiny), study="check")
     save(saved, tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

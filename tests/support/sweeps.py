@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from records import comparison_of, make_record, make_steps
+from records import MADE, comparison_of, make_record, make_steps
 
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison, judged
@@ -53,8 +53,8 @@ def swept(
             )
         planned = comparison_of(
             batch.experiment,
-            command="sweep",
-            created_utc="2026-01-01T00:00:00+00:00",
+            study="sweep",
+            circumstances=MADE,
             requests={name: record.request for name, record in found.items()},
             left_out=batch.left_out,
         )

@@ -27,7 +27,7 @@ MOST_DEVICES, MOST_LAYERS = 8, 8
 TILE, LAYER, GAP, LEFT, TOP = 30, 15, 22, 78, 34  # pixels
 
 
-class Part(Struct, frozen=True):
+class HeldPart(Struct, frozen=True):
     """What a device holds of a matrix: a range of its rows and one of its columns."""
 
     rows: Range
@@ -47,7 +47,7 @@ def coordinates(device: int, axes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> Part:
+def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> HeldPart:
     """A device's part of a parameter that its stage has, of the gradient of it, or of its moments.
 
     tp takes the side whose dims it splits. dp_shard takes the other one, from the ZeRO stage on that splits
@@ -70,7 +70,7 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
     if layout.zero >= split_from[kind]:
         side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
         ranges[side] = _slice(ranges[side], at[DP_SHARD], layout.dp_shard)
-    return Part(*ranges)
+    return HeldPart(*ranges)
 
 
 def sides_of(parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -193,7 +193,7 @@ def _is_drawn(parameter: Parameter) -> bool:
     return parameter.is_matrix
 
 
-def _draw_part(drawing: Drawing, x: float, y: float, part: Part, shade: str) -> None:
+def _draw_part(drawing: Drawing, x: float, y: float, part: HeldPart, shade: str) -> None:
     (top, bottom), (left, right) = part.rows, part.columns
     height = LAYER - 3
     drawing.box(

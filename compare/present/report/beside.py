@@ -15,8 +15,8 @@ from compare.contract.record import EVALUATIONS, LEDGER, MANIFEST, STEPS, Record
 from compare.contract.timeline import TIMELINE
 from compare.contract.work import WORK
 from compare.host.tensors import RecordError
-from compare.judge.comparison import COMPARISON, Comparison, read_saved
-from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.judge.comparison import Comparison
+from compare.judge.outcome import OUTCOME, Outcome, TimedOutcome, read_outcome
 from compare.pipeline.instructions import HLO_COLLECTIVES
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
@@ -24,7 +24,7 @@ from compare.spec.experiment import Experiment
 OWN = {
     "profile.html": "where the time of one step goes",
     "lesson.html": "the strategy in four engines",
-    COMPARISON: "verdicts and costs as JSON",
+    OUTCOME: "verdicts and costs as JSON",
     "experiment.toml": "the experiment",
 }
 """What may lie in a run's folder, besides the page itself."""
@@ -65,12 +65,7 @@ def links_beside(folder: Path, comparison: Comparison) -> list[FileLink]:
     found = []
     for path in _neighbours(folder):
         what, page, experiment = _said_of(path)
-        if (
-            page
-            and experiment
-            and what != comparison.command
-            and _same_work(experiment, comparison.experiment)
-        ):
+        if page and experiment and what != comparison.study and _same_work(experiment, comparison.experiment):
             found.append(FileLink(path.name, quote(f"../{path.name}/{page}"), what))
     return found
 
@@ -85,12 +80,12 @@ def ceilings_beside(
         comparison: its platform and machine.
         records: one for each case.
     """
-    outcomes = [(path.name, one) for path in _neighbours(folder) if (one := _outcome(path)) is not None]
+    outcomes = [(path.name, one) for path in _neighbours(folder) if (one := _timed(path)) is not None]
     return [_fastest(record, comparison, outcomes) for record in records]
 
 
 def _fastest(
-    record: Record, comparison: Comparison, outcomes: list[tuple[str, Outcome]]
+    record: Record, comparison: Comparison, outcomes: list[tuple[str, TimedOutcome]]
 ) -> MeasuredCeiling | None:
     manifest = record.manifest
     products = f"{side_of(manifest.engine).name} {manifest.experiment.precision.product_dtype}"
@@ -99,7 +94,7 @@ def _fastest(
         for name, outcome in outcomes
         if products in outcome.ceilings
         and outcome.platform == manifest.platform
-        and outcome.circumstances.machine.system == comparison.machine
+        and outcome.circumstances.machine.system == comparison.circumstances.machine.system
         and any(how.device_kind == manifest.device_kind for how in outcome.how.values())
     ]
     return max(found, key=lambda one: one.ceiling.flops_per_s, default=None)
@@ -118,19 +113,17 @@ def _neighbours(folder: Path) -> Iterator[Path]:
 def _said_of(folder: Path) -> tuple[str, str, Experiment | None]:
     """Command, page and experiment of a folder; "" and None where it holds no result with a page."""
     with contextlib.suppress(RecordError, OSError):
-        if (folder / COMPARISON).is_file():
-            saved = read_saved(folder)
-            pages = [name for name in (f"{saved.command}.html", "report.html") if (folder / name).is_file()]
-            return saved.command, next(iter(pages), ""), saved.experiment
-        if (outcome := _outcome(folder)) and (folder / f"{outcome.study}.html").is_file():
-            return outcome.study, f"{outcome.study}.html", outcome.experiment
+        if (folder / OUTCOME).is_file():
+            saved = read_outcome(folder, Outcome)
+            pages = [name for name in (f"{saved.study}.html", "report.html") if (folder / name).is_file()]
+            return saved.study, next(iter(pages), ""), saved.experiment
     return "", "", None
 
 
-def _outcome(folder: Path) -> Outcome | None:
+def _timed(folder: Path) -> TimedOutcome | None:
     with contextlib.suppress(RecordError, OSError):
         if (folder / OUTCOME).is_file():
-            return read_outcome(folder)
+            return read_outcome(folder, TimedOutcome)
     return None
 
 
