@@ -15,13 +15,10 @@ from precisions import (
     from_float32,
     read_precisions,
 )
-from profiles import CLASSES, Profile, read_profiles
 from recipes import read_recipes
 from savings import read_savings
 from strategies import SWEEPS, read_sweeps
 from survival import read_survival
-from torch_profiles import CLASSES as TORCH_CLASSES
-from torch_profiles import TorchProfile, read_torch_profiles
 
 from compare.contract.memory_profile import CLASSES as MEMORY_CLASSES
 from compare.judge.closed_forms.peak_memory import peak_form
@@ -175,42 +172,3 @@ def memory() -> str:
             (cells,) = memory_rows([(f"`{preset}`", one)])
             rows.append([cells[0], f"`{engine}`", *cells[1:]])
     return markdown(["layout", "engine", *MEMORY_CLASSES, "all"], rows, numbers_from=2)
-
-
-def torch_profiles(*, pipelines: bool = False) -> str:
-    """Where the time of a step of torchpar's engines goes, and what both have in common."""
-    stored = [profile for profile in read_torch_profiles() if (profile.microbatches > 1) == pipelines]
-    if not stored:
-        return "Not measured yet: `make profiles` measures it."
-    header = ["ms of a rank in a step", *(f"`{p.engine}` {p.preset}{_microbatches(p)}" for p in stored)]
-    rows = [
-        [words, *(f"{p.operations_ms[name]:.0f}" for p in stored)] for name, words in TORCH_CLASSES.items()
-    ]
-    rows.append(["CPU time of a step, unprofiled", *(f"{p.cpu_ms:.0f}" for p in stored)])
-    rows.append(["CPU time without messages", *(f"{p.silent_cpu_ms:.0f}" for p in stored)])
-    rows.append(["wall time of a step, unprofiled", *(f"{p.wall_ms:.0f}" for p in stored)])
-    return markdown(header, rows)
-
-
-def profiles(*, layers: int = 6) -> str:
-    """Where the time of a step of jaxpar goes."""
-    stored = [profile for profile in read_profiles() if profile.layers == layers]
-    if not stored:
-        return "Not measured yet: `make profiles` measures it."
-    header = [
-        "of a step's operations",
-        *(f"`{p.engine}` {p.preset}, {p.devices}{_microbatches(p)}" for p in stored),
-    ]
-    totals = [sum(p.operations_ms.values()) for p in stored]
-    rows = [
-        [words, *(f"{p.operations_ms[name] / total:.0%}" for p, total in zip(stored, totals, strict=True))]
-        for name, words in CLASSES.items()
-    ]
-    rows.append(["their sum, ms", *(f"{total:.0f}" for total in totals)])
-    rows.append(["CPU time of a step, ms", *(f"{p.cpu_ms:.0f}" for p in stored)])
-    rows.append(["wall time of a step, ms", *(f"{p.wall_ms:.0f}" for p in stored)])
-    return markdown(header, rows)
-
-
-def _microbatches(profile: Profile | TorchProfile) -> str:
-    return f", {profile.microbatches} microbatches" if profile.microbatches > 1 else ""

@@ -11,19 +11,17 @@ from measured_tables import (
     memory,
     moves,
     precisions,
-    profiles,
     recipes,
     refusals,
     savings,
     sweep,
-    torch_profiles,
 )
-from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
+from profiles import jax_table, torch_table
 from recipes import SETTINGS
 from strategies import SWEEPS
-from studies import SHOWN, study_section
+from studies import BENCHES, SHOWN, study_section
 from summaries import ledger as ledger_summary
 from summaries import memory as memory_summary
 from summaries import parity, parity_count
@@ -230,11 +228,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
-    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
-    "profiles": profiles,
-    "profiles-8-layers": partial(profiles, layers=8),
-    "torch-profiles": torch_profiles,
-    "torch-profiles-pipeline": partial(torch_profiles, pipelines=True),
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN.keys() - BENCHES.keys()},
+    "profiles": jax_table,
+    "profiles-8-layers": partial(jax_table, layers=8),
+    "torch-profiles": torch_table,
+    "torch-profiles-pipeline": partial(torch_table, pipelines=True),
     "precisions": precisions,
     "savings": savings,
     "counts-agree": counts_agree,

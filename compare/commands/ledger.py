@@ -10,12 +10,12 @@ from compare.commands.arguments import chosen_engines
 from compare.commands.chosen_layout import Spread
 from compare.execute.paths import check_output
 from compare.host.disk import write_atomically
-from compare.present.ledger_lines import page, print_ledgers, print_rows
+from compare.present.ledger_lines import findings_of_ledgers, page
+from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case, engine_cases
 from compare.studies.ledgers import preset_cases, read_ledgers, shortened
 from compare.studies.matrix import LAYOUTS
-from compare.terminal.console import print_json
 
 ALL = "all"
 
@@ -81,10 +81,5 @@ class Ledgers(Spread, frozen=True, kw_only=True):
         found = read_ledgers(folder)
         if self.output:
             write_atomically(self.output, page(found).encode())
-        if self.json:
-            print_json(found)
-        else:
-            print_ledgers(found, folder)
-            if self.rows:
-                print_rows(found.ledgers, folder)
+        print_findings(findings_of_ledgers(found, folder, places=self.rows), as_json=self.json)
         return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0

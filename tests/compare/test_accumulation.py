@@ -4,8 +4,8 @@ import json
 
 import msgspec
 import pytest
+import studies
 from benches import bench_of, measurement_of
-from studies import study_section
 
 from compare import api
 from compare.cli import main
@@ -89,7 +89,7 @@ def test_loss_is_held_against_time(tiny, tmp_path):
     assert len(findings.figures[0].series) == 3
 
 
-def test_it_is_shown_everywhere(tiny, tmp_path, capsys):
+def test_it_is_shown_everywhere(tiny, tmp_path, capsys, monkeypatch):
     save(timed(tiny), tmp_path)
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "a.png")]) == 0
     assert "Equal tokens, in many updates or few" in capsys.readouterr().out
@@ -99,9 +99,10 @@ def test_it_is_shown_everywhere(tiny, tmp_path, capsys):
     assert [row["passes"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 4]
     assert main(["report", str(tmp_path), "--markdown"]) == 0
     printed = capsys.readouterr().out
-    (tmp_path / "outcome.json").rename(tmp_path / "accumulation.json")
-    assert study_section("accumulation", tmp_path).endswith(f"\n```\n\n{printed.strip()}")
-    assert "Not measured yet" in study_section("accumulation", tmp_path / "none")
+    monkeypatch.setattr(studies, "DATA", tmp_path)
+    assert "Not measured yet" in studies.study_section("accumulation")
+    studies.keep(studies.kept("accumulation demo", timed(tiny), tmp_path), tmp_path / "accumulation.json")
+    assert studies.study_section("accumulation").endswith(f"\n```\n\n{printed.strip()}")
     assert printed == markdown(Accumulation.findings(timed(tiny), tmp_path)) + "\n"
     assert "| passes | updates | tokens/s | s | loss |\n| --- | ---: |" in printed
 
