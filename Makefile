@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -85,10 +85,14 @@ profiles: $(READY)  ## where the time of a step goes in each framework, on an id
 counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against the ledger; docs/dynamic_counts.json
 	$(BIN)/python docs/dynamic_counts.py
 
-performance: $(READY)  ## the studies of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
-	$(BIN)/python docs/studies.py
+performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
+	$(BIN)/python docs/performance.py
 	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
+	$(BIN)/python docs/make_docs.py
+
+studies: $(READY)  ## the studies that the docs show, on an idle machine; docs/data/*.json
+	$(BIN)/python docs/studies.py
 	$(BIN)/python docs/make_docs.py
 
 sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/strategies.json

@@ -18,7 +18,6 @@ import tyro
 
 from compare.commands.arguments import Spec, defaults_for
 from compare.commands.check import Check
-from compare.commands.collectives import Collectives
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
@@ -70,7 +69,6 @@ COMMANDS: dict[str, type] = {
     "schedule": Draw,
     "lesson": ReadLesson,
     "mirror": Mirror,
-    "collectives": Collectives,
     "convert": Convert,
     "sample": Sample,
 }

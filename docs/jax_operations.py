@@ -1,4 +1,4 @@
-"""Where the time of a step of jaxpar goes: XLA's operations by class, from jax.profiler; for docs/profiles.py."""
+"""Where the time of a step of jaxpar goes: XLA's operations by class; for docs/profiles.py."""
 
 import re
 import tempfile

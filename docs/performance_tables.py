@@ -3,7 +3,7 @@
 import re
 from statistics import median
 
-from studies import BENCHES, NOT_YET, Kept, read_benches
+from performance import BENCHES, NOT_YET, Kept, read_benches
 
 from compare.judge.statistics import interval_words
 from compare.show.findings import written

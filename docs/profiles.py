@@ -1,4 +1,4 @@
-"""`make profiles`: where the time of a step goes in each framework; docs/data/profiles.json, for docs/limits.md.
+"""`make profiles`: where the time of a step goes in each framework; docs/data/profiles.json.
 
     python docs/profiles.py jax-manual zero1 4        # one of CASES by its first words, printed and not kept
 
@@ -31,7 +31,7 @@ from compare.studies.presets import spread
 PROFILES = Path(__file__).parent / "data" / "profiles.json"
 NOT_YET = "Not measured yet: `make profiles` measures it."
 SIZES = {6: {"block_size": 128}, 8: {"block_size": 128, "n_layer": 8, "n_head": 8}}
-"""By layers, as in the benches of docs/studies.py: four stages of a pipeline share eight."""
+"""By layers, as in the benches of docs/performance.py: four stages of a pipeline share eight."""
 TORCH = ("torch-manual", "torch-library")
 JAX_CLASSES = {
     "linear layers": "products of linear layers",

@@ -16,12 +16,13 @@ from measured_tables import (
     savings,
     sweep,
 )
+from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
 from profiles import jax_table, torch_table
 from recipes import SETTINGS
 from strategies import SWEEPS
-from studies import BENCHES, SHOWN, study_section
+from studies import SHOWN, study_section
 from summaries import ledger as ledger_summary
 from summaries import memory as memory_summary
 from summaries import parity, parity_count
@@ -228,7 +229,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
-    **{f"study-{name}": partial(study_section, name) for name in SHOWN.keys() - BENCHES.keys()},
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
     "profiles": jax_table,
     "profiles-8-layers": partial(jax_table, layers=8),
     "torch-profiles": torch_table,

@@ -10,15 +10,15 @@ from msgspec import Struct, to_builtins
 from compare.host.json_files import read_result
 from compare.host.tensors import RecordError
 from compare.judge.comparison import COMPARISON, read_saved
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME
 from compare.spec.sections import Layout
-from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.golden import OUTCOME as GOLDEN
 from compare.studies.golden import Held
+from compare.studies.registry import read_study
 from compare.studies.sweep_outcome import SWEEP
 from compare.studies.sweep_outcome import read_outcome as read_sweep
 
-OTHERS = {SWEEP: "sweep", COLLECTIVES: "collectives", GOLDEN: "golden"}
+OTHERS = {SWEEP: "sweep", GOLDEN: "golden"}
 """The file that each of the other commands leaves, and its word."""
 _VERDICTS: dict[str, Callable[[Path], str]] = {
     SWEEP: lambda folder: read_sweep(folder).sentence,
@@ -126,9 +126,9 @@ def _said(verdict: Callable[[], str]) -> str:
 
 
 def _study(folder: Path) -> KeptRun:
-    """A study that runs in rounds, which says itself which one it is."""
+    """A study, whose outcome says which one it is."""
     try:
-        outcome = read_outcome(folder)
+        _, outcome = read_study(folder)
     except RecordError as error:
         return _line(folder, "study", verdict=str(error))
     return _line(
@@ -136,7 +136,7 @@ def _study(folder: Path) -> KeptRun:
         outcome.study,
         experiment=outcome.name,
         created_utc=outcome.circumstances.created_utc,
-        verdict=f"{outcome.finished_rounds} of {outcome.rounds} rounds; shardpair report {folder}",
+        verdict=f"{outcome.progress}; shardpair report {folder}",
     )
 
 

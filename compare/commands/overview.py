@@ -2,7 +2,7 @@
 
 from compare.studies.registry import STUDIES
 
-GROUPS: dict[str, dict[str, str]] = {
+_COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
         "run": "train one experiment with each engine, compare, write a report",
         "resume": "go on from checkpoints, on any engines and layout",
@@ -16,11 +16,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "golden": "every engine against the numbers of nanoGPT's own train.py",
         "faults": "plant each known mistake: every check must turn red",
     },
-    "Measure": {word: study.brief for word, study in STUDIES.items()}
-    | {
+    "Measure": {
         "profile": "where the time of one step goes, device by device",
         "ledger": "what each engine sends in a step, beside the closed form",
-        "collectives": "collectives by size: gloo or NCCL, our way, and XLA",
     },
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",
@@ -35,6 +33,12 @@ GROUPS: dict[str, dict[str, str]] = {
         "sample": "draw text from a checkpoint",
     },
 }
+
+GROUPS = {
+    group: {word: study.brief for word, study in STUDIES.items() if study.group == group} | words
+    for group, words in _COMMANDS.items()
+}
+"""What each command does, by its word, in groups: a study says itself where it belongs."""
 
 HEAD = """usage: shardpair COMMAND [arguments]
 

@@ -6,20 +6,17 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
-from compare.commands import collectives
 from compare.commands.pages import leave_page
 from compare.commands.sweep import show as show_sweep
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
 from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME
 from compare.present.report.render import write_report
 from compare.present.tables import print_check, print_faults, print_outcome
 from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.collectives import RESULT as COLLECTIVES
-from compare.studies.collectives import read_bench as read_collectives
-from compare.studies.registry import STUDIES
+from compare.studies.registry import STUDIES, read_study
 from compare.studies.sweep import batch_name
 from compare.studies.sweep_outcome import SWEEP
 from compare.studies.sweep_outcome import read_outcome as read_sweep
@@ -33,7 +30,7 @@ _SHOWN = {"check": print_check, "matrix": print_check, "faults": print_faults}
 class Report(Struct, frozen=True, kw_only=True):
     """Judge a run again from its records, print its tables, and write its page anew.
 
-    Of run, check, matrix, faults and golden; of sweep and collectives; and of every study, such as bench.
+    Of run, check, matrix, faults and golden; of sweep; and of every study, such as bench.
     Says so if the records no longer give the verdict that was saved with them.
 
     Try:
@@ -44,7 +41,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """The folder that the command printed."""
     picture: Path | None = None
     """Also save a picture of its own (.png, .svg, .pdf): of a run the loss curves and their difference, of
-    collectives and studies their pictures."""
+    studies their pictures."""
     markdown: bool = False
     """Print the tables of a study as Markdown, for a page of docs."""
     json: bool = False
@@ -58,8 +55,6 @@ class Report(Struct, frozen=True, kw_only=True):
             return self._study()
         if self.markdown:
             raise ExperimentError(f"--markdown has no effect: {folder} holds no study ({', '.join(STUDIES)})")
-        if (folder / COLLECTIVES).is_file():
-            return collectives.show(read_collectives(folder), folder, picture=self.picture, as_json=self.json)
         if (folder / SWEEP).is_file():
             if self.picture:
                 raise ExperimentError(
@@ -70,10 +65,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def _study(self) -> int:
         """Any study of `studies.registry`: its outcome says which."""
-        outcome = read_outcome(self.run_dir)
-        if outcome.study not in STUDIES:
-            raise RecordError(f"{self.run_dir / OUTCOME}: this version has no study {outcome.study}")
-        study = STUDIES[outcome.study]
+        study, outcome = read_study(self.run_dir)
         if self.markdown:
             found = study.findings(outcome, self.run_dir)
             print(markdown(found))

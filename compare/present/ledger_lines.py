@@ -1,4 +1,4 @@
-"""Ledgers beside their closed forms, a table for each layout: unmatched lines first; and as a Markdown page."""
+"""Ledgers beside their closed forms, a table for each layout, unmatched lines first; a Markdown page."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

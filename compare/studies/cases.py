@@ -5,6 +5,7 @@ gradient synchronisation.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +14,14 @@ from compare.contract.request import Platform
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import spread
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
+
+    def __init__(self, message: str, folder: Path = Path()):
+        super().__init__(message)
+        self.folder = folder
 
 
 class Case(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The rows of `shardpair collectives`: each side times its own in fresh processes; saved after each of them."""
+"""The rows of `shardpair collectives`: each side times its own, in fresh processes; saved after each."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,35 +23,40 @@ from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.tally import Tally
-from compare.host.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
-from compare.judge.circumstances import Circumstances
+from compare.host.json_files import FolderName, read_json, read_own_bytes, write_json
 from compare.judge.collective_fit import Fit, fits_of
+from compare.judge.outcome import OUTCOME, Outcome, save
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
-from compare.studies.rounds import RoundsInterrupted, here_and_now
+from compare.studies.cases import Interrupted
+from compare.studies.rounds import here_and_now
 from compare.terminal.units import human_bytes
 
-RESULT = "collectives.json"
 RANKS = (2, 4, 6)
 
 
-class CollectiveBench(Struct, frozen=True, kw_only=True):
-    """Outcome of the benchmark: collectives.json."""
+class CollectiveBench(Outcome, frozen=True, kw_only=True):
+    """The rows so far; the circumstances have the load before the first of them."""
 
     command: str
     """That makes it again."""
-    circumstances: Circumstances
-    """With the load before the first row."""
-    platform: Platform
     requests: dict[FolderName, CollectiveRequest]
     """By the folder in which each ran."""
     rows: list[CollectiveRow] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     sides: dict[str, CollectiveSide] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    """What this machine's memory cannot hold, and why."""
     failures: dict[str, str] = field(default_factory=dict)
     """Why a folder has not all of its rows."""
+
+    @property
+    def is_blank(self) -> bool:
+        """False: its sentence says what there is."""
+        return False
+
+    @property
+    def progress(self) -> str:
+        """24 rows."""
+        return f"{len(self.rows)} rows"
 
     @property
     def wrong(self) -> int:
@@ -162,10 +167,12 @@ def run_requests(
         The outcome, and its folder.
 
     Raises:
-        RoundsInterrupted: Ctrl-C. Finished rows are saved.
+        Interrupted: Ctrl-C. Finished rows are saved.
     """
     folder = create_run_dir("collectives", run_dir)
     bench = CollectiveBench(
+        study="collectives",
+        name="collectives",
         command=command,
         circumstances=here_and_now(busy),
         platform=next(iter(requests.values())).platform,
@@ -183,18 +190,13 @@ def run_requests(
                 tally.say(failures[name], style="red")
             except KeyboardInterrupt:
                 bench = _collected(bench, folder, failures | {name: f"{name}: interrupted"})
-                raise RoundsInterrupted(
+                raise Interrupted(
                     f"interrupted; every process was ended. {len(bench.rows)} finished rows are kept in "
-                    f"{folder / RESULT}",
+                    f"{folder / OUTCOME}",
                     folder,
                 ) from None
             bench = _collected(bench, folder, failures)
     return bench, folder
-
-
-def read_bench(folder: Path) -> CollectiveBench:
-    """A benchmark that was made before. Raises RecordError: there is none, or it is garbled."""
-    return read_result(folder / RESULT, CollectiveBench, command="collectives")
 
 
 def _run(
@@ -224,8 +226,16 @@ def _collected(bench: CollectiveBench, folder: Path, failures: dict[str, str]) -
         for name in bench.requests
         if (folder / name / SIDE).is_file()
     }
-    bench = msgspec.structs.replace(bench, rows=rows, fits=fits_of(rows), sides=sides, failures=failures)
-    write_json(folder / RESULT, bench)
+    versions = {name: version for side in sides.values() for name, version in side.versions.items()}
+    bench = msgspec.structs.replace(
+        bench,
+        rows=rows,
+        fits=fits_of(rows),
+        sides=sides,
+        failures=failures,
+        circumstances=msgspec.structs.replace(bench.circumstances, versions=versions),
+    )
+    save(bench, folder)
     return bench
 
 

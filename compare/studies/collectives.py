@@ -2,11 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compare.commands.arguments import check_timeout
 from compare.commands.pythons import SidePythons, checked_pythons
@@ -14,22 +11,21 @@ from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Collective
 from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
-from compare.execute.paths import PICTURES, check_output
 from compare.judge.collective_fit import Fit
-from compare.show.findings import Column, Figure, Findings, Series, table_of
+from compare.judge.outcome import OUTCOME
+from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of
+from compare.show.findings import Column, Findings, table_of
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.collective_runs import (
     RANKS,
-    RESULT,
     CollectiveBench,
     Order,
-    read_bench,
     requests_of,
     run_requests,
     sizes_between,
 )
 from compare.studies.presets import check_names
-from compare.studies.rounds import RoundsInterrupted
+from compare.study import Question
 from compare.terminal.console import errors_console
 
 if TYPE_CHECKING:
@@ -38,15 +34,9 @@ else:
     Way = Literal[tuple(IMPLEMENTATIONS)]
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MOST_ROW_S = 60.0
-ORDER = list(IMPLEMENTATIONS)
-MOST_TICKS = 6
-DASHES = ("-", "--", ":", "-.")
-"""Of numbers of ranks, in order; more begin anew."""
-MARKS = "os^Dv"
-"""Of implementations, so that colour is not all that tells them apart."""
 
 
-class Collectives(SidePythons, frozen=True, kw_only=True):
+class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=True):
     """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
     On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
@@ -89,16 +79,14 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
-    def __call__(self, default: Experiment) -> int:
-        """Time them. Returns 0 if every row is there and every result right, else 1."""
-        check_output("--picture", self.picture, kinds=PICTURES)
-        try:
-            return self.show(*self.outcome())
-        except RoundsInterrupted as interrupt:
-            self.show(read_bench(interrupt.folder), interrupt.folder)
-            raise
+    brief: ClassVar = "collectives by size: gloo or NCCL, our way, and XLA"
+    kept: ClassVar = CollectiveBench
 
-    def outcome(self) -> tuple[CollectiveBench, Path]:
+    def __call__(self, default: Experiment) -> int:
+        """Answer it: `Question.answer`."""
+        return self.answer(default, picture=self.picture, as_json=self.json)
+
+    def outcome(self, default: Experiment) -> tuple[CollectiveBench, Path]:
         """The rows with their fits, and the folder of the results; nothing is printed on stdout."""
         pythons, order = checked_pythons(self), self.order()
         requests, left_out = requests_of(order)
@@ -108,6 +96,47 @@ class Collectives(SidePythons, frozen=True, kw_only=True):
             errors_console().print(f"left out: {name}: {why}", style="yellow")
         how = {"run_dir": self.run_dir, "busy": busy, "pythons": pythons, "quiet": self.quiet}
         return run_requests(requests, left_out, command=self.command_line(order), **how)
+
+    @classmethod
+    def findings(cls, outcome: CollectiveBench, folder: Path) -> Findings:
+        """A table for each collective and number of ranks, the fits, two figures for each collective."""
+        kinds = list(dict.fromkeys(row.kind for row in outcome.rows))
+        groups = [(kind, ranks) for kind in kinds for ranks in ranks_of(outcome.rows)]
+        tables = [
+            table_of(f"{kind} on {ranks} ranks", COLUMNS, rows)
+            for kind, ranks in groups
+            if (rows := in_order(row for row in outcome.rows if (row.kind, row.ranks) == (kind, ranks)))
+        ]
+        fits = sorted(outcome.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
+        if fits:
+            tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
+        sides = outcome.sides.values()
+        devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
+        versions = (f"{name} {version}" for name, version in outcome.circumstances.versions.items())
+        return Findings(
+            title="Collectives: latency and bandwidth",
+            sentence=outcome.sentence(),
+            value=outcome,
+            passed=outcome.passed,
+            about=[
+                f"{'; '.join(devices)} {', '.join(versions)}",
+                "Columns of nccl-tests: size is the total, count one rank's elements, the time that of the "
+                "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share "
+                "the cores.",
+            ],
+            warnings=_busy(outcome),
+            tables=tables,
+            figures=[figure for kind in kinds for figure in figures_of(outcome.rows, kind)],
+            notes=[
+                *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways_of(outcome.rows)),
+                *dict.fromkeys(f"{note}." for side in sides for note in side.notes),
+                "Each time weighs by its own size in the fit; misfit is the median distance of a time from "
+                "the line.",
+            ],
+            left_out=outcome.left_out,
+            command=outcome.command,
+            source=f"{outcome.circumstances.words} Every single figure is in {OUTCOME}, beside this page.",
+        )
 
     def order(self) -> Order:
         """What is asked for, checked. Raises ExperimentError."""
@@ -179,122 +208,8 @@ FIT_COLUMNS = (
 )
 
 
-def findings_of_bench(bench: CollectiveBench) -> Findings:
-    """A table for each collective and number of ranks, the fits, two figures for each collective."""
-    kinds = list(dict.fromkeys(row.kind for row in bench.rows))
-    groups = [(kind, ranks) for kind in kinds for ranks in _ranks(bench.rows)]
-    tables = [
-        table_of(f"{kind} on {ranks} ranks", COLUMNS, rows)
-        for kind, ranks in groups
-        if (rows := _in_order(row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)))
-    ]
-    fits = sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
-    if fits:
-        tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
-    sides = bench.sides.values()
-    devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
-    versions = {name: version for side in sides for name, version in side.versions.items()}
-    return Findings(
-        title="Collectives: latency and bandwidth",
-        sentence=bench.sentence(),
-        value=bench,
-        passed=bench.passed,
-        about=[
-            " ".join(["; ".join(devices), ", ".join(f"{name} {what}" for name, what in versions.items())]),
-            "Columns of nccl-tests: size is the total, count one rank's elements, the time that of the "
-            "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share the "
-            "cores.",
-        ],
-        warnings=_busy(bench),
-        tables=tables,
-        figures=[figure for kind in kinds for figure in _figures(bench, kind)],
-        notes=[
-            *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in _ways(bench.rows)),
-            *dict.fromkeys(f"{note}." for side in sides for note in side.notes),
-            "Each time weighs by its own size in the fit; misfit is the median distance of a time from the "
-            "line.",
-        ],
-        left_out=bench.left_out,
-        command=bench.command,
-        source=f"{bench.circumstances.words} Every single figure is in {RESULT}, beside this page.",
-    )
-
-
 def _busy(bench: CollectiveBench) -> list[str]:
     cores = max(bench.circumstances.busy_cores, default=0.0)
     if not is_busy(cores):
         return []
     return [f"other processes used {cores:.1f} cores when the first row was timed: no time holds"]
-
-
-def _in_order(rows: Iterable[CollectiveRow]) -> list[CollectiveRow]:
-    """By size, ways next to each other."""
-    return sorted(rows, key=lambda row: (row.size, ORDER.index(row.implementation)))
-
-
-def _ways(rows: Sequence[CollectiveRow]) -> list[str]:
-    """Implementations that there are, in their declared order."""
-    return [name for name in ORDER if any(row.implementation == name for row in rows)]
-
-
-def _ranks(rows: Sequence[CollectiveRow]) -> list[int]:
-    return sorted({row.ranks for row in rows})
-
-
-def _figures(bench: CollectiveBench, kind: str) -> list[Figure]:
-    """Time and bus bandwidth of a collective over size."""
-    rows = _in_order(row for row in bench.rows if row.kind == kind)
-    sizes = sorted({row.size for row in rows})
-    times = Figure(
-        title=f"{kind}: time over size",
-        caption="Of the slowest rank. Both axes are logarithmic.",
-        x="size (bytes; K, M, G are powers of 1024)",
-        y="time (us), slowest rank",
-        log="xy",
-        ticks={size: _size_text(size) for size in sizes[:: -(-len(sizes) // MOST_TICKS)]},
-        is_small=True,
-        series=_curves(rows, lambda row: row.time_us),
-    )
-    bandwidths = msgspec.structs.replace(
-        times,
-        title=f"{kind}: bus bandwidth over size",
-        caption="What a rank sends on a ring, over the time. Sizes are on a logarithmic axis.",
-        y="bus bandwidth (GB/s)",
-        log="x",
-        y_form="{x:g}",
-        series=_curves(rows, lambda row: row.busbw_gb_s),
-    )
-    return [times, bandwidths]
-
-
-def _curves(rows: Sequence[CollectiveRow], value: Callable[[CollectiveRow], float]) -> list[Series]:
-    """A line for each way and number of ranks; in the legend each way, and each number, once."""
-    ways = [
-        Series(label=name, x=(), colour=ORDER.index(name), mark=MARKS[ORDER.index(name) % len(MARKS)])
-        for name in _ways(rows)
-    ]
-    counts = [
-        Series(label=f"{count} ranks", x=(), dash=DASHES[place % len(DASHES)])
-        for place, count in enumerate(_ranks(rows))
-    ]
-    curves = [
-        msgspec.structs.replace(
-            way,
-            label="",
-            dash=number.dash,
-            x=[row.size for row in own],
-            y=[value(row) for row in own],
-        )
-        for way in ways
-        for count, number in zip(_ranks(rows), counts, strict=True)
-        if (own := [row for row in rows if (row.implementation, row.ranks) == (way.label, count)])
-    ]
-    return [*ways, *counts, *curves]
-
-
-def _size_text(size: float) -> str:
-    for unit in ("", "K", "M"):
-        if size < 1024:
-            return f"{size:.3g}{unit}"
-        size /= 1024
-    return f"{size:.3g}G"

@@ -22,7 +22,7 @@ from compare.judge.comparison import Comparison, how_to_go_on, judged, read_comp
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Case, Settings
+from compare.studies.cases import Case, Interrupted, Settings
 from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 from compare.studies.own_weights import Init, freeze_weights
@@ -30,10 +30,6 @@ from compare.studies.resuming import require_resumable, resumes
 from compare.terminal.units import human_bytes
 
 LATER_STEP = 20
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
 
 
 def compare_cases(
@@ -189,7 +185,7 @@ def _run(
             comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
             records[name] = record
         except KeyboardInterrupt:
-            raise Interrupted(_interrupted(comparison, folder)) from None
+            raise Interrupted(_interrupted(comparison, folder), folder) from None
         except (EngineError, RecordError) as error:
             failures[name] = error if isinstance(error, EngineError) else _unreadable(name, error)
             reporter.failed(failures[name])

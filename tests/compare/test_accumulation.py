@@ -4,12 +4,12 @@ import json
 
 import msgspec
 import pytest
-import studies
 from benches import bench_of, measurement_of
+from studies import study_section
 
 from compare import api
 from compare.cli import main
-from compare.judge.outcome import Outcome, save
+from compare.judge.outcome import TimedOutcome, save
 from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.accumulation import Accumulation
@@ -22,7 +22,7 @@ def asked(experiment: Experiment, **given) -> Accumulation:
     return Accumulation(**sections, **{"window": 2, "windows": 3, "anyway": True, **given})
 
 
-def timed(experiment: Experiment) -> Outcome:
+def timed(experiment: Experiment) -> TimedOutcome:
     """Losses fall by 1 % an update; an update takes 10 ms, and 2 ms for every pass."""
     plan = asked(experiment, passes=(1, 2, 4)).planned(experiment)
     done = [
@@ -89,7 +89,7 @@ def test_loss_is_held_against_time(tiny, tmp_path):
     assert len(findings.figures[0].series) == 3
 
 
-def test_it_is_shown_everywhere(tiny, tmp_path, capsys, monkeypatch):
+def test_it_is_shown_everywhere(tiny, tmp_path, capsys):
     save(timed(tiny), tmp_path)
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "a.png")]) == 0
     assert "Equal tokens, in many updates or few" in capsys.readouterr().out
@@ -99,10 +99,9 @@ def test_it_is_shown_everywhere(tiny, tmp_path, capsys, monkeypatch):
     assert [row["passes"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 4]
     assert main(["report", str(tmp_path), "--markdown"]) == 0
     printed = capsys.readouterr().out
-    monkeypatch.setattr(studies, "DATA", tmp_path)
-    assert "Not measured yet" in studies.study_section("accumulation")
-    studies.keep(studies.kept("accumulation demo", timed(tiny), tmp_path), tmp_path / "accumulation.json")
-    assert studies.study_section("accumulation").endswith(f"\n```\n\n{printed.strip()}")
+    (tmp_path / "outcome.json").rename(tmp_path / "accumulation.json")
+    assert study_section("accumulation", tmp_path).endswith(f"\n```\n\n{printed.strip()}")
+    assert "Not measured yet" in study_section("accumulation", tmp_path / "none")
     assert printed == markdown(Accumulation.findings(timed(tiny), tmp_path)) + "\n"
     assert "| passes | updates | tokens/s | s | loss |\n| --- | ---: |" in printed
 
@@ -117,7 +116,7 @@ def test_it_is_measured_interrupted_and_goes_on(timed_engines, tmp_path, capsys)
     timed_engines.interrupted_at = 0
     assert main(["accumulation", "--continue", "b", "--passes", "1", "2"]) == 2
     assert main(["accumulation", "--continue", "b", "--quiet", "--json"]) == 0
-    outcome = msgspec.convert(json.loads(capsys.readouterr().out)["result"], Outcome)
+    outcome = msgspec.convert(json.loads(capsys.readouterr().out)["result"], TimedOutcome)
     assert (outcome.finished_rounds, len(timed_engines.launched)) == (2, 5)
     assert {request.experiment.train.max_iters for request in timed_engines.requests} == {44, 88}
 

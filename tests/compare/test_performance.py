@@ -1,13 +1,12 @@
 """docs/performance.md: what it keeps of a bench, and what it says where nothing was measured."""
 
-from pathlib import Path
-
 import msgspec
+import performance
 import pytest
 import studies
 import tables
 from benches import cases_of, finished
-from studies import BENCHES, Kept, keep, kept, read_kept
+from performance import BENCHES, Kept, keep, kept, read_kept
 
 from compare.cli import parse
 from compare.studies.bench import Bench
@@ -16,16 +15,17 @@ from compare.studies.bench import Bench
 @pytest.fixture
 def stored(tmp_path, monkeypatch, tiny):
     """A bench that is kept, in a file of its own."""
-    monkeypatch.setattr(studies, "DATA", tmp_path / "data")
+    for module in (performance, studies):
+        monkeypatch.setattr(module, "DATA", tmp_path / "data")
     result = finished(cases_of(tiny), left_out={"pp-8": "it has too few layers"}, busy_cores=[1.5])
-    found = kept(BENCHES["itself"], result, tmp_path)
+    found = kept(BENCHES["itself"], result)
     write({"itself": found})
     return found
 
 
 def write(found: dict[str, Kept]) -> None:
     for name, one in found.items():
-        keep(one, studies.DATA / f"{name}.json")
+        keep(one, performance.DATA / f"{name}.json")
 
 
 def test_every_bench_of_the_page_is_one():
@@ -87,11 +87,16 @@ def test_what_was_not_measured_is_said(stored):
 
 def test_what_was_measured_before_a_bench_that_was_interrupted_is_kept(stored, tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "ASIDE", tmp_path / "aside")
-    measured = iter([(0, stored), (1, None), (130, None)])
-    monkeypatch.setattr(studies, "_measured", lambda arguments: next(measured))
-    assert studies.main(["torch-2", "torch-4", "single"]) == 130
+    codes = {"torch-2": 0, "torch-4": 1, "single": 130}
+
+    def measured(name: str, arguments: str) -> int:
+        keep(stored, studies.ASIDE / f"{name}.json") if codes[name] == 0 else None
+        return codes[name]
+
+    monkeypatch.setattr(studies, "_measured", measured)
+    assert studies.main(list(codes)) == 130
     assert {name for name in BENCHES if read_kept(name) == stored} == {"itself", "torch-2"}
-    assert not list(Path(tmp_path / "aside").iterdir())
+    assert not list((tmp_path / "aside").iterdir())
 
 
 def test_an_unknown_bench_is_refused(capsys):
