@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union
 import msgspec
 import tyro
 
-from compare.commands.arguments import Spec, defaults_for
+from compare.commands.arguments import FixedExperiment, Spec, defaults_for
 from compare.commands.check import Check
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
@@ -83,7 +83,10 @@ DEFAULT_EXPERIMENT = {
     "sweep": "demo",
     **{word: study.default for word, study in STUDIES.items()},
 }
-FIXED_EXPERIMENT = {"golden": GOLDEN}
+FIXED_EXPERIMENT = {
+    "golden": GOLDEN,
+    **{word: study.default for word, study in STUDIES.items() if issubclass(study, FixedExperiment)},
+}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 

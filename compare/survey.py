@@ -44,8 +44,8 @@ Parts = tuple[list[Part], dict[str, str]]
 class Survey(Study[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
     """A question that is answered part by part. A subclass says which, and what is kept of each."""
 
-    ladder: ClassVar[bool] = False
-    """Whether runs leave gradients, weights and moments, which are then compared."""
+    asks: ClassVar[Mapping[str, object]] = {"ladder": False}
+    """Fields of `Settings` for its runs: by default they leave no gradients, weights and moments."""
 
     def parts(self, experiment: Experiment) -> Parts:
         """What is measured of the experiment with the user's overrides. Raises ExperimentError."""
@@ -80,18 +80,19 @@ class Survey(Study[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
         Args:
             cases: the reference first.
             place: as of `measure`.
-            settings: fields of `Settings` that are not the command's.
+            settings: fields of `Settings` beside `asks`.
 
         Raises:
             EngineError: one did not finish.
         """
-        mine = msgspec.structs.replace(self.settings(), ladder=self.ladder)
+        if not (place / COMPARISON).is_file():
+            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         comparison, folder = self.compare(
             place.name,
             cases[0].experiment,
             cases,
             run_dir=str(place),
-            settings=msgspec.structs.replace(mine, **settings),
+            settings=msgspec.structs.replace(self.settings(), **{**self.asks, **settings}),
             needs_first=False,
         )
         if not comparison.is_complete:
@@ -156,8 +157,6 @@ class Survey(Study[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
         for name in outcome.missing:
             console.print(printable(f"part {outcome.parts.index(name) + 1} of {len(parts)}: {name}"))
             place = folder / name.replace("/", "_")
-            if not (place / COMPARISON).is_file():
-                shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
             try:
                 outcome = _with_result(outcome, name, mine.measure(parts[name], place), place)
             except KeyboardInterrupt:

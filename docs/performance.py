@@ -6,10 +6,8 @@ python docs/performance.py torch-2 itself      # some of them; all take hours
 import sys
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from compare.host.disk import write_atomically
 from compare.host.json_files import read_json
 from compare.judge.bench_rows import blocks
 from compare.judge.outcome import TimedOutcome
@@ -98,12 +96,6 @@ def kept(arguments: str, outcome: TimedOutcome) -> Kept:
         warnings=list(found.warnings),
         left_out=found.left_out,
     )
-
-
-def keep(found: Kept, path: Path) -> None:
-    """Write what is kept, in one line: a machine's figures, which nobody edits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.encode(found) + b"\n")
 
 
 if __name__ == "__main__":

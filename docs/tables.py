@@ -5,26 +5,14 @@ from functools import cache, partial
 
 import msgspec
 from measured import Errors, Measured, read_measured
-from measured_tables import (
-    counts_agree,
-    endings,
-    memory,
-    moves,
-    precisions,
-    recipes,
-    refusals,
-    savings,
-    sweep,
-)
+from measured_tables import endings, refusals, sweep
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
 from profiles import jax_table, torch_table
-from recipes import SETTINGS
 from strategies import SWEEPS
-from studies import SHOWN, study_section
+from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
-from summaries import memory as memory_summary
 from summaries import parity, parity_count
 
 from compare.commands import list as names
@@ -46,6 +34,8 @@ from compare.terminal.units import error_text
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2  # of the schedules that are drawn in schedules.png
 SGD = ".sgd"
 """Ends the names of golden cases by SGD."""
+COUNTS = "counts"
+"""A study whose table is empty: its sentence is all there is to show."""
 QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 """Rungs whose errors the docs quote."""
 
@@ -221,7 +211,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "harness-faults-missed": missed_without_request,
     "parity": parity,
     "parity-count": parity_count,
-    "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-summary": performance_summary,
     "performance-one-device": one_device,
@@ -229,19 +218,15 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-agreement": agreement,
     "performance-resolution": resolution,
     **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
-    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN if name != COUNTS},
+    f"sentence-{COUNTS}": partial(sentence, COUNTS),
+    "details-memory": partial(details_section, "memory"),
     "profiles": jax_table,
     "profiles-8-layers": partial(jax_table, layers=8),
     "torch-profiles": torch_table,
     "torch-profiles-pipeline": partial(torch_table, pipelines=True),
-    "precisions": precisions,
-    "savings": savings,
-    "counts-agree": counts_agree,
-    "memory": memory,
-    "memory-summary": memory_summary,
     "ledger-summary": ledger_summary,
     "endings": endings,
     "refusals": refusals,
-    **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

@@ -267,6 +267,19 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             )
 
 
+class FixedExperiment(Spec, frozen=True, kw_only=True):
+    """A command whose experiment is its own: no flag gives a field of it but the layout's."""
+
+    experiment: Hidden[str] = ""
+    model: Hidden[Model] = Model()
+    data: Hidden[Data] = Data()
+    optimizer: Hidden[Optimizer] = Optimizer()
+    train: Hidden[Train] = Train()
+    precision: Hidden[Precision] = Precision()
+    checkpoint: Hidden[Checkpoints] = Checkpoints()
+    init_from: Hidden[str] = ""
+
+
 AnySpec = TypeVar("AnySpec", bound=Spec)
 
 

@@ -3,26 +3,20 @@
 import msgspec
 from rich.table import Table
 
-from compare.commands.arguments import Hidden
+from compare.commands.arguments import FixedExperiment, Hidden
 from compare.commands.chosen_layout import Spread
 from compare.execute.progress import Reporter
 from compare.judge.ladder import rungs_of
 from compare.present.tables import rung_cell
 from compare.spec.experiment import (
-    Checkpoints,
-    Data,
     Experiment,
-    Model,
-    Optimizer,
-    Precision,
-    Train,
     revalidate,
 )
 from compare.studies.golden import EXPERIMENT, REFERENCE, Held, golden_cases, hold
 from compare.terminal.console import print_json, results_console
 
 
-class Golden(Spread, frozen=True, kw_only=True):
+class Golden(FixedExperiment, Spread, frozen=True, kw_only=True):
     """Hold every engine to what nanoGPT's own train.py computed: 30 steps in float64, to 1e-10.
 
     Engines that agree may all be wrong in the same way; this shows it. The experiment is the one that nanoGPT
@@ -35,14 +29,7 @@ class Golden(Spread, frozen=True, kw_only=True):
     """
 
     experiment: Hidden[str] = EXPERIMENT
-    model: Hidden[Model] = Model()
-    data: Hidden[Data] = Data()
-    optimizer: Hidden[Optimizer] = Optimizer()
-    train: Hidden[Train] = Train()
-    precision: Hidden[Precision] = Precision()
-    checkpoint: Hidden[Checkpoints] = Checkpoints()
     continue_: Hidden[str] = ""
-    init_from: Hidden[str] = ""
 
     def __call__(self, default: Experiment) -> int:
         """Train and compare. Returns the exit code: 0 if every engine computes what nanoGPT did, else 1."""

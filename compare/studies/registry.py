@@ -8,10 +8,28 @@ from compare.studies.accumulation import Accumulation
 from compare.studies.bench import Bench
 from compare.studies.buckets import Buckets
 from compare.studies.collectives import Collectives
+from compare.studies.counts import Counts
+from compare.studies.memory import Memory
+from compare.studies.moves import Moves
+from compare.studies.precisions import Precisions
+from compare.studies.recipes import Recipes
+from compare.studies.savings import Savings
 from compare.study import Question
 
 STUDIES: dict[str, type[Question]] = {
-    study.word(): study for study in (Bench, Buckets, Accumulation, Collectives)
+    study.word(): study
+    for study in (
+        Recipes,
+        Moves,
+        Precisions,
+        Counts,
+        Bench,
+        Buckets,
+        Accumulation,
+        Collectives,
+        Memory,
+        Savings,
+    )
 }
 
 

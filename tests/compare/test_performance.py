@@ -6,7 +6,7 @@ import pytest
 import studies
 import tables
 from benches import cases_of, finished
-from performance import BENCHES, Kept, keep, kept, read_kept
+from performance import BENCHES, Kept, kept, read_kept
 
 from compare.cli import parse
 from compare.studies.bench import Bench
@@ -24,8 +24,9 @@ def stored(tmp_path, monkeypatch, tiny):
 
 
 def write(found: dict[str, Kept]) -> None:
+    performance.DATA.mkdir(exist_ok=True)
     for name, one in found.items():
-        keep(one, performance.DATA / f"{name}.json")
+        (performance.DATA / f"{name}.json").write_bytes(studies.in_lines(one))
 
 
 def test_every_bench_of_the_page_is_one():
@@ -87,10 +88,12 @@ def test_what_was_not_measured_is_said(stored):
 
 def test_what_was_measured_before_a_bench_that_was_interrupted_is_kept(stored, tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "ASIDE", tmp_path / "aside")
+    (tmp_path / "aside").mkdir()
     codes = {"torch-2": 0, "torch-4": 1, "single": 130}
 
     def measured(name: str, arguments: str) -> int:
-        keep(stored, studies.ASIDE / f"{name}.json") if codes[name] == 0 else None
+        if codes[name] == 0:
+            (tmp_path / "aside" / f"{name}.json").write_bytes(studies.in_lines(stored))
         return codes[name]
 
     monkeypatch.setattr(studies, "_measured", measured)
