@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure survival profiles performance sweeps studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure survival profiles performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -70,10 +70,6 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 
 studies: $(READY)  ## the studies that the docs show, or those of NAMES; docs/data/*.json
 	$(BIN)/python docs/studies.py $(NAMES)
-	$(BIN)/python docs/make_docs.py
-
-sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/strategies.json
-	$(BIN)/python docs/strategies.py
 	$(BIN)/python docs/make_docs.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel

@@ -38,7 +38,6 @@ from compare.commands.run import Run
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
-from compare.commands.sweep import Sweep
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.host.tensors import RecordError
@@ -57,7 +56,6 @@ COMMANDS: dict[str, type] = {
     "faults": Faults,
     "matrix": Matrix,
     "golden": Golden,
-    "sweep": Sweep,
     **STUDIES,
     "profile": Profile,
     "ledger": Ledgers,
@@ -80,7 +78,6 @@ DEFAULT_EXPERIMENT = {
     "faults": "check",
     "matrix": "check",
     "ledger": "check",
-    "sweep": "demo",
     **{word: study.default for word, study in STUDIES.items()},
 }
 FIXED_EXPERIMENT = {

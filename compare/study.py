@@ -42,6 +42,8 @@ class Question(Generic[AnyOutcome]):
     """The experiment if none is named."""
     kept: ClassVar[Any] = Outcome
     """Type of the outcome that it saves."""
+    shows_unfinished: ClassVar[bool] = True
+    """After Ctrl-C, print what is there."""
 
     def outcome(self, default: Experiment) -> tuple[AnyOutcome, Path]:
         """Measure; nothing is printed on stdout. Raises Interrupted: Ctrl-C; what is finished is saved."""
@@ -80,11 +82,23 @@ class Question(Generic[AnyOutcome]):
         try:
             result, folder = self.outcome(default)
         except Interrupted as interrupt:
-            with contextlib.suppress(EngineError, RecordError):  # too little of it
-                so_far = read_outcome(interrupt.folder, self.kept)
-                show_outcome(type(self), so_far, interrupt.folder, picture=picture, as_json=as_json)
+            if self.shows_unfinished:
+                with contextlib.suppress(EngineError, RecordError):  # too little of it
+                    so_far = read_outcome(interrupt.folder, self.kept)
+                    self.shown(so_far, interrupt.folder, picture=picture, as_json=as_json)
             raise
-        return show_outcome(type(self), result, folder, picture=picture, as_json=as_json)
+        return self.shown(result, folder, picture=picture, as_json=as_json)
+
+    @classmethod
+    def shown(cls, outcome: AnyOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Print what an outcome says, and leave its page. Returns the exit code."""
+        found = findings_in(cls, outcome, folder)
+        return show(found, folder, page=f"{cls.word()}.html", picture=picture, as_json=as_json)
+
+    @classmethod
+    def judged_again(cls, outcome: AnyOutcome, folder: Path) -> tuple[AnyOutcome, list[str]]:
+        """The outcome as the records in its folder give it now, and where that is not what was saved."""
+        return outcome, []
 
 
 class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
@@ -98,7 +112,7 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
     layouts: ClassVar[str] = ""
     """Why flags of the layout have no effect; '' if they have."""
     own_weights: ClassVar[str] = "it begins with the seed's weights"
-    """Why --init_from has no effect."""
+    """Why --init_from has no effect; '' if it has."""
     alters_nothing: ClassVar[frozenset[str]] = frozenset({"picture"})
     """Own flags that may stand beside --continue."""
 
@@ -145,7 +159,8 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
 
     def asked(self) -> Experiment:
         """The experiment with the overrides in it. Raises ExperimentError for flags that have no effect."""
-        self.refuse_init_from(self.own_weights)
+        if self.own_weights:
+            self.refuse_init_from(self.own_weights)
         if self.layouts:
             self.refuse_layout(self.layouts)
         for flag, instead in self.decided.items():
@@ -184,14 +199,6 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
 def how_to_go_on(outcome: Outcome, folder: Path) -> str:
     """The command that runs what a study still lacks."""
     return f"shardpair {outcome.study} --continue {shlex.quote(str(folder))}"
-
-
-def show_outcome(
-    study: type[Question], outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool
-) -> int:
-    """Print what a study's outcome says, and leave its page. Returns the exit code."""
-    found = findings_in(study, outcome, folder)
-    return show(found, folder, page=f"{study.word()}.html", picture=picture, as_json=as_json)
 
 
 def findings_in(study: type[Question] | Question, outcome: Outcome, folder: Path) -> Findings:

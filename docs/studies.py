@@ -33,6 +33,8 @@ DOCS = Path(__file__).parent
 DATA = DOCS / "data"
 ASIDE = DOCS.parent / "runs" / "aside"
 """Of git ignored."""
+SWEEP = "sweep demo --model.n_layer 3 --train.max_iters 40"
+GROWING = "--presets ddp fsdp --devices 1 2 4 --engines jax-manual torch-manual"
 SHOWN = {
     "accumulation": "accumulation demo --layout.dp_replicate 2",
     "moves": "moves check",
@@ -44,6 +46,9 @@ SHOWN = {
     "--model.vocab_size 8192 --train.batch_size 8",
     "memory": "memory demo --model.n_embd 64 --model.vocab_size 1024 --train.batch_size 8 "
     "--layout.remat none --layout.bucket_mb 0.1",
+    "strategies": SWEEP,
+    "strong": f"{SWEEP} --scaling strong {GROWING}",
+    "weak": f"{SWEEP} --scaling weak {GROWING}",
 }
 """Arguments of shardpair, by name."""
 PICTURES = {"precisions": "precisions.png", "recipes": "recipe.png"}

@@ -5,12 +5,11 @@ from functools import cache, partial
 
 import msgspec
 from measured import Errors, Measured, read_measured
-from measured_tables import endings, refusals, sweep
+from measured_tables import endings, refusals
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
 from profiles import jax_table, torch_table
-from strategies import SWEEPS
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
 from summaries import parity, parity_count
@@ -217,7 +216,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-method": method,
     "performance-agreement": agreement,
     "performance-resolution": resolution,
-    **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
     **{f"study-{name}": partial(study_section, name) for name in SHOWN if name != COUNTS},
     f"sentence-{COUNTS}": partial(sentence, COUNTS),
     "details-memory": partial(details_section, "memory"),

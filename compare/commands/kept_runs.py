@@ -15,13 +15,10 @@ from compare.spec.sections import Layout
 from compare.studies.golden import OUTCOME as GOLDEN
 from compare.studies.golden import Held
 from compare.studies.registry import read_study
-from compare.studies.sweep_outcome import SWEEP
-from compare.studies.sweep_outcome import read_outcome as read_sweep
 
-OTHERS = {SWEEP: "sweep", GOLDEN: "golden"}
+OTHERS = {GOLDEN: "golden"}
 """The file that each of the other commands leaves, and its word."""
 _VERDICTS: dict[str, Callable[[Path], str]] = {
-    SWEEP: lambda folder: read_sweep(folder).sentence,
     GOLDEN: lambda folder: read_result(folder / GOLDEN, Held, command="golden").sentence(),
 }
 MATRIX = "matrix"
@@ -136,7 +133,7 @@ def _study(folder: Path) -> KeptRun:
         outcome.study,
         experiment=outcome.name,
         created_utc=outcome.circumstances.created_utc,
-        verdict=f"{outcome.progress}; shardpair report {folder}",
+        verdict=outcome.sentence() or f"{outcome.progress}; shardpair report {folder}",
     )
 
 

@@ -6,7 +6,6 @@ _COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
         "run": "train one experiment with each engine, compare, write a report",
         "resume": "go on from checkpoints, on any engines and layout",
-        "sweep": "strategies side by side, or over growing numbers of devices",
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
     },

@@ -7,20 +7,14 @@ import tyro
 from msgspec import Struct
 
 from compare.commands.pages import leave_page
-from compare.commands.sweep import show as show_sweep
 from compare.execute.paths import PICTURES, check_output
-from compare.host.tensors import RecordError
-from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
+from compare.judge.comparison import differences, read_comparison, read_saved
 from compare.judge.outcome import OUTCOME
 from compare.present.report.render import write_report
 from compare.present.tables import print_check, print_faults, print_outcome
 from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.registry import STUDIES, read_study
-from compare.studies.sweep import batch_name
-from compare.studies.sweep_outcome import SWEEP
-from compare.studies.sweep_outcome import read_outcome as read_sweep
-from compare.study import show_outcome
 from compare.terminal.console import errors_console
 
 _SHOWN = {"check": print_check, "matrix": print_check, "faults": print_faults}
@@ -55,40 +49,18 @@ class Report(Struct, frozen=True, kw_only=True):
             return self._study()
         if self.markdown:
             raise ExperimentError(f"--markdown has no effect: {folder} holds no study ({', '.join(STUDIES)})")
-        if (folder / SWEEP).is_file():
-            if self.picture:
-                raise ExperimentError(
-                    f"--picture {self.picture} has no effect: the page of {folder} has them all"
-                )
-            return self._sweep()
         return self._comparison()
 
     def _study(self) -> int:
         """Any study of `studies.registry`: its outcome says which."""
-        study, outcome = read_study(self.run_dir)
+        study, saved = read_study(self.run_dir)
+        outcome, moved = study.judged_again(saved, self.run_dir)
         if self.markdown:
             found = study.findings(outcome, self.run_dir)
             print(markdown(found))
-            return 0 if found.passed else 1
-        return show_outcome(study, outcome, self.run_dir, picture=self.picture, as_json=self.json)
-
-    def _sweep(self) -> int:
-        """A sweep, each of its batches judged anew."""
-        plan = read_sweep(self.run_dir).plan
-        names = dict.fromkeys(batch_name(plan.with_batch_for(devices)) for devices in plan.devices)
-        begun = [name for name in names if (self.run_dir / name / COMPARISON).is_file()]
-        if not begun:
-            raise RecordError(
-                f"nothing has begun in {self.run_dir}: `shardpair sweep --continue {self.run_dir}`"
-            )
-        saved = {name: read_saved(self.run_dir / name) for name in begun}
-        anew = {
-            name: read_comparison(self.run_dir / name)[0] if one.cases else one for name, one in saved.items()
-        }
-        outcome = show_sweep(plan, anew, self.run_dir, as_json=self.json)
-        return self._told(
-            outcome.passed, [line for name in begun for line in differences(saved[name], anew[name])]
-        )
+            return self._told(found.passed, moved)
+        code = study.shown(outcome, self.run_dir, picture=self.picture, as_json=self.json)
+        return self._told(not code, moved)
 
     def _comparison(self) -> int:
         """A run, judged anew."""

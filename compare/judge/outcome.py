@@ -50,6 +50,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
         """How much of it is there: 3 of 5 rounds."""
         raise NotImplementedError
 
+    def sentence(self) -> str:
+        """The verdict in a line; '' where `Findings` alone tell it."""
+        return ""
+
 
 class StudyOutcome(Outcome, frozen=True, kw_only=True):
     """Outcome of a study of an experiment."""

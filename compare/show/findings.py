@@ -91,7 +91,13 @@ def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
 
 
 def table_of(
-    name: str, columns: Sequence[Column[R]], rows: Sequence[R], *, below: str = "", look: str = ""
+    name: str,
+    columns: Sequence[Column[R]],
+    rows: Sequence[R],
+    *,
+    below: str = "",
+    look: str = "",
+    words: int = 0,
 ) -> Table:
     """A table of rows; the first column names them, and one without any figure is left out.
 
@@ -99,7 +105,7 @@ def table_of(
         name: its title.
         columns: at least one.
         rows: what the columns read.
-        below, look: as of `Table`.
+        below, look, words: as of `Table`.
     """
     head, *figures = columns
     cells = {column.name: [column.cell(row) for row in rows] for column in figures}
@@ -113,6 +119,7 @@ def table_of(
         ],
         below=below,
         look=look,
+        words=words,
     )
 
 

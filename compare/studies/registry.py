@@ -14,12 +14,14 @@ from compare.studies.moves import Moves
 from compare.studies.precisions import Precisions
 from compare.studies.recipes import Recipes
 from compare.studies.savings import Savings
+from compare.studies.sweep import Sweep
 from compare.study import Question
 
 STUDIES: dict[str, type[Question]] = {
     study.word(): study
     for study in (
         Recipes,
+        Sweep,
         Moves,
         Precisions,
         Counts,
