@@ -25,13 +25,11 @@ from compare.commands.doctor import Doctor
 from compare.commands.faults import Faults
 from compare.commands.given import flags_given
 from compare.commands.golden import Golden
-from compare.commands.ledger import Ledgers
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.overview import overview
-from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.resume import Resume
 from compare.commands.run import Run
@@ -57,8 +55,6 @@ COMMANDS: dict[str, type] = {
     "matrix": Matrix,
     "golden": Golden,
     **STUDIES,
-    "profile": Profile,
-    "ledger": Ledgers,
     "list": List,
     "runs": Runs,
     "report": Report,
@@ -74,10 +70,8 @@ DEFAULT_EXPERIMENT = {
     "run": "demo",
     "resume": "",
     "check": "check",
-    "profile": "demo",
     "faults": "check",
     "matrix": "check",
-    "ledger": "check",
     **{word: study.default for word, study in STUDIES.items()},
 }
 FIXED_EXPERIMENT = {

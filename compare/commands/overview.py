@@ -15,10 +15,7 @@ _COMMANDS: dict[str, dict[str, str]] = {
         "golden": "every engine against the numbers of nanoGPT's own train.py",
         "faults": "plant each known mistake: every check must turn red",
     },
-    "Measure": {
-        "profile": "where the time of one step goes, device by device",
-        "ledger": "what each engine sends in a step, beside the closed form",
-    },
+    "Measure": {},
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",
         "lesson": "one strategy in four engines, side by side, on a page",

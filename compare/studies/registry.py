@@ -9,9 +9,11 @@ from compare.studies.bench import Bench
 from compare.studies.buckets import Buckets
 from compare.studies.collectives import Collectives
 from compare.studies.counts import Counts
+from compare.studies.ledger import Ledger
 from compare.studies.memory import Memory
 from compare.studies.moves import Moves
 from compare.studies.precisions import Precisions
+from compare.studies.profile import Profile
 from compare.studies.recipes import Recipes
 from compare.studies.savings import Savings
 from compare.studies.sweep import Sweep
@@ -29,6 +31,8 @@ STUDIES: dict[str, type[Question]] = {
         Buckets,
         Accumulation,
         Collectives,
+        Profile,
+        Ledger,
         Memory,
         Savings,
     )

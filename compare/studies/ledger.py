@@ -1,7 +1,7 @@
 """`shardpair ledger`: what every engine sends in a step, line by line beside the closed form."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 import tyro
@@ -10,17 +10,20 @@ from compare.commands.arguments import chosen_engines
 from compare.commands.chosen_layout import Spread
 from compare.execute.paths import check_output
 from compare.host.disk import write_atomically
+from compare.judge.comparison import Comparison, read_comparison
+from compare.paired_study import Cases, PairedStudy
 from compare.present.ledger_lines import findings_of_ledgers, page
+from compare.show.findings import Findings
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Case, engine_cases
+from compare.studies.cases import Settings, engine_cases
 from compare.studies.ledgers import preset_cases, read_ledgers, shortened
-from compare.studies.matrix import LAYOUTS
+from compare.studies.matrix_cells import LAYOUTS
 
 ALL = "all"
 
 
-class Ledgers(Spread, frozen=True, kw_only=True):
+class Ledger(Spread, PairedStudy, frozen=True, kw_only=True):
     """Line up what each engine sends in a step with the closed form of the layout: what is missing, what is
     unexpected, and why.
 
@@ -46,40 +49,55 @@ class Ledgers(Spread, frozen=True, kw_only=True):
     fail_on_unexpected: bool = False
     """Exit with 1 if a line is not as in the closed form, no known pattern explains it, and it is new."""
 
-    def __call__(self, default: Experiment) -> int:
-        """Show them. Returns the exit code: 0, or 1 if an engine failed or --fail_on_unexpected found one."""
+    brief = "what each engine sends in a step, beside the closed form"
+    group = "Measure"
+    default = "check"
+    needs_first = False
+    alters_nothing: ClassVar = frozenset({"picture", "results", "rows", "output", "fail_on_unexpected"})
+
+    @property
+    def gives_layouts(self) -> bool:
+        """True if presets replace the experiment's layout."""
+        return bool(self.preset or self.presets)
+
+    def run_settings(self) -> Settings:
+        """Without the ladder."""
+        return msgspec.structs.replace(self.settings(), ladder=False)
+
+    def asked(self) -> Experiment:
+        """The experiment under its layout, with as many steps as a ledger needs."""
+        if self.preset and self.presets:
+            raise ExperimentError("--preset and --presets: give one of them")
+        return self.laid_out(shortened(super().asked()))
+
+    def cases(self, experiment: Experiment) -> Cases:
+        """Every engine that can express the layout, or each layout."""
+        if self.presets:
+            presets = LAYOUTS if self.presets == (ALL,) else list(self.presets)
+            return preset_cases(experiment, chosen_engines(self.engines), presets, self.said)
+        engines, left_out = self.fitting(experiment)
+        return engine_cases(experiment, engines), left_out
+
+    def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
+        """Train every engine for its ledger; or read a finished run."""
         check_output("--output", self.output)
-        if self.results and (self.preset or self.presets or self.overrides(default)):
+        if not self.results:
+            return super().outcome(default)
+        if self.preset or self.presets or self.overrides(default):
             raise ExperimentError(
                 f"--results {self.results} is of a finished run: leave out the layout and the experiment"
             )
-        if self.results:
-            return self._shown(self.results)
-        experiment, cases, left_out = self._planned(default)
-        if self.dry_run:
-            return self.show_plan(experiment, cases, left_out)
-        settings = msgspec.structs.replace(self.settings(), ladder=False)
-        _, folder = self.compare(
-            "ledger", experiment, cases, settings=settings, needs_first=False, left_out=left_out
-        )
-        return self._shown(folder)
+        return read_comparison(self.results)[0], self.results
 
-    def _planned(self, default: Experiment) -> tuple[Experiment, list[Case], dict[str, str]]:
-        """The experiment, its cases, and the engines that are none."""
-        self.require_nothing_else(default, engines=self.engines, preset=self.preset, presets=self.presets)
-        if self.preset and self.presets:
-            raise ExperimentError("--preset and --presets: give one of them")
-        if self.presets:
-            experiment = shortened(self.resolved(is_spread=False))
-            presets = LAYOUTS if self.presets == (ALL,) else list(self.presets)
-            return experiment, *preset_cases(experiment, chosen_engines(self.engines), presets, self.said)
-        experiment = shortened(self.laid_out(self.resolved(is_spread=not self.preset)))
-        engines, left_out = self.fitting(experiment)
-        return experiment, engine_cases(experiment, engines), left_out
-
-    def _shown(self, folder: Path) -> int:
+    def show(self, outcome: Comparison, folder: Path) -> int:
+        """Print it. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
         found = read_ledgers(folder)
         if self.output:
             write_atomically(self.output, page(found).encode())
         print_findings(findings_of_ledgers(found, folder, places=self.rows), as_json=self.json)
         return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0
+
+    @classmethod
+    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+        """A table for each layout, and what explains its lines."""
+        return findings_of_ledgers(read_ledgers(folder), folder, places=False)
