@@ -22,9 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from compare.commands.arguments import Spec
-from compare.commands.check import Check
 from compare.commands.pages import leave_page
-from compare.commands.run import Run
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.bench_rows import BenchRow, blocks
@@ -35,9 +33,11 @@ from compare.present.report.render import PAGE, write_report
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.studies.bench import Bench
+from compare.studies.check import Check
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
 from compare.studies.registry import STUDIES
+from compare.studies.run import Run
 from compare.study import Study, findings_in
 
 __all__ = ["Answer", "Race", "Result", "Training", "bench", "check", "experiment", "read", "run", "study"]

@@ -17,22 +17,16 @@ import msgspec
 import tyro
 
 from compare.commands.arguments import FixedExperiment, Spec, defaults_for
-from compare.commands.check import Check
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
-from compare.commands.faults import Faults
 from compare.commands.given import flags_given
-from compare.commands.golden import Golden
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
-from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.overview import overview
 from compare.commands.report import Report
-from compare.commands.resume import Resume
-from compare.commands.run import Run
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
@@ -41,19 +35,12 @@ from compare.execute.paths import is_utf8
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
 from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
-from compare.studies.golden import EXPERIMENT as GOLDEN
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.studies.registry import STUDIES
 from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
 COMMANDS: dict[str, type] = {
-    "run": Run,
-    "resume": Resume,
-    "check": Check,
-    "faults": Faults,
-    "matrix": Matrix,
-    "golden": Golden,
     **STUDIES,
     "list": List,
     "runs": Runs,
@@ -67,16 +54,10 @@ COMMANDS: dict[str, type] = {
     "sample": Sample,
 }
 DEFAULT_EXPERIMENT = {
-    "run": "demo",
-    "resume": "",
-    "check": "check",
-    "faults": "check",
-    "matrix": "check",
     **{word: study.default for word, study in STUDIES.items()},
 }
 FIXED_EXPERIMENT = {
-    "golden": GOLDEN,
-    **{word: study.default for word, study in STUDIES.items() if issubclass(study, FixedExperiment)},
+    word: study.default for word, study in STUDIES.items() if issubclass(study, FixedExperiment)
 }
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)

@@ -45,10 +45,6 @@ class Question(Generic[AnyOutcome]):
     shows_unfinished: ClassVar[bool] = True
     """After Ctrl-C, print what is there."""
 
-    def outcome(self, default: Experiment) -> tuple[AnyOutcome, Path]:
-        """Measure; nothing is printed on stdout. Raises Interrupted: Ctrl-C; what is finished is saved."""
-        raise NotImplementedError
-
     @classmethod
     def findings(cls, outcome: AnyOutcome, folder: Path) -> Findings:
         """What an outcome says; see `findings_of`.
@@ -67,28 +63,6 @@ class Question(Generic[AnyOutcome]):
         """The word of the command line."""
         return cls.__name__.lower()
 
-    def answer(self, default: Experiment, *, picture: Path | None, as_json: bool) -> int:
-        """Measure, print what was found, and leave its page.
-
-        Args:
-            default: the experiment before the user's overrides.
-            picture: a file for all figures; None for none.
-            as_json: print one JSON object instead of tables.
-
-        Returns:
-            0 if the answer is whole and as it should be: `Findings.passed`; else 1.
-        """
-        check_output("--picture", picture, kinds=PICTURES)
-        try:
-            result, folder = self.outcome(default)
-        except Interrupted as interrupt:
-            if self.shows_unfinished:
-                with contextlib.suppress(EngineError, RecordError):  # too little of it
-                    so_far = read_outcome(interrupt.folder, self.kept)
-                    self.shown(so_far, interrupt.folder, picture=picture, as_json=as_json)
-            raise
-        return self.shown(result, folder, picture=picture, as_json=as_json)
-
     @classmethod
     def shown(cls, outcome: AnyOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
         """Print what an outcome says, and leave its page. Returns the exit code."""
@@ -104,12 +78,9 @@ class Question(Generic[AnyOutcome]):
 class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
     """A question about an experiment, its flags and its answer. A subclass has a docstring of its own."""
 
-    picture: Path | None = None
-    """Also save the pictures as one file (.png, .svg, .pdf)."""
-
     decided: ClassVar[Mapping[str, str]] = {}
     """Flags of the experiment that have no effect, and what decides instead."""
-    layouts: ClassVar[str] = ""
+    own_layouts: ClassVar[str] = ""
     """Why flags of the layout have no effect; '' if they have."""
     own_weights: ClassVar[str] = "it begins with the seed's weights"
     """Why --init_from has no effect; '' if it has."""
@@ -133,17 +104,34 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def drawing(self) -> Path | None:
+        """A file for its pictures, if it has any, and one was asked for."""
+        return None
+
+    @property
     def gives_layouts(self) -> bool:
         """True if cases have layouts of their own: the experiment's need not work by itself."""
-        return bool(self.layouts)
+        return bool(self.own_layouts)
 
     def __call__(self, default: Experiment) -> int:
-        """Answer it, or print the plan of --dry_run."""
-        if not self.dry_run:
-            return self.answer(default, picture=self.picture, as_json=self.json)
-        check_output("--picture", self.picture, kinds=PICTURES)
-        planned = self.planned(default)
-        return self.show_plan(planned.experiment, self.cases_of(planned), planned.left_out)
+        """Answer it. Returns 0 if the answer is whole and as it should be: `Findings.passed`."""
+        check_output("--picture", self.drawing, kinds=PICTURES)
+        if self.dry_run:
+            planned = self.planned(default)
+            return self.show_plan(planned.experiment, self.cases_of(planned), planned.left_out)
+        try:
+            result, folder = self.outcome(default)
+        except Interrupted as interrupt:
+            if not self.shows_unfinished:
+                raise
+            with contextlib.suppress(EngineError, RecordError):  # too little of it
+                self.show(read_outcome(interrupt.folder, self.kept), interrupt.folder)
+            raise
+        return self.show(result, folder)
+
+    def show(self, outcome: AnyStudyOutcome, folder: Path) -> int:
+        """Print an outcome and leave its page. Returns as `__call__`."""
+        return self.shown(outcome, folder, picture=self.drawing, as_json=self.json)
 
     def outcome(self, default: Experiment) -> tuple[AnyStudyOutcome, Path]:
         """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout."""
@@ -161,8 +149,8 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
         """The experiment with the overrides in it. Raises ExperimentError for flags that have no effect."""
         if self.own_weights:
             self.refuse_init_from(self.own_weights)
-        if self.layouts:
-            self.refuse_layout(self.layouts)
+        if self.own_layouts:
+            self.refuse_layout(self.own_layouts)
         for flag, instead in self.decided.items():
             if flag in self.given:
                 section, _, field = flag.partition(".")
@@ -194,6 +182,18 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
         """Refuse the folder of another study. Raises ExperimentError."""
         if (study := read_outcome(folder, Outcome).study) != self.command:
             raise ExperimentError(f"--continue {folder}: it is another study: `shardpair {study}` goes on")
+
+
+class DrawnStudy(Study[AnyStudyOutcome], Generic[AnyStudyOutcome], frozen=True, kw_only=True):
+    """A study with pictures."""
+
+    picture: Path | None = None
+    """Also save the pictures as one file (.png, .svg, .pdf)."""
+
+    @property
+    def drawing(self) -> Path | None:
+        """--picture."""
+        return self.picture
 
 
 def how_to_go_on(outcome: Outcome, folder: Path) -> str:

@@ -14,17 +14,18 @@ from msgspec import Struct
 
 from compare.contract.record import Record, read_record
 from compare.contract.run_lock import lock_folder
+from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError
 from compare.execute.paths import create_run_dir
 from compare.execute.source import require_same_source
 from compare.host.tensors import RecordError
+from compare.judge.circumstances import Circumstances
 from compare.judge.comparison import COMPARISON, Comparison, read_saved
 from compare.judge.outcome import PartsOutcome, R, read_outcome, save
 from compare.show.findings import Findings, Table
 from compare.spec.experiment import Experiment
 from compare.studies.cases import Case, Interrupted
-from compare.studies.rounds import here_and_now
-from compare.study import Study, findings_of, how_to_go_on
+from compare.study import DrawnStudy, findings_of, how_to_go_on
 from compare.terminal.console import messages_console, printable
 
 
@@ -41,7 +42,7 @@ Parts = tuple[list[Part], dict[str, str]]
 """What is measured; and what is left out, by name, with the reason."""
 
 
-class Survey(Study[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
+class Survey(DrawnStudy[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
     """A question that is answered part by part. A subclass says which, and what is kept of each."""
 
     asks: ClassVar[Mapping[str, object]] = {"ladder": False}
@@ -108,7 +109,7 @@ class Survey(Study[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
             name=self.title,
             experiment=experiment,
             platform=self.platform,
-            circumstances=here_and_now(),
+            circumstances=Circumstances(),
             left_out=left_out,
             options=msgspec.to_builtins({name: getattr(self, name) for name in self.own_flags()}),
             parts=[part.name for part in parts],
@@ -136,9 +137,10 @@ class Survey(Study[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True):
     def begun(self, planned: PartsOutcome[R]) -> tuple[PartsOutcome[R], Path]:
         """Measure every part, in a new folder."""
         folder = create_run_dir(planned.name, self.run_dir)
+        begun = msgspec.structs.replace(planned, circumstances=here_and_now())
         with lock_folder(folder):
-            save(planned, folder)
-            return self._measured(planned, folder), folder
+            save(begun, folder)
+            return self._measured(begun, folder), folder
 
     def continued(self, folder: Path) -> PartsOutcome[R]:
         """Measure what is missing, with the same source."""

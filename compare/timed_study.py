@@ -16,14 +16,14 @@ from compare.spec.experiment import Experiment, edited, revalidate
 from compare.studies.bench_cases import layout_name
 from compare.studies.cases import Case, Settings
 from compare.studies.rounds import continue_rounds, plan_rounds, run_rounds
-from compare.study import Edits, Study, findings_of
+from compare.study import DrawnStudy, Edits, findings_of
 
 STANDARD = Timing()
 Cases = tuple[list[TimedCase], dict[str, str]]
 """What is timed; and what is left out, by name, with the reason."""
 
 
-class TimedStudy(Study[TimedOutcome], frozen=True, kw_only=True):
+class TimedStudy(DrawnStudy[TimedOutcome], frozen=True, kw_only=True):
     """A question that is answered by timing cases in rounds. A subclass has a docstring of its own."""
 
     rounds: int = 5

@@ -4,17 +4,10 @@ from compare.studies.registry import STUDIES
 
 _COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
-        "run": "train one experiment with each engine, compare, write a report",
-        "resume": "go on from checkpoints, on any engines and layout",
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
     },
-    "Prove": {
-        "check": "every engine against one unsharded device, in float64",
-        "matrix": "every layout on every engine against one device, as a grid",
-        "golden": "every engine against the numbers of nanoGPT's own train.py",
-        "faults": "plant each known mistake: every check must turn red",
-    },
+    "Prove": {},
     "Measure": {},
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",

@@ -312,4 +312,4 @@ def read_outcome(folder: Path, kind: type[AnyOutcome]) -> AnyOutcome:
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    return read_result(folder / OUTCOME, kind, command="bench")
+    return read_result(folder / OUTCOME, kind, command="run")

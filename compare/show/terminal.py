@@ -46,7 +46,7 @@ def terminal_table(table: Table) -> RichTable:
         side = "left" if place < words else "right"
         drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name, overflow="fold")
     for row in table.rows:
-        drawn.add_row(_text(row.head), *map(_text, row.cells))
+        drawn.add_row(cell_of(row.head), *map(cell_of, row.cells))
     return drawn
 
 
@@ -55,6 +55,7 @@ def _header(name: str) -> str:
     return name.replace(" (", "\n(")
 
 
-def _text(cell: Text) -> str | RichText:
+def cell_of(cell: Text) -> str | RichText:
+    """A cell as rich prints it: good news green, bad news red."""
     text = f"{cell.text} {cell.note}" if cell.note else cell.text
     return coloured(text, COLOURS[cell.news]) if cell.news else text

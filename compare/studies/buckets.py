@@ -68,7 +68,7 @@ class Buckets(TimedStudy, frozen=True, kw_only=True):
     """Ranks of data parallelism."""
 
     brief = "sizes of gradient buckets, beside a closed form"
-    layouts = "the study has layouts of its own, on --devices"
+    own_layouts = "the study has layouts of its own, on --devices"
     decided: ClassVar = {**TimedStudy.decided, "layout.bucket_mb": "--bucket_mb"}
 
     def cases(self, experiment: Experiment) -> Cases:

@@ -19,6 +19,7 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.request import REQUEST, Platform
 from compare.contract.run_lock import lock_folder
+from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.paths import create_run_dir
@@ -29,7 +30,6 @@ from compare.judge.outcome import OUTCOME, Outcome, save
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
 from compare.studies.cases import Interrupted
-from compare.studies.rounds import here_and_now
 from compare.terminal.units import human_bytes
 
 RANKS = (2, 4, 6)

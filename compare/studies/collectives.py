@@ -11,11 +11,13 @@ from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, Collective
 from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
+from compare.execute.paths import PICTURES, check_output
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import OUTCOME
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.studies.cases import Interrupted
 from compare.studies.collective_runs import (
     RANKS,
     CollectiveBench,
@@ -83,10 +85,17 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
     kept: ClassVar = CollectiveBench
 
     def __call__(self, default: Experiment) -> int:
-        """Answer it: `Question.answer`."""
-        return self.answer(default, picture=self.picture, as_json=self.json)
+        """Answer it. Returns 0 if every row is there and every result right, else 1."""
+        check_output("--picture", self.picture, kinds=PICTURES)
+        try:
+            bench, folder = self.outcome()
+        except Interrupted as interrupt:
+            so_far = read_outcome(interrupt.folder, CollectiveBench)
+            self.shown(so_far, interrupt.folder, picture=self.picture, as_json=self.json)
+            raise
+        return self.shown(bench, folder, picture=self.picture, as_json=self.json)
 
-    def outcome(self, default: Experiment) -> tuple[CollectiveBench, Path]:
+    def outcome(self) -> tuple[CollectiveBench, Path]:
         """The rows with their fits, and the folder of the results; nothing is printed on stdout."""
         pythons, order = checked_pythons(self), self.order()
         requests, left_out = requests_of(order)

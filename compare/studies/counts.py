@@ -13,11 +13,13 @@ from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison
 from compare.judge.outcome import PartsOutcome
 from compare.show.findings import Column, Findings, table_of
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, edited
-from compare.studies.matrix import LAYOUTS, matrix_cases
+from compare.studies.matrix_cells import LAYOUTS, matrix_cases
 from compare.survey import Part, Parts, Survey, survey_findings
 
-ENGINES = ("jax-compiler", "jax-manual")
+ENGINES = tuple(name for name, engine in STUDIED.items() if engine.side == JAX.name)
 SIZES = {
     "model": {"n_layer": 4, "n_head": 4, "n_embd": 16, "block_size": 8},
     "train": {"max_iters": 2, "batch_size": 8, "gradient_accumulation_steps": 2},
@@ -44,18 +46,18 @@ class Counts(Survey[list[Counted]], frozen=True, kw_only=True):
     instruction is worked out. Here the step runs, and the profiler counts.
 
     Try:
-      shardpair counts --presets fsdp_pp --engines jax-manual
+      shardpair counts --presets fsdp_pp
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines. Default: both of JAX."""
+    """Which engines. Default: those of JAX."""
     presets: tuple[str, ...] = ()
     """Layouts by name. Default: all that the engines can express."""
 
     brief = "collectives as they run, device by device, against the ledger"
     group = "Prove"
     default = "check"
-    layouts = "every layout is a part of the study: --presets"
+    own_layouts = "every layout is a part of the study: --presets"
     decided: ClassVar = {
         f"{section}.{name}": "the study: a model of a second is enough"
         for section, fields in SIZES.items()

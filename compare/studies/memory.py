@@ -15,8 +15,8 @@ from compare.judge.outcome import PartsOutcome
 from compare.present.memory_tables import UNEXPLAINED, AtPeak, at_peak, rows
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.studies.cases import engine_cases
+from compare.spec.experiment import Experiment, edited
+from compare.studies.cases import engine_cases, why_not
 from compare.studies.presets import check_names, spread
 from compare.survey import Part, Parts, Survey, survey_findings
 from compare.terminal.units import human_bytes
@@ -59,7 +59,7 @@ class Memory(Survey[dict[str, Held]], frozen=True, kw_only=True):
     """Layouts by name, on 2 or 4 devices. Default: 14 of them."""
 
     brief = "bytes at the peak of a step, by class, engine and layout"
-    layouts = "the study has layouts of its own: --presets"
+    own_layouts = "the study has layouts of its own: --presets"
     decided: ClassVar = {"train.max_iters": f"the study, which needs {STEPS} steps"}
     kept: ClassVar = PartsOutcome[dict[str, Held]]
 
@@ -69,7 +69,7 @@ class Memory(Survey[dict[str, Held]], frozen=True, kw_only=True):
         short, parts, left_out = edited(experiment, {"train": {"max_iters": STEPS}}), [], {}
         for preset in self.presets or LAYOUTS:
             spec = spread(short, preset, LAYOUTS[preset])
-            whys = {name: _why_not(name, spec, self.platform) for name in self.engines or STUDIED}
+            whys = {name: why_not(name, spec, self.platform) for name in self.engines or STUDIED}
             left_out |= {f"{name} under {preset}": why for name, why in whys.items() if why}
             if able := [name for name, why in whys.items() if not why]:
                 parts.append(Part(name=preset, cases=engine_cases(spec, able)))
@@ -123,12 +123,3 @@ def _sum_of(engine: str) -> Column[Row]:
     return Column[Row](
         engine, lambda row: row[1][engine].peak.total if engine in row[1] else None, human_bytes
     )
-
-
-def _why_not(engine: str, experiment: Experiment, platform: str) -> str:
-    """Why an engine refuses a layout; '' if it does not."""
-    try:
-        STUDIED[engine].require_experiment(experiment, platform=platform)
-    except ExperimentError as error:
-        return str(error)
-    return ""

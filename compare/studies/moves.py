@@ -10,13 +10,24 @@ from compare.judge.checkpoint_difference import difference
 from compare.judge.outcome import PartsOutcome
 from compare.judge.tolerances import TOLERANCES
 from compare.show.findings import Column, Findings, table_of
+from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import REFERENCE, STUDIED
+from compare.spec.engines.torch import TORCH
 from compare.spec.experiment import Experiment, edited, revalidate
 from compare.studies.cases import Case
 from compare.survey import Part, Parts, Survey, survey_findings
 from compare.terminal.units import error_text
 
 STEPS, HALF = 40, 20
-ENGINES = ("torch-manual", "torch-library", "jax-manual", "jax-compiler")
+ENGINES = (REFERENCE, *(name for name in STUDIED if name != REFERENCE))
+OTHERS = dict(
+    zip(
+        (engine.name for engine in TORCH.engines),
+        (engine.name for engine in reversed(JAX.engines)),
+        strict=False,
+    )
+)
+"""An engine of the other framework, for one of each: by hand for by hand."""
 ONE = {"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "pp": 1}
 FSDP, TP = {**ONE, "dp_shard": 2, "zero": 3}, {**ONE, "tp": 2}
 PIPELINE = {**ONE, "pp": 2, "microbatches": 4}
@@ -35,8 +46,8 @@ def _to(layout: dict[str, int]) -> list[list[Leg]]:
     return [[Leg(HALF, name, FSDP), Leg(STEPS, name, layout)] for name in ENGINES]
 
 
-def _between(*pairs: tuple[str, str]) -> list[list[Leg]]:
-    return [[Leg(HALF, one, FSDP), Leg(STEPS, other, FSDP)] for one, other in pairs]
+def _over(one: str, other: str) -> list[Leg]:
+    return [Leg(HALF, one, FSDP), Leg(STEPS, other, FSDP)]
 
 
 def _back(one: str, other: str) -> list[Leg]:
@@ -50,16 +61,11 @@ JOURNEYS: dict[str, tuple[float, list[list[Leg]]]] = {
     "fewer devices: fsdp over 2, then one": (0.2, _to(ONE)),
     "the other framework": (
         0.0,
-        _between(
-            ("torch-manual", "jax-manual"),
-            ("jax-manual", "torch-manual"),
-            ("torch-library", "jax-compiler"),
-            ("jax-compiler", "torch-library"),
-        ),
+        [leg for one, other in OTHERS.items() for leg in (_over(one, other), _over(other, one))],
     ),
     "there and back: a pipeline of the other framework in between": (
         0.2,
-        [_back("torch-manual", "jax-manual"), _back("jax-manual", "torch-manual")],
+        [_back(REFERENCE, OTHERS[REFERENCE]), _back(OTHERS[REFERENCE], REFERENCE)],
     ),
 }
 """Dropout, and trainings in legs, by the name of what they do. All begin with FSDP over two devices."""
@@ -89,7 +95,7 @@ class Moves(Survey[list[Journey]], frozen=True, kw_only=True):
     brief = "trainings that stop and go on elsewhere, beside uninterrupted ones"
     group = "Prove"
     default = "check"
-    layouts = "every training has layouts of its own"
+    own_layouts = "every training has layouts of its own"
     decided: ClassVar = {
         "model.dropout": "the trainings, every second of which has some",
         "train.max_iters": f"the study, which needs {STEPS} steps",

@@ -11,12 +11,13 @@ from compare.commands.arguments import StudiedName
 from compare.judge.outcome import PartsOutcome
 from compare.numerics.parameters import initial_parameters
 from compare.show.findings import Column, Figure, Findings, Series, table_of
+from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, edited
 from compare.studies.cases import engine_cases
 from compare.studies.presets import check_names, spread
 from compare.survey import Part, Parts, Survey, survey_findings
 
-ENGINES = ("torch-manual", "torch-library", "jax-manual", "jax-compiler")
+ENGINES = (REFERENCE, *(name for name in STUDIED if name != REFERENCE))
 DTYPES = ("float32", "bfloat16", "float16")
 SMOOTH = 10
 """Steps that a figure takes the mean over."""
@@ -60,14 +61,14 @@ class Precisions(Survey[Curves], frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines; others are held against the first. Default: all four, torch-manual first."""
+    """Which engines; others are held against the first. Default: all, the reference first."""
     dtypes: tuple[str, ...] = ()
     """Dtypes of matrix products; others are held against the first. Default: float32 bfloat16 float16."""
 
     brief = "losses in float32, bfloat16 and float16, and what parts them"
     group = "Prove"
     default = "cpu"
-    layouts = "every engine trains on one device"
+    own_layouts = "every engine trains on one device"
     asks: ClassVar = {}
     decided: ClassVar = {"precision.dtype": "--dtypes"}
     kept: ClassVar = PartsOutcome[Curves]

@@ -19,13 +19,14 @@ from compare.judge.outcome import PartsOutcome
 from compare.numerics.data import standard_library_text
 from compare.numerics.evaluation import Evaluation
 from compare.show.findings import Column, Figure, Findings, Series, Table, table_of
+from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment
 from compare.studies.cases import engine_cases
 from compare.studies.nanogpt_config import load_config
 from compare.studies.presets import check_names, spread
 from compare.survey import Part, Parts, Survey, survey_findings
 
-ENGINES = ("torch-manual", "torch-library", "jax-manual", "jax-compiler")
+ENGINES = (REFERENCE, *(name for name in STUDIED if name != REFERENCE))
 CHARACTERS = 1_000_000
 COMMON = {"gradient_accumulation_steps": 1, "learning_rate": 1e-3, "min_lr": 1e-4, "beta2": 0.99}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -83,17 +84,17 @@ class Recipes(FixedExperiment, Survey[Recipe], frozen=True, kw_only=True):
     of the characters of a megabyte of Python's standard library.
 
     Try:
-      shardpair recipes --names baby --engines torch-manual jax-manual
+      shardpair recipes --names baby
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines; others are held against the first. Default: all four, torch-manual first."""
+    """Which engines; others are held against the first. Default: all, the reference first."""
     names: tuple[str, ...] = ()
     """Which recipes. Default: cpu and baby."""
 
     brief = "nanoGPT's config files in every engine, with validation"
     group = "Train and compare"
-    layouts = "a recipe is trained on one device"
+    own_layouts = "a recipe is trained on one device"
     asks: ClassVar = {}
     kept: ClassVar = PartsOutcome[Recipe]
 

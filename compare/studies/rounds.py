@@ -1,7 +1,5 @@
 """Time the cases of a study: fresh processes, in rounds whose order rotates, saved after each process."""
 
-import datetime
-import platform as host
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,15 +7,13 @@ import msgspec
 
 from compare.contract.run_lock import lock_folder
 from compare.contract.timing import Timing
+from compare.execute.here import here_and_now
 from compare.execute.launch import EnvironmentMissing, Prepared, freeze_data, prepare, require_devices
 from compare.execute.load import busy_cores, require_idle
-from compare.execute.machine import memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import git_state, require_same_source
-from compare.host.facts import cores, cpu_model
+from compare.execute.source import require_same_source
 from compare.judge.bench_rows import baseline_of
-from compare.judge.circumstances import Circumstances, Machine
 from compare.judge.outcome import TimedCase, TimedOutcome, read_outcome, save
 from compare.numerics.data import open_corpus
 from compare.spec.engines.registry import ENGINES, REFERENCE
@@ -91,23 +87,6 @@ def plan_rounds(
             f"(there are {', '.join(there)})"
         )
     return result
-
-
-def here_and_now(*busy_cores: float) -> Circumstances:
-    """This machine, this moment, this source; and the cores that others use."""
-    commit, dirty = git_state()
-    return Circumstances(
-        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine(
-            system=f"{host.system()} {host.machine()}",
-            cpu_model=cpu_model(),
-            cores=cores(),
-            memory_bytes=memory_bytes(),
-        ),
-        git_commit=commit,
-        git_dirty=dirty,
-        busy_cores=list(busy_cores),
-    )
 
 
 def run_rounds(

@@ -11,13 +11,13 @@ from compare.contract.record import ON_HOST, Record
 from compare.judge.comparison import Comparison
 from compare.judge.outcome import PartsOutcome
 from compare.show.findings import Column, Findings, table_of
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, edited
-from compare.studies.cases import engine_cases
+from compare.studies.cases import engine_cases, why_not
 from compare.studies.presets import spread
 from compare.survey import Part, Parts, Survey, survey_findings
 from compare.terminal.units import human_bytes
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-manual")
 STEPS = 3
 SETTINGS: dict[str, dict[str, dict[str, object]]] = {
     "layout.remat = none": {"layout": {"remat": "none"}},
@@ -57,10 +57,10 @@ class Savings(Survey[dict[str, Held]], frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines. Default: one of PyTorch, whose engines are alike in this, and both of JAX."""
+    """Which engines. Default: all that can express every setting."""
 
     brief = "what of a device's memory each setting saves"
-    layouts = "it is one device whose memory is measured"
+    own_layouts = "it is one device whose memory is measured"
     decided: ClassVar = {
         "layout.remat": "the settings that are measured",
         "layout.offload": "the settings that are measured",
@@ -73,8 +73,14 @@ class Savings(Survey[dict[str, Held]], frozen=True, kw_only=True):
         """A part for each setting: all engines on one device."""
         short = edited(experiment, {"train": {"max_iters": STEPS}})
         specs = {name: spread(edited(short, edits), "single") for name, edits in SETTINGS.items()}
-        engines = list(self.engines or ENGINES)
-        return [Part(name=name, cases=engine_cases(spec, engines)) for name, spec in specs.items()], {}
+        whys = {
+            name: why
+            for name in self.engines or STUDIED
+            for spec in specs.values()
+            if (why := why_not(name, spec, self.platform))
+        }
+        engines = [name for name in self.engines or STUDIED if name not in whys]
+        return [Part(name=name, cases=engine_cases(spec, engines)) for name, spec in specs.items()], whys
 
     def result(self, comparison: Comparison, records: Mapping[str, Record]) -> dict[str, Held]:
         """What each engine's manifest says."""

@@ -8,6 +8,7 @@ import msgspec
 
 from compare.commands.arguments import EngineName, chosen_engines
 from compare.contract.record import Record, read_record
+from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
@@ -30,7 +31,6 @@ from compare.studies.presets import (
     PRESETS,
     check_names,
 )
-from compare.studies.rounds import here_and_now
 from compare.studies.sweep_outcome import Batch, Scaling, SweepOutcome, with_rows
 from compare.study import Study, how_to_go_on
 

@@ -12,7 +12,8 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.communication import communication
-from compare.judge.comparison import COMPARISON, Comparison, save
+from compare.judge.comparison import COMPARISON, Comparison
+from compare.judge.outcome import save
 from compare.judge.strategy import with_remat_resolved
 from compare.spec.experiment import Experiment, edited
 

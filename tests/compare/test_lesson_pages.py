@@ -261,7 +261,7 @@ def test_names_are_those_of_the_grid():
 def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for options, said in {
-        ("--results", str(tmp_path / "empty")): "has no comparison.json",
+        ("--results", str(tmp_path / "empty")): "has no outcome.json",
         ("--results", str(tmp_path), "--run_dir", "other"): "has no effect",
         ("--output", str(tmp_path / "page.pdf")): "end it in one of .html",
     }.items():

@@ -9,12 +9,13 @@ from records import CLIMBED, comparison_of, make_record, make_request
 
 from compare.cli import main
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE, excess
-from compare.judge.comparison import judged, save
+from compare.judge.comparison import judged
 from compare.judge.ladder import RungResult, Verdict
+from compare.judge.outcome import save
 from compare.present.parity_page import cell_text, markdown
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load, parse, to_toml
-from compare.studies.matrix import LAYOUTS, STUDIES, Cell, matrix_cases, study
+from compare.studies.matrix_cells import LAYOUTS, STUDIES, Cell, matrix_cases, study
 from compare.studies.presets import PRESETS, Said, preset_layout, settings_in
 
 # What each engine trains here, so that every strategy and every family of compositions is trained end to end
@@ -99,7 +100,7 @@ def test_results_that_lack_a_study_or_are_of_another_do_not_pass(tmp_path, tiny,
         }
         requests = {case.name: make_request(case.experiment, engine=case.engine) for case in cases}
         requests |= {name: record.request for name, record in records.items()}
-        planned = comparison_of(experiment, command="matrix", requests=requests)
+        planned = comparison_of(experiment, study="matrix", requests=requests)
         save(judged(planned, records), tmp_path / "kept" / name)
 
     keep("float64", of="float64")

@@ -15,8 +15,9 @@ from compare.contract.request import Request
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.execute.launch import EngineError
 from compare.host.json_files import read_json
-from compare.judge.comparison import judged, save
+from compare.judge.comparison import judged
 from compare.judge.costs import steady_times_ms
+from compare.judge.outcome import save
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.chrome_trace import chrome_trace, without_overlap
 from compare.studies import twins
@@ -130,7 +131,7 @@ def saved(folder, experiment, engines=("torch-manual", "jax-manual"), timelines=
         for name, has in zip(engines, timelines, strict=True)
     }
     requests = {name: record.request for name, record in records.items()}
-    planned = comparison_of(experiment, command="profile", name="profile-test", requests=requests)
+    planned = comparison_of(experiment, study="profile", name="profile-test", requests=requests)
     save(judged(planned, records), folder)
     return folder
 

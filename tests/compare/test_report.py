@@ -16,8 +16,9 @@ from records import (
 from compare.cli import main
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
-from compare.judge.comparison import read_comparison, read_saved, save
+from compare.judge.comparison import read_comparison, read_saved
 from compare.judge.costs import cost_of
+from compare.judge.outcome import save
 from compare.present.report.figures import loss_curves, loss_differences, windowed
 from compare.present.report.pictures import how_close
 from compare.present.report.render import write_report
@@ -172,7 +173,7 @@ def test_picture_for_a_page_of_ones_own(tmp_path, tiny):
 
 
 def test_a_check_is_shown_with_a_row_for_each_case(tmp_path, tiny, capsys):
-    saved = msgspec.structs.replace(make_comparison(tmp_path, tiny), command="check")
+    saved = msgspec.structs.replace(make_comparison(tmp_path, tiny), study="check")
     save(saved, tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

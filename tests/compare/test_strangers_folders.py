@@ -63,8 +63,8 @@ def test_a_name_that_leaves_the_folder_is_refused(folder, capsys, monkeypatch, n
     [
         ({"cases": ["../victim"]}, "cannot be read"),
         ({"cases": [], "objections": ["odd"], "verdicts": []}, "cannot be judged (IndexError"),
-        ({"name": "\x1b[2J", "created_utc": "9" * 400}, "PASS"),
-        ({"created_utc": "0001-01-01T00:00:00+23:59"}, "PASS"),
+        ({"name": "\x1b[2J", "circumstances": {"created_utc": "9" * 400}}, "PASS"),
+        ({"circumstances": {"created_utc": "0001-01-01T00:00:00+23:59"}}, "PASS"),
     ],
 )
 def test_runs_lists_whatever_a_folder_says_and_prunes_nothing_beside_it(folder, capsys, fields, says):

@@ -5,7 +5,6 @@ import pytest
 from sweeps import plan_of, swept
 
 from compare.judge.comparison import judged
-from compare.judge.comparison import save as save_comparison
 from compare.judge.outcome import read_outcome, save
 from compare.numerics.parameters import parameter_count
 from compare.show.page import write_page
@@ -160,7 +159,7 @@ def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
     (name,) = comparisons
     kept = {record.folder.name: record for record in records[name][:2]}
     failed = msgspec.structs.replace(comparisons[name], failures={"torch-manual.fsdp.2": "rank 1 [/x] died"})
-    save_comparison(judged(failed, kept), tmp_path / name)
+    save(judged(failed, kept), tmp_path / name)
     outcome, _ = Sweep.judged_again(plan, tmp_path)
     assert [row.strategy for row in outcome.rows] == ["single", "ddp"]
     assert not outcome.passed

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from benches import HERE
-from records import comparison_of, make_record, make_steps
+from records import MADE, comparison_of, make_record, make_steps
 
 from compare.contract.record import Record
-from compare.judge.comparison import Comparison, judged, save
+from compare.judge.comparison import Comparison, judged
+from compare.judge.outcome import save
 from compare.spec.experiment import Experiment
 from compare.studies.cases import Case
 from compare.studies.sweep_outcome import SweepOutcome, with_rows
@@ -20,7 +20,7 @@ StepTime = Callable[[Case], float]
 def plan_of(experiment: Experiment, **given) -> SweepOutcome:
     """A sweep of torch-manual over two strategies on two devices, and what is given instead."""
     asked = {"strategies": ["ddp", "fsdp"], "engines": ["torch-manual"], "devices": [2], "ladder": False}
-    asked |= {"study": "sweep", "name": "sweep-test", "platform": "cpu", "circumstances": HERE}
+    asked |= {"study": "sweep", "name": "sweep-test", "platform": "cpu", "circumstances": MADE}
     return SweepOutcome(experiment=experiment, **asked | given)
 
 
@@ -54,8 +54,8 @@ def swept(
             )
         planned = comparison_of(
             batch.experiment,
-            command="run",
-            created_utc="2026-01-01T00:00:00+00:00",
+            study="run",
+            circumstances=MADE,
             requests={name: record.request for name, record in found.items()},
             left_out=batch.left_out,
         )

@@ -6,11 +6,11 @@ from typing import Annotated
 import tyro
 
 from compare.checkpoint.reader import CheckpointError, read_description
-from compare.commands.run import Run
 from compare.judge.comparison import COMPARISON, read_saved
 from compare.spec.experiment import Experiment
 from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint
+from compare.studies.run import Run
 
 
 class Resume(Run, frozen=True, kw_only=True):
@@ -29,6 +29,9 @@ class Resume(Run, frozen=True, kw_only=True):
     """Folder of a run, each of whose engines goes on from its own newest checkpoint, all at the same step; or
     the folder of one engine's run, or a checkpoint, from which all go on. Give it first."""
     resume: tyro.conf.Suppress[str] = ""
+
+    brief = "go on from checkpoints, on any engines and layout"
+    default = ""
 
     @classmethod
     def default_experiment(cls, name: str) -> Experiment:
