@@ -12,6 +12,7 @@ from msgspec import Struct
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
+from compare.judge.outcome import StudyOutcome
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
