@@ -153,7 +153,7 @@ def run_requests(
     pythons: Mapping[str, str],
     quiet: bool,
 ) -> tuple[CollectiveBench, Path]:
-    """Run every request in fresh processes, one after another; collectives.json is saved after each.
+    """Run every request in fresh processes, one after another; the outcome is saved after each.
 
     Args:
         requests, left_out: from `requests_of`.
