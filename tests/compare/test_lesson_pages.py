@@ -22,7 +22,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Record, read_record
 from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison, judged
-from compare.pipeline.instructions import Instruction, Place
+from compare.pipeline.instructions import Instruction, SourceLine
 from compare.present.lesson import sources
 from compare.present.lesson.marks import find_marks
 from compare.present.lesson.names import NAMES
@@ -56,7 +56,7 @@ def compiled(engine: str, strategy: str) -> list[Instruction]:
     path = source_file(engine, strategy)
     source = sources.read_sources(strategy, [engine])[0]
     line = source.marks[0].line
-    place = Place(path, line, source.functions.get(line, ""))
+    place = SourceLine(path, line, source.functions.get(line, ""))
     return [
         Instruction(
             kind=one.kind,
@@ -219,7 +219,7 @@ def test_a_lesson_that_shows_nothing_is_refused_by_name(tmp_path, monkeypatch):
 def test_a_file_that_has_changed_since_the_run_is_said(tmp_path):
     strategy, engine = "fully_sharded", COMPILED[0]
     comparison, records = made_by_hand(tmp_path, strategy)
-    moved = Place(source_file(engine, strategy), 1, "somewhere.else")
+    moved = SourceLine(source_file(engine, strategy), 1, "somewhere.else")
     old = [msgspec.structs.replace(one, stack=(moved,)) for one in records[engine].instructions or []]
     records[engine] = msgspec.structs.replace(records[engine], instructions=old)
     page = lesson_page(strategy, comparison, records)

@@ -4,7 +4,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from compare.contract.memory_profile import CLASSES, Class, Curve, Mark, Peak
+from compare.contract.memory_profile import CLASSES, Class, Curve, Peak, PhaseStart
 from compare.present.report.bars import KIND_COLOURS, scale
 from compare.present.report.canvas import INK, WIDTH, legend_above, legend_height, svg
 
@@ -66,5 +66,5 @@ def _draw_phases(axes: Axes, curve: Curve) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _middle(mark: Mark, end: int) -> float:
+def _middle(mark: PhaseStart, end: int) -> float:
     return (mark.position + end) / 2
