@@ -104,6 +104,11 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def source(self) -> str:
+        """Where the checkpoints are that it goes on from; '' to begin at step 0."""
+        return ""
+
+    @property
     def drawing(self) -> Path | None:
         """A file for its pictures, if it has any, and one was asked for."""
         return None
@@ -118,7 +123,9 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
         check_output("--picture", self.drawing, kinds=PICTURES)
         if self.dry_run:
             planned = self.planned(default)
-            return self.show_plan(planned.experiment, self.cases_of(planned), planned.left_out)
+            return self.show_plan(
+                planned.experiment, self.cases_of(planned), planned.left_out, resume=self.source
+            )
         try:
             result, folder = self.outcome(default)
         except Interrupted as interrupt:
@@ -189,6 +196,11 @@ class DrawnStudy(Study[AnyStudyOutcome], Generic[AnyStudyOutcome], frozen=True, 
 
     picture: Path | None = None
     """Also save the pictures as one file (.png, .svg, .pdf)."""
+
+    @property
+    def source(self) -> str:
+        """Where the checkpoints are that it goes on from; '' to begin at step 0."""
+        return ""
 
     @property
     def drawing(self) -> Path | None:

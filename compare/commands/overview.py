@@ -30,13 +30,10 @@ GROUPS = {
 """What each command does, by its word, in groups: a study says itself where it belongs."""
 
 HEAD = """usage: shardpair COMMAND [arguments]
-
 Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
 TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
 More of one     shardpair COMMAND --help       (every flag, with examples)
-Would it run?   shardpair COMMAND ... --dry_run
-For machines    --json on every command
-What this is    shardpair --version"""
+Everywhere      --dry_run: what would run; --json: for machines; also --version"""
 
 
 def overview() -> str:
@@ -45,4 +42,4 @@ def overview() -> str:
         "\n".join([f"{group}:", *(f"  {word:<12} {does}" for word, does in words.items())])
         for group, words in GROUPS.items()
     ]
-    return "\n\n".join([HEAD, "\n".join(blocks), TAIL])
+    return "\n".join([HEAD, "", *blocks, TAIL])

@@ -49,6 +49,10 @@ class Golden(FixedExperiment, Spread, PairedStudy, frozen=True, kw_only=True):
         """There is one experiment."""
         return GOLDEN
 
+    def asked(self) -> Experiment:
+        """The experiment under its layout."""
+        return self.laid_out(super().asked())
+
     def run_settings(self) -> Settings:
         """nanoGPT's weights are kept after its last step."""
         return msgspec.structs.replace(self.settings(), later_step=self.train.max_iters)
@@ -60,9 +64,8 @@ class Golden(FixedExperiment, Spread, PairedStudy, frozen=True, kw_only=True):
                 read_golden(folder_of(optimizer))
         except RecordError as error:
             raise EnvironmentMissing(str(error)) from None
-        laid_out = self.laid_out(experiment)
-        engines, left_out = self.fitting(laid_out)
-        return golden_cases(laid_out, engines), left_out
+        engines, left_out = self.fitting(experiment)
+        return golden_cases(experiment, engines), left_out
 
     @classmethod
     def findings(cls, outcome: Comparison, folder: Path) -> Findings:

@@ -92,7 +92,7 @@ class Moves(Survey[list[Journey]], frozen=True, kw_only=True):
       shardpair moves
     """
 
-    brief = "trainings that stop and go on elsewhere, beside uninterrupted ones"
+    brief = "trainings that go on elsewhere, beside uninterrupted ones"
     group = "Prove"
     default = "check"
     own_layouts = "every training has layouts of its own"

@@ -63,6 +63,10 @@ class Run(Spread, PairedStudy, frozen=True, kw_only=True):
         """The experiment."""
         return self.experiment
 
+    def asked(self) -> Experiment:
+        """The experiment under its layout."""
+        return self.laid_out(super().asked())
+
     def run_settings(self) -> Settings:
         """With what else the command asks."""
         more = {"ladder": self.ladder, "resume": self.source, "tensorboard": self.tensorboard}
@@ -70,12 +74,11 @@ class Run(Spread, PairedStudy, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Cases:
         """Every engine under the layout, as far as engines can express it."""
-        laid_out = self.laid_out(experiment)
-        engines, left_out = self.fitting(laid_out)
+        engines, left_out = self.fitting(experiment)
         if not self.quiet:
-            for line in changed_settings(self.source, engines, laid_out):
+            for line in changed_settings(self.source, engines, experiment):
                 errors_console().print(f"resumed with {line} as it was", style="yellow")
-        return engine_cases(laid_out, engines), left_out
+        return engine_cases(experiment, engines), left_out
 
     def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
         """Train and compare; without the ladder's tensors, unless they are to be kept."""

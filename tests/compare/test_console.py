@@ -39,7 +39,7 @@ def test_only_one_file_makes_consoles_and_they_know_no_markup():
     makers = [path.name for path in SOURCES for call in calls(path) if name_of(call) == "Console"]
     assert makers == []  # PlainConsole is one, by inheritance
     importers = {path.name for path in SOURCES if "import Console" in path.read_text()}
-    assert importers == {"console.py", "tables.py"}  # the latter as a type
+    assert importers == {"console.py"}
 
 
 def test_nothing_turns_markup_on():
