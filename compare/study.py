@@ -217,12 +217,13 @@ def findings_in(study: type[Question] | Question, outcome: Outcome, folder: Path
     """What an outcome says, even if it is that nothing was measured. Raises EngineError, RecordError."""
     if not outcome.is_blank:
         return study.findings(outcome, folder)
-    nothing = {"rows": [], "result": outcome}
+    nothing = {"rows": [], "warnings": outcome.reasons, "result": outcome}
     return Findings(
         title=outcome.name,
         sentence="nothing was measured",
         value=nothing,
         passed=False,
+        warnings=outcome.reasons,
         left_out=outcome.left_out,
     )
 

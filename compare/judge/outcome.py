@@ -54,6 +54,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
         """The verdict in a line; '' where `Findings` alone tell it."""
         return ""
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why something was not measured, a line each."""
+        return []
+
 
 class StudyOutcome(Outcome, frozen=True, kw_only=True):
     """Outcome of a study of an experiment."""
@@ -86,6 +91,11 @@ class PartsOutcome(StudyOutcome, Generic[R], frozen=True, kw_only=True):
     def progress(self) -> str:
         """3 of 5 parts."""
         return f"{len(self.results)} of {len(self.parts)} parts"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Parts that did not finish, and why."""
+        return [f"{name}: {why}" for name, why in self.failures.items()]
 
     @property
     def missing(self) -> list[str]:
@@ -224,6 +234,11 @@ class TimedOutcome(StudyOutcome, frozen=True, kw_only=True):
     def progress(self) -> str:
         """3 of 5 rounds."""
         return f"{self.finished_rounds} of {self.rounds} rounds"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Processes that did not finish, and why."""
+        return [f"{one.case} failed in round {one.round}: {one.why}" for one in self.failures]
 
     @property
     def finished_rounds(self) -> int:

@@ -228,6 +228,8 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_pat
         write_json(
             Path(run_dir, OUTCOME),
             CollectiveBench(
+                study="collectives",
+                name="collectives",
                 command="",
                 circumstances=HERE,
                 platform="cpu",
