@@ -121,5 +121,5 @@ def _held(record: Record) -> Held:
 def _columns(engine: str) -> list[Column[Row]]:
     return [
         Column[Row](f"{engine}: peak", lambda row: row[1][engine].peak, human_bytes),
-        Column[Row]("at rest", lambda row: row[1][engine].at_rest, human_bytes),
+        Column[Row](f"{engine}: at rest", lambda row: row[1][engine].at_rest, human_bytes),
     ]
