@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards lint format check faults matrix ledger mirror measure survival profiles performance sweeps studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards lint format check faults matrix ledger mirror measure survival profiles performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -61,12 +61,11 @@ survival: $(READY)  ## kill, stop and damage runs and checkpoints; docs/survival
 	$(BIN)/python docs/survival.py
 	$(BIN)/python docs/make_docs.py
 
-profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/profiles.json, torch_profiles.json
+profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/data/profiles.json
 	$(BIN)/python docs/profiles.py
-	$(BIN)/python docs/torch_profiles.py
 	$(BIN)/python docs/make_docs.py
 
-performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
+performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
 	$(BIN)/python docs/performance.py
 	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
@@ -74,10 +73,6 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 
 studies: $(READY)  ## the studies that the docs show, or those of NAMES; docs/data/*.json
 	$(BIN)/python docs/studies.py $(NAMES)
-	$(BIN)/python docs/make_docs.py
-
-sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/strategies.json
-	$(BIN)/python docs/strategies.py
 	$(BIN)/python docs/make_docs.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel

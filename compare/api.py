@@ -38,7 +38,7 @@ from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
 from compare.studies.registry import STUDIES
 from compare.studies.run import Run
-from compare.study import findings_in
+from compare.study import Study, findings_in
 
 __all__ = ["Answer", "Race", "Result", "Training", "bench", "check", "experiment", "read", "run", "study"]
 
@@ -266,9 +266,10 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
         EnvironmentMissing: the machine is busy, or lacks what is asked for.
         EngineError: too little finished for an answer.
     """
-    if name not in STUDIES:
-        raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
-    command, default = _command(STUDIES[name], experiment, options)
+    studies = {word: one for word, one in STUDIES.items() if issubclass(one, Study)}
+    if name not in studies:
+        raise ExperimentError(f"{name}: no such study (there are {', '.join(studies)})")
+    command, default = _command(studies[name], experiment, options)
     outcome, folder = command.outcome(default)
     return Answer(outcome=outcome, folder=folder, findings=findings_in(command, outcome, folder))
 

@@ -17,23 +17,19 @@ import msgspec
 import tyro
 
 from compare.commands.arguments import FixedExperiment, Spec, defaults_for
-from compare.commands.collectives import Collectives
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
 from compare.commands.given import flags_given
-from compare.commands.ledger import Ledgers
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.mirror import Mirror
 from compare.commands.overview import overview
-from compare.commands.profile import Profile
 from compare.commands.report import Report
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
-from compare.commands.sweep import Sweep
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.host.tensors import RecordError
@@ -45,10 +41,7 @@ from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
 COMMANDS: dict[str, type] = {
-    "sweep": Sweep,
     **STUDIES,
-    "profile": Profile,
-    "ledger": Ledgers,
     "list": List,
     "runs": Runs,
     "report": Report,
@@ -57,14 +50,10 @@ COMMANDS: dict[str, type] = {
     "schedule": Draw,
     "lesson": ReadLesson,
     "mirror": Mirror,
-    "collectives": Collectives,
     "convert": Convert,
     "sample": Sample,
 }
 DEFAULT_EXPERIMENT = {
-    "profile": "demo",
-    "ledger": "check",
-    "sweep": "demo",
     **{word: study.default for word, study in STUDIES.items()},
 }
 FIXED_EXPERIMENT = {

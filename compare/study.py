@@ -11,7 +11,7 @@ import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from compare.commands.arguments import Spec
 from compare.execute.launch import EngineError
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
-from compare.judge.outcome import OUTCOME, AnyOutcome, Outcome, read_outcome
+from compare.judge.outcome import OUTCOME, AnyOutcome, Outcome, StudyOutcome, read_outcome
 from compare.show.findings import Figure, Findings, Table
 from compare.show.page import show
 from compare.spec.experiment import Experiment, ExperimentError, to_toml
@@ -28,10 +28,11 @@ from compare.terminal.console import errors_console
 
 Edits = Mapping[str, Mapping[str, object]]
 """Fields of an experiment and their values, by section."""
+AnyStudyOutcome = TypeVar("AnyStudyOutcome", bound=StudyOutcome)
 
 
-class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
-    """A question, its flags and its answer. A subclass has a docstring of its own."""
+class Question(Generic[AnyOutcome]):
+    """What every question has beside its flags."""
 
     brief: ClassVar[str]
     """A line of `shardpair --help`."""
@@ -39,34 +40,10 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
     """Where it stands there."""
     default: ClassVar[str] = "demo"
     """The experiment if none is named."""
-    decided: ClassVar[Mapping[str, str]] = {}
-    """Flags of the experiment that have no effect, and what decides instead."""
-    own_layouts: ClassVar[str] = ""
-    """Why flags of the layout have no effect; '' if they have."""
-    own_weights: ClassVar[str] = "it begins with the seed's weights"
-    """Why --init_from has no effect; '' if it has."""
     kept: ClassVar[Any] = Outcome
     """Type of the outcome that it saves."""
     shows_unfinished: ClassVar[bool] = True
     """After Ctrl-C, print what is there."""
-    alters_nothing: ClassVar[frozenset[str]] = frozenset({"picture"})
-    """Own flags that may stand beside --continue."""
-
-    def planned(self, default: Experiment) -> AnyOutcome:
-        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
-        raise NotImplementedError
-
-    def cases_of(self, planned: AnyOutcome) -> list[Case]:
-        """What a plan runs, for --dry_run."""
-        raise NotImplementedError
-
-    def begun(self, planned: AnyOutcome) -> tuple[AnyOutcome, Path]:
-        """Run a plan, in a new folder. Raises Interrupted: Ctrl-C; what is finished is saved."""
-        raise NotImplementedError
-
-    def continued(self, folder: Path) -> AnyOutcome:
-        """Run what the study in a folder still lacks. Raises as `begun`."""
-        raise NotImplementedError
 
     @classmethod
     def findings(cls, outcome: AnyOutcome, folder: Path) -> Findings:
@@ -85,6 +62,46 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
     def word(cls) -> str:
         """The word of the command line."""
         return cls.__name__.lower()
+
+    @classmethod
+    def shown(cls, outcome: AnyOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Print what an outcome says, and leave its page. Returns the exit code."""
+        found = findings_in(cls, outcome, folder)
+        return show(found, folder, page=f"{cls.word()}.html", picture=picture, as_json=as_json)
+
+    @classmethod
+    def judged_again(cls, outcome: AnyOutcome, folder: Path) -> tuple[AnyOutcome, list[str]]:
+        """The outcome as the records in its folder give it now, and where that is not what was saved."""
+        return outcome, []
+
+
+class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
+    """A question about an experiment, its flags and its answer. A subclass has a docstring of its own."""
+
+    decided: ClassVar[Mapping[str, str]] = {}
+    """Flags of the experiment that have no effect, and what decides instead."""
+    own_layouts: ClassVar[str] = ""
+    """Why flags of the layout have no effect; '' if they have."""
+    own_weights: ClassVar[str] = "it begins with the seed's weights"
+    """Why --init_from has no effect; '' if it has."""
+    alters_nothing: ClassVar[frozenset[str]] = frozenset({"picture"})
+    """Own flags that may stand beside --continue."""
+
+    def planned(self, default: Experiment) -> AnyStudyOutcome:
+        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
+        raise NotImplementedError
+
+    def cases_of(self, planned: AnyStudyOutcome) -> list[Case]:
+        """What a plan runs, for --dry_run."""
+        raise NotImplementedError
+
+    def begun(self, planned: AnyStudyOutcome) -> tuple[AnyStudyOutcome, Path]:
+        """Run a plan, in a new folder. Raises Interrupted: Ctrl-C; what is finished is saved."""
+        raise NotImplementedError
+
+    def continued(self, folder: Path) -> AnyStudyOutcome:
+        """Run what the study in a folder still lacks. Raises as `begun`."""
+        raise NotImplementedError
 
     @property
     def source(self) -> str:
@@ -119,22 +136,11 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
             raise
         return self.show(result, folder)
 
-    def show(self, outcome: AnyOutcome, folder: Path) -> int:
+    def show(self, outcome: AnyStudyOutcome, folder: Path) -> int:
         """Print an outcome and leave its page. Returns as `__call__`."""
         return self.shown(outcome, folder, picture=self.drawing, as_json=self.json)
 
-    @classmethod
-    def shown(cls, outcome: AnyOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
-        """Print what an outcome says, and leave its page. Returns the exit code."""
-        found = findings_in(cls, outcome, folder)
-        return show(found, folder, page=f"{cls.word()}.html", picture=picture, as_json=as_json)
-
-    @classmethod
-    def judged_again(cls, outcome: AnyOutcome, folder: Path) -> tuple[AnyOutcome, list[str]]:
-        """The outcome as the records in its folder give it now, and where that is not what was saved."""
-        return outcome, []
-
-    def outcome(self, default: Experiment) -> tuple[AnyOutcome, Path]:
+    def outcome(self, default: Experiment) -> tuple[AnyStudyOutcome, Path]:
         """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout."""
         if self.continue_:
             self._require_only_continue(default)
@@ -185,7 +191,7 @@ class Study(Spec, Generic[AnyOutcome], frozen=True, kw_only=True):
             raise ExperimentError(f"--continue {folder}: it is another study: `shardpair {study}` goes on")
 
 
-class DrawnStudy(Study[AnyOutcome], Generic[AnyOutcome], frozen=True, kw_only=True):
+class DrawnStudy(Study[AnyStudyOutcome], Generic[AnyStudyOutcome], frozen=True, kw_only=True):
     """A study with pictures."""
 
     picture: Path | None = None
@@ -207,17 +213,23 @@ def how_to_go_on(outcome: Outcome, folder: Path) -> str:
     return f"shardpair {outcome.study} --continue {shlex.quote(str(folder))}"
 
 
-def findings_in(study: type[Study] | Study, outcome: Outcome, folder: Path) -> Findings:
+def findings_in(study: type[Question] | Question, outcome: Outcome, folder: Path) -> Findings:
     """What an outcome says, even if it is that nothing was measured. Raises EngineError, RecordError."""
     if not outcome.is_blank:
         return study.findings(outcome, folder)
-    return findings_of(
-        outcome, title=outcome.name, sentence="nothing was measured", tables=[], rows=[], passed=False
+    nothing = {"rows": [], "warnings": outcome.reasons, "result": outcome}
+    return Findings(
+        title=outcome.name,
+        sentence="nothing was measured",
+        value=nothing,
+        passed=False,
+        warnings=outcome.reasons,
+        left_out=outcome.left_out,
     )
 
 
 def findings_of(
-    outcome: Outcome,
+    outcome: StudyOutcome,
     *,
     title: str,
     sentence: str,

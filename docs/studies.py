@@ -3,9 +3,14 @@
     python docs/studies.py savings moves        # some of them; those that time things need an idle machine
 
 A page shows one between `generated: study-NAME` and `end`: its columns are the study's own.
+
+What was found is set aside in runs/ as soon as it is there, and put into docs/data when all have run, or by
+the next call: a file that changed between two studies would be a change of the source, which they record.
+What is stored of others stays. After one that fails nothing is stored for it, and the exit code says so.
 """
 
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,16 +19,22 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
+from performance import BENCHES, kept
 
 from compare.host.disk import write_atomically
 from compare.host.json_files import read_json
-from compare.judge.outcome import OUTCOME, Outcome
+from compare.judge.outcome import OUTCOME, Outcome, TimedOutcome
 from compare.show.findings import Findings
 from compare.show.markdown import markdown, markdown_table
 from compare.studies.registry import STUDIES
 
+CTRL_C = 130
 DOCS = Path(__file__).parent
 DATA = DOCS / "data"
+ASIDE = DOCS.parent / "runs" / "aside"
+"""Of git ignored."""
+SWEEP = "sweep demo --model.n_layer 3 --train.max_iters 40"
+GROWING = "--presets ddp fsdp --devices 1 2 4 --engines jax-manual torch-manual"
 SHOWN = {
     "accumulation": "accumulation demo --layout.dp_replicate 2",
     "moves": "moves check",
@@ -35,6 +46,9 @@ SHOWN = {
     "--model.vocab_size 8192 --train.batch_size 8",
     "memory": "memory demo --model.n_embd 64 --model.vocab_size 1024 --train.batch_size 8 "
     "--layout.remat none --layout.bucket_mb 0.1",
+    "strategies": SWEEP,
+    "strong": f"{SWEEP} --scaling strong {GROWING}",
+    "weak": f"{SWEEP} --scaling weak {GROWING}",
 }
 """Arguments of shardpair, by name."""
 PICTURES = {"precisions": "precisions.png", "recipes": "recipe.png"}
@@ -83,19 +97,41 @@ def in_lines(outcome: object) -> bytes:
 
 
 def main(names: list[str]) -> int:
-    """Run the studies of these names, or all. Returns the exit code: that of the first which failed."""
-    if unknown := sorted(set(names) - set(SHOWN)):
-        print(f"{unknown[0]}: no such study (there are {', '.join(SHOWN)})", file=sys.stderr)
+    """Run the studies of these names, or all but the benches. Returns the exit code: 0 if all passed."""
+    known = SHOWN | BENCHES
+    if unknown := sorted(set(names) - set(known)):
+        print(f"{unknown[0]}: no such study (there are {', '.join(known)})", file=sys.stderr)
         return 2
+    collect()
+    worst = 0
     for name in names or SHOWN:
-        with tempfile.TemporaryDirectory() as folder:
-            run_dir = Path(folder) / name
-            picture = ["--picture", str(DOCS / PICTURES[name])] if name in PICTURES else []
-            asked = [*shlex.split(SHOWN[name]), *picture, "--run_dir", str(run_dir)]
-            if code := subprocess.run([sys.executable, "-m", "compare", *asked], check=False).returncode:
-                return code
-            DATA.mkdir(exist_ok=True)
-            write_atomically(DATA / f"{name}.json", in_lines(outcome_in(run_dir / OUTCOME)))
+        print(f"{name}: shardpair {known[name]}", file=sys.stderr)
+        worst = max(worst, code := _measured(name, known[name]))
+        if code == CTRL_C:
+            break
+    collect()
+    return worst
+
+
+def collect() -> None:
+    """Put what was set aside into docs/data."""
+    for path in ASIDE.glob("*.json"):
+        DATA.mkdir(exist_ok=True)
+        shutil.move(path, DATA / path.name)
+
+
+def _measured(name: str, arguments: str) -> int:
+    """Exit code of a study; if it is 0, what it found is set aside."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / name
+        picture = ["--picture", str(DOCS / PICTURES[name])] if name in PICTURES else []
+        asked = [*shlex.split(arguments), *picture, "--run_dir", str(run_dir)]
+        if code := subprocess.run([sys.executable, "-m", "compare", *asked], check=False).returncode:
+            return code
+        outcome = outcome_in(run_dir / OUTCOME)
+        found = kept(arguments, outcome) if isinstance(outcome, TimedOutcome) and name in BENCHES else outcome
+        ASIDE.mkdir(parents=True, exist_ok=True)
+        write_atomically(ASIDE / f"{name}.json", in_lines(found))
     return 0
 
 

@@ -5,11 +5,11 @@ from functools import cache, partial
 
 import msgspec
 from measured import Errors, Measured, read_measured
-from measured_tables import endings, profiles, refusals, sweep, torch_profiles
+from measured_tables import endings, refusals
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
-from strategies import SWEEPS
+from profiles import jax_table, torch_table
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
 from summaries import parity, parity_count
@@ -228,14 +228,13 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "performance-method": method,
     "performance-agreement": agreement,
     "performance-resolution": resolution,
-    **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
     **{f"study-{name}": partial(study_section, name) for name in SHOWN if name != COUNTS},
     f"sentence-{COUNTS}": partial(sentence, COUNTS),
     "details-memory": partial(details_section, "memory"),
-    "profiles": profiles,
-    "profiles-8-layers": partial(profiles, layers=8),
-    "torch-profiles": torch_profiles,
-    "torch-profiles-pipeline": partial(torch_profiles, pipelines=True),
+    "profiles": jax_table,
+    "profiles-8-layers": partial(jax_table, layers=8),
+    "torch-profiles": torch_table,
+    "torch-profiles-pipeline": partial(torch_table, pipelines=True),
     "ledger-summary": ledger_summary,
     "endings": endings,
     "refusals": refusals,

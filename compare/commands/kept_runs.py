@@ -11,17 +11,8 @@ from compare.host.tensors import RecordError
 from compare.judge.comparison import COMPARISON, Comparison
 from compare.judge.outcome import OUTCOME
 from compare.spec.sections import Layout
-from compare.studies.collectives import RESULT as COLLECTIVES
 from compare.studies.ladder_tensors import real_folders
 from compare.studies.registry import read_study
-from compare.studies.sweep_outcome import SWEEP
-from compare.studies.sweep_outcome import read_outcome as read_sweep
-
-OTHERS = {SWEEP: "sweep", COLLECTIVES: "collectives"}
-"""The file that each of the other commands leaves, and its word."""
-_VERDICTS: dict[str, Callable[[Path], str]] = {
-    SWEEP: lambda folder: read_sweep(folder).sentence,
-}
 
 
 class KeptRun(Struct, frozen=True, kw_only=True):
@@ -33,9 +24,9 @@ class KeptRun(Struct, frozen=True, kw_only=True):
     layout: str
     """The settings that are not the default: "dp_shard=2 zero=3"; "" of a study of several layouts."""
     verdict: str
-    """As it was saved, in one line; of a bench, buckets or collectives the command that prints it."""
+    """As it was saved, in one line; of a bench or buckets the command that prints it."""
     created_utc: str
-    """When it began; of other studies than comparisons when their file was written."""
+    """When it began."""
     bytes: int
     """Of all its files."""
 
@@ -51,29 +42,13 @@ class KeptRun(Struct, frozen=True, kw_only=True):
 
 def kept_runs(folder: Path) -> list[KeptRun]:
     """The runs in a folder of them, or in itself, the oldest first; a garbled one says so."""
-    found = [_read(folder), *map(_read, real_folders(folder))]
-    return sorted((run for run in found if run), key=lambda run: run.created_utc)
+    places = (path for path in (folder, *real_folders(folder)) if (path / OUTCOME).is_file())
+    return sorted(map(_study, places), key=lambda run: run.created_utc)
 
 
 def comparisons_in(folder: Path) -> list[Path]:
     """The folders of comparisons of one run: its own, or those of its parts (of a matrix or a sweep)."""
     return [path for path in (folder, *real_folders(folder)) if (path / COMPARISON).is_file()]
-
-
-def _read(folder: Path) -> KeptRun | None:
-    if (folder / OUTCOME).is_file():
-        return _study(folder)
-    file = next((file for file in OTHERS if (folder / file).is_file()), "")
-    if not file:
-        return None
-    written = datetime.datetime.fromtimestamp((folder / file).stat().st_mtime, datetime.UTC)
-    verdict = _VERDICTS.get(file, "shardpair report {}".format)
-    return _line(
-        folder,
-        OTHERS[file],
-        created_utc=written.isoformat(timespec="seconds"),
-        verdict=_said(lambda: verdict(folder)),
-    )
 
 
 def _study(folder: Path) -> KeptRun:

@@ -4,16 +4,11 @@ from compare.studies.registry import STUDIES
 
 _COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
-        "sweep": "strategies side by side, or over growing numbers of devices",
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
     },
     "Prove": {},
-    "Measure": {
-        "profile": "where the time of one step goes, device by device",
-        "ledger": "what each engine sends in a step, beside the closed form",
-        "collectives": "collectives by size: gloo or NCCL, our way, and XLA",
-    },
+    "Measure": {},
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",
         "lesson": "one strategy in four engines, side by side, on a page",

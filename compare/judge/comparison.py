@@ -20,7 +20,7 @@ from compare.judge.costs import Cost, cost_of
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.kept_rungs import with_kept_rungs, without_ladder
 from compare.judge.ladder import Verdict, climb, objections_by_itself
-from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.judge.outcome import OUTCOME, StudyOutcome, read_outcome
 from compare.judge.strategy import asked_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import MAX_CPU_DEVICES
@@ -38,7 +38,7 @@ IN_PARTS = ("matrix", "sweep")
 """Commands whose comparisons lie side by side in one folder, from which they go on."""
 
 
-class Comparison(Outcome, frozen=True, kw_only=True):
+class Comparison(StudyOutcome, frozen=True, kw_only=True):
     """The outcome so far: every case's request, verdict and cost."""
 
     requests: dict[FolderName, Request]

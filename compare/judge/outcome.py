@@ -35,8 +35,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """The word of its command."""
     name: str
     """For people, and of its folder."""
-    experiment: Experiment
-    """As the user gave it."""
     platform: Platform
     circumstances: Circumstances
     left_out: dict[str, str] = {}
@@ -56,11 +54,23 @@ class Outcome(Struct, frozen=True, kw_only=True):
         """The verdict in a line; '' where `Findings` alone tell it."""
         return ""
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why something was not measured, a line each."""
+        return []
+
+
+class StudyOutcome(Outcome, frozen=True, kw_only=True):
+    """Outcome of a study of an experiment."""
+
+    experiment: Experiment
+    """As the user gave it."""
+
 
 AnyOutcome = TypeVar("AnyOutcome", bound=Outcome)
 
 
-class PartsOutcome(Outcome, Generic[R], frozen=True, kw_only=True):
+class PartsOutcome(StudyOutcome, Generic[R], frozen=True, kw_only=True):
     """Outcome of a study whose parts are each measured once: see `compare.study.Survey`."""
 
     options: dict[str, Any] = {}
@@ -81,6 +91,11 @@ class PartsOutcome(Outcome, Generic[R], frozen=True, kw_only=True):
     def progress(self) -> str:
         """3 of 5 parts."""
         return f"{len(self.results)} of {len(self.parts)} parts"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Parts that did not finish, and why."""
+        return [f"{name}: {why}" for name, why in self.failures.items()]
 
     @property
     def missing(self) -> list[str]:
@@ -188,7 +203,7 @@ class HowItRan(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class TimedOutcome(Outcome, frozen=True, kw_only=True):
+class TimedOutcome(StudyOutcome, frozen=True, kw_only=True):
     """Outcome of a study that times its cases in rounds."""
 
     rounds: int
@@ -219,6 +234,11 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
     def progress(self) -> str:
         """3 of 5 rounds."""
         return f"{self.finished_rounds} of {self.rounds} rounds"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Processes that did not finish, and why."""
+        return [f"{one.case} failed in round {one.round}: {one.why}" for one in self.failures]
 
     @property
     def finished_rounds(self) -> int:

@@ -8,7 +8,7 @@ from compare.present.tables import by_reason
 from compare.show.findings import Findings, Table, Text
 from compare.terminal.console import coloured, print_json, results_console
 
-COLOURS = {"pass": "green", "fail": "red"}
+COLOURS = {"pass": "green", "fail": "red", "known": "yellow", "unexplained": "magenta"}
 
 
 def print_findings(findings: Findings, *, as_json: bool) -> None:
@@ -40,10 +40,11 @@ def terminal_table(table: Table) -> RichTable:
     drawn = RichTable(
         title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    side = "left" if table.look == "words" else "right"
+    words = len(table.columns) if table.look == "words" else table.words
     drawn.add_column(_header(table.corner))
-    for name in table.columns:
-        drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name)
+    for place, name in enumerate(table.columns):
+        side = "left" if place < words else "right"
+        drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name, overflow="fold")
     for row in table.rows:
         drawn.add_row(cell_of(row.head), *map(cell_of, row.cells))
     return drawn

@@ -23,13 +23,19 @@ from compare.judge.bucket_overheads import (
     reduced_experiment,
 )
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import TimedCase, TimedOutcome
+from compare.judge.outcome import OUTCOME, TimedCase, TimedOutcome, read_outcome
 from compare.judge.statistics import interval_words
 from compare.show.findings import Column, Figure, Findings, Series, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.cases import Settings, with_layout
-from compare.studies.collectives import RESULT, Order, read_bench, requests_of, run_requests, sizes_between
+from compare.studies.collective_runs import (
+    CollectiveBench,
+    Order,
+    requests_of,
+    run_requests,
+    sizes_between,
+)
 from compare.studies.presets import spread
 from compare.terminal.units import human_bytes
 from compare.timed_study import Cases, TimedStudy, timed_findings
@@ -97,7 +103,7 @@ class Buckets(TimedStudy, frozen=True, kw_only=True):
             EngineError: it did not finish, or gave wrong results.
         """
         place, reduced = folder / COLLECTIVES, reduced_experiment(outcome)
-        if not (place / RESULT).is_file() or not read_bench(place).passed:
+        if not (place / OUTCOME).is_file() or not read_outcome(place, CollectiveBench).passed:
             shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
             order = Order(
                 kinds=("all_reduce",),
@@ -223,7 +229,7 @@ def kept_fit(folder: Path) -> Fit:
         RecordError: it was not timed.
         EngineError: it did not finish, or gave wrong results.
     """
-    bench = read_bench(folder / COLLECTIVES)
+    bench = read_outcome(folder / COLLECTIVES, CollectiveBench)
     if not bench.passed or not bench.fits:
         raise EngineError(f"all_reduce: {bench.sentence()}", exit_code=1)
     return bench.fits[0]

@@ -12,7 +12,7 @@ from msgspec import Struct
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
-from compare.judge.outcome import Outcome
+from compare.judge.outcome import StudyOutcome
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
@@ -163,7 +163,7 @@ def _filled(cell: Cell, studies: dict[str, tuple[list[Case], Comparison]]) -> Ce
     )
 
 
-class MatrixOutcome(Outcome, frozen=True, kw_only=True):
+class MatrixOutcome(StudyOutcome, frozen=True, kw_only=True):
     """Which part of the grid was asked for, and its cells; its studies' comparisons lie in folders beside."""
 
     engines: list[str]

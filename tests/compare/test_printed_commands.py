@@ -19,11 +19,10 @@ import pytest
 from checkpoints import write_random
 
 from compare.cli import COMMANDS, main
-from compare.commands import collectives
 from compare.execute import launch
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import fitting
+from compare.studies import collectives, fitting
 
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(shardpair [^`]+)`")

@@ -20,9 +20,9 @@ from compare.judge.costs import steady_times_ms
 from compare.judge.outcome import save
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.chrome_trace import chrome_trace, without_overlap
-from compare.present.profile import PAGE
-from compare.studies import profile
-from compare.studies.profile import ALONE, twin_of
+from compare.studies import twins
+from compare.studies.profile import PAGE
+from compare.studies.twins import ALONE, twin_of
 
 
 def span(kind, begin, end, **more):
@@ -175,11 +175,11 @@ def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
         write_failure(folder, Failure(message="it died"))
         raise EngineError("torch-manual: it died", exit_code=1)
 
-    monkeypatch.setattr(profile, "launch", interrupted)
+    monkeypatch.setattr(twins, "launch", interrupted)
     assert main(["profile", "--continue", "run", "--quiet"]) == 130
     assert asked == [("torch-manual.silent", True)]
     assert "`shardpair profile --continue run` runs the silent twins" in capsys.readouterr().err
-    monkeypatch.setattr(profile, "launch", failing)
+    monkeypatch.setattr(twins, "launch", failing)
     assert main(["profile", "--continue", "run", "--quiet"]) == 0
     assert "torch-manual: no silent twin: it died" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from compare.contract.timeline import TIMELINE
 from compare.contract.work import WORK
 from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison
-from compare.judge.outcome import OUTCOME, Outcome, TimedOutcome, read_outcome
+from compare.judge.outcome import OUTCOME, StudyOutcome, TimedOutcome, read_outcome
 from compare.pipeline.instructions import HLO_COLLECTIVES
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
@@ -114,7 +114,7 @@ def _said_of(folder: Path) -> tuple[str, str, Experiment | None]:
     """Command, page and experiment of a folder; "" and None where it holds no result with a page."""
     with contextlib.suppress(RecordError, OSError):
         if (folder / OUTCOME).is_file():
-            saved = read_outcome(folder, Outcome)
+            saved = read_outcome(folder, StudyOutcome)
             pages = [name for name in (f"{saved.study}.html", "report.html") if (folder / name).is_file()]
             return saved.study, next(iter(pages), ""), saved.experiment
     return "", "", None
