@@ -78,12 +78,10 @@ SLOW = {
 """Files whose tests start processes, compile steps or draw long, beside those that use SLOW_FIXTURES."""
 REAL_PYTHONS = {
     "test_bench_run",
-    "test_checkpoint_kills",
     "test_collectives",
     "test_golden",
     "test_peers",
     "test_registry",
-    "test_robustness",
 }
 """Files whose `shardpair` starts interpreters as a user does: they are about signals or environments."""
 

@@ -25,6 +25,7 @@ from compare.present.report.repeat import EXPERIMENT
 from compare.present.tables import cost_rows
 from compare.spec.experiment import edited, parse
 
+pytestmark = pytest.mark.usefixtures("drawn")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
 
 

@@ -72,16 +72,21 @@ def inline_svg(figure: Figure, title: str) -> Markup:
     It is an image with a name, has the page's text colour, and no id that another picture has, too. The
     same figure gives the same bytes.
     """
-    buffer = io.StringIO()
-    with matplotlib.rc_context(rc={"svg.hashsalt": f"shardpair {title}"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _svg_file(figure, salt=f"shardpair {title}")
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to a group
     opening, rest = text.split(">", 1)
     name = escape(title)
     return Markup(f'{opening} role="img" aria-label="{name}"><title>{name}</title>{rest}')
+
+
+def _svg_file(figure: Figure, *, salt: str) -> str:
+    """The figure as an SVG file's text; `salt` makes its ids those of no other figure."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(rc={"svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def legend_above(axes: Axes, keys: Sequence[Artist]) -> None:
