@@ -35,7 +35,7 @@ from torchpar.launcher.local import bind_to_loopback, launch
 from torchpar.launcher.supervisor import RanksFailed
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
 TIMEOUT_S = 3.0  # of those that hang
 SHORT_S = 1.0
 LONG = Experiment(
@@ -162,7 +162,7 @@ class Running:
             [warm.python(), "-m", "torchpar", str(folder), *arguments],
             stdin=subprocess.PIPE,
             cwd=ROOT,
-            env=child_environment(SIDES["torchpar"], "cpu"),
+            env=ENVIRONMENT,
         )
         part = folder / record.STEPS_PART
         wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 3, self.process)
@@ -216,7 +216,7 @@ def test_killed_rank_of_a_real_run(tmp_path):
 def test_one_rank_under_torchruns_environment(tmp_path):
     short = Experiment(model=LONG.model, train=Train(max_iters=3, batch_size=8))
     write_json(tmp_path / record.REQUEST, Request(engine="torch-library", experiment=short))
-    command = [sys.executable, "-m", "torchpar", str(tmp_path)]
+    command = [warm.python(), "-m", "torchpar", str(tmp_path)]
     variables = {**ENVIRONMENT, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     done = processes.run(command, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stderr
