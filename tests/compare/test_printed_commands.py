@@ -62,25 +62,28 @@ def printed_lines() -> dict[str, list[str]]:
 
 
 LINES = printed_lines()
+TOKENS = {word for words in LINES.values() for word in words if word.startswith("data/")} | {
+    "data/shakespeare_char"
+}
+"""Folders that lines, or the experiments that they name, read."""
 
 
 @pytest.fixture
 def places(tmp_path, line) -> Path:
-    """A folder with what the line reads: texts, tokens, a TOML file, one of nanoGPT's config files."""
+    """A folder with what the line reads: texts, a TOML file, one of nanoGPT's config files; and tokens."""
     folder = tmp_path
     for name in ("docs", "runs"):
         (folder / name).mkdir()
+    for name in TOKENS:
+        write_tokens(folder / name)
     for word in LINES[line]:
         if word.endswith(".txt"):
             (folder / word).write_text("some words\n" * 2000)
         elif word.endswith(".toml"):
             (folder / word).write_text("")
-        elif word.startswith("data/"):
-            write_tokens(folder / word)
         elif word.endswith(".py"):
             (folder / word).parent.mkdir(exist_ok=True)
             (folder / word).write_text(CONFIG)
-            write_tokens(folder / "data" / "shakespeare_char")
     return folder
 
 
