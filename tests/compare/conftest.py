@@ -12,14 +12,14 @@ FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_it
 
 
 @pytest.fixture
-def drawn() -> None:
+def with_pictures() -> None:
     """Pages have their pictures, each of which takes a tenth of a second: for tests of what is drawn."""
 
 
 @pytest.fixture(autouse=True)
 def only_named_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of pages have their names and nothing in them, unless the test asks for `drawn`."""
-    if "drawn" not in request.fixturenames:
+    """Pictures of pages have their names and nothing in them, unless the test asks for them."""
+    if "with_pictures" not in request.fixturenames:
         monkeypatch.setattr("compare.present.report.canvas._svg_file", lambda figure, *, salt: EMPTY_SVG)
 
 

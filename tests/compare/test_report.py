@@ -25,10 +25,10 @@ from compare.present.report.repeat import EXPERIMENT
 from compare.present.tables import cost_rows
 from compare.spec.experiment import edited, parse
 
-pytestmark = pytest.mark.usefixtures("drawn")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_page_is_self_contained_and_reproducible(tmp_path, tiny):
     make_comparison(tmp_path, tiny)
     page = write_report(tmp_path).read_text()
@@ -55,6 +55,7 @@ def test_page_can_be_read_by_those_who_cannot_see_it(tmp_path, tiny):
     assert not [name for name, times in outline.ids.items() if times > 1]
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_page_says_the_layout_in_words_and_draws_the_schedule(tmp_path, tiny):
     make_comparison(tmp_path, edited(tiny, PIPELINE))
     page = write_report(tmp_path).read_text()
@@ -95,6 +96,7 @@ def test_page_says_that_the_records_no_longer_give_the_saved_verdict(tmp_path, t
     assert "the records no longer give the saved verdict" in page[: page.index("<svg")]
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_page_says_in_words_whether_curves_can_be_told_apart(tmp_path, tiny):
     record = make_record(tmp_path / "run", tiny)
 

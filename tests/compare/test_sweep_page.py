@@ -19,6 +19,7 @@ def page_of(outcome, comparisons, records, folder) -> str:
     return write_page(folder / "sweep.html", found).read_text()
 
 
+@pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize(
     ("given", "drawn"),
     [
