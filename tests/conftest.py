@@ -61,8 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `slow` what `make test-fast` leaves out."""
     for item in items:
-        is_slow = durations.name_of(item.nodeid) in durations.recorded()
-        if is_slow or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+        if durations.is_slow(item.nodeid) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
 

@@ -28,6 +28,19 @@ def recorded() -> dict[str, float]:
     return json.loads(FILE.read_text())
 
 
+@functools.cache
+def slow_files() -> frozenset[str]:
+    """Files, without folder and suffix, that have a test which is not quick."""
+    return frozenset(name.partition("::")[0] for name in recorded())
+
+
+def is_slow(nodeid: str) -> bool:
+    """True for a test that took long; of a side, for all tests of its file, which share what one compiles."""
+    path = Path(nodeid.partition("::")[0])
+    of_a_side = not {"jaxpar", "torchpar"}.isdisjoint(path.parts)
+    return name_of(nodeid) in recorded() or (of_a_side and path.stem in slow_files())
+
+
 class Durations:
     """Adds up what a session's tests take, to record it or to name those that nobody knew to be slow.
 
