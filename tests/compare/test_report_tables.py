@@ -18,6 +18,7 @@ from compare.studies.presets import spread
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes, human_seconds
 
+pytestmark = pytest.mark.usefixtures("with_pictures")
 BIG = {"model": {"n_layer": 4, "n_head": 4}, "train": {"batch_size": 16}}
 
 
@@ -84,7 +85,6 @@ def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):
     assert [cell.note for cell in calls.cells] == ["", ""]
 
 
-@pytest.mark.usefixtures("with_pictures")
 def test_memory_stands_beside_its_closed_form(tmp_path, tiny):
     experiment = spread(edited(tiny, BIG), "fsdp_tp_pp", 8)
     record = make_record(tmp_path / "run", experiment)
