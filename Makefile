@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards lint format check faults matrix ledger mirror measure survival profiles performance studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -29,6 +29,9 @@ test-fast: $(READY)  ## the quick tests, which start no engine, compile no step 
 
 test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/torchpar/guards
+
+durations: $(READY)  ## every test, and how long each took: tests/durations.json, which says what test-fast leaves out
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --record_durations
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .

@@ -173,11 +173,11 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
         return read_line(command, line, prog=prog, default=None), "demo"
     name = _experiment_name(arguments)
     default = defaults_for(command, name)
-    found = read_line(command, line, prog=prog, default=default)
+    read = functools.partial(read_line, command, line, prog=prog)
+    found = read(default=default)
     if found.experiment != name:
         raise ExperimentError(_misplaced(word, found.experiment))
-    read_again = functools.partial(read_line, command, line, prog=prog)
-    given = flags_given(lambda other: read_again(default=other), default)
+    given = flags_given(found, default, lambda other: read(default=other))
     return msgspec.structs.replace(found, given=given), name
 
 

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import durations
 import processes
 import pytest
 import quick_xla
@@ -32,50 +33,7 @@ CACHING = {
     "sweep",
 }  # commands that take --cache_dir
 SLOW_FIXTURES = {"shardpair", "ranks"}
-SLOW = {
-    "test_api",
-    "test_folder",
-    "test_golden",
-    "test_guards_double_backward",
-    "test_harness_faults",
-    "test_jaxpar_any_model",
-    "test_jaxpar_cache",
-    "test_jaxpar_compiler_pipeline",
-    "test_jaxpar_data_parallel",
-    "test_jaxpar_dynamic_counts",
-    "test_jaxpar_layouts",
-    "test_jaxpar_ledger",
-    "test_jaxpar_memory_profile",
-    "test_jaxpar_model",
-    "test_jaxpar_optimizer",
-    "test_jaxpar_peak",
-    "test_jaxpar_pipeline",
-    "test_jaxpar_pipeline_gpt",
-    "test_jaxpar_plain_jit",
-    "test_jaxpar_run",
-    "test_jaxpar_shards",
-    "test_own_weights",
-    "test_printed_commands",
-    "test_processes",
-    "test_progress",
-    "test_ranks",
-    "test_robustness",
-    "test_safe_path",
-    "test_source",
-    "test_standard_output",
-    "test_torchpar_compile",
-    "test_torchpar_examples",
-    "test_torchpar_host_memory",
-    "test_torchpar_launch",
-    "test_torchpar_memory_profile",
-    "test_torchpar_peers",
-    "test_torchpar_run",
-    "test_torchpar_timeline",
-    "test_torchpar_zero",
-    "test_torchrun",
-    "test_watching",
-}
-"""Files whose tests start processes, compile steps or draw long, beside those that use SLOW_FIXTURES."""
+"""What starts engines: beside tests that took long when `durations` were recorded."""
 REAL_PYTHONS = {
     "test_bench_run",
     "test_checkpoint_kills",
@@ -92,10 +50,20 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option of `make durations`."""
+    parser.addoption("--record_durations", action="store_true", help="write tests/durations.json anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record how long tests take, or watch it."""
+    config.pluginmanager.register(durations.Durations(is_kept=config.getoption("--record_durations")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `slow` what `make test-fast` leaves out."""
     for item in items:
-        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or item.path.stem in SLOW:
+        if durations.is_slow(item.nodeid) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
 

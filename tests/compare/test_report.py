@@ -51,6 +51,7 @@ from compare.show.findings import Table
 from compare.spec.experiment import edited, load, parse
 from compare.terminal.units import human_bytes
 
+pytestmark = pytest.mark.usefixtures("with_pictures")
 MOST_BYTES = 300_000
 FOUR = ("jax-compiler", "jax-manual", "torch-manual", "torch-library")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}

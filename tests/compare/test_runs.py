@@ -7,13 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import records
 from records import make_comparison, make_record, tensors_of
 
 from compare.api import read
 from compare.cli import main
 from compare.commands import runs as command
-from compare.contract.record import MANIFEST
-from compare.contract.request import Rung
+from compare.contract.record import MANIFEST, Record, read_record
+from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances
@@ -344,11 +345,18 @@ def test_continuing_a_run_without_tensors_trains_nothing(passed, capsys, monkeyp
     assert "run it anew, with --keep_tensors" in capsys.readouterr().err
 
 
-def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(shardpair, tiny):
-    (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
+def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
+    def train(request: Request, folder: Path, **options) -> Record:
+        monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
+        make_record(folder, request.experiment, engine=request.engine)
+        write_json(folder / REQUEST, request)
+        return read_record(folder)
+
+    monkeypatch.setattr(paired_run, "launch", train)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(to_toml(edited(tiny, {"data": {"source": "synthetic"}})))
     engines = ("--engines", "torch-manual", "torch-library", "--quiet")
     for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
-        done = shardpair("run", "tiny.toml", *engines, "--run_dir", name, *flags)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert bool(tensors_in(shardpair.folder / name)) == (name == "kept")
-        assert (REMOVED in " ".join(done.stdout.split())) == (name == "gone")
+        assert main(["run", "tiny.toml", *engines, "--run_dir", name, *flags]) == 0
+        assert bool(tensors_in(Path(name))) == (name == "kept")
+        assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (name == "gone")

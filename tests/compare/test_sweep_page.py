@@ -16,6 +16,7 @@ def page_of(outcome, folder) -> str:
     return write_page(folder / "sweep.html", Sweep.findings(outcome, folder)).read_text()
 
 
+@pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize(
     ("given", "drawn"),
     [

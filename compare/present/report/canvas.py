@@ -85,16 +85,21 @@ def inline_svg(figure: Figure, title: str, readings: Readings | None = None) -> 
         title: its name for those who cannot see it.
         readings: values that its first axes show under a pointer.
     """
-    buffer = io.StringIO()
-    with matplotlib.rc_context(rc={"svg.hashsalt": f"shardpair {title}"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _svg_file(figure, salt=f"shardpair {title}")
     text = slim(text[text.index("<svg") :].replace(INK, "currentColor"))
     if readings:
         text = text.replace("</svg>", f"{strips(figure.axes[0], readings)}</svg>")
     opening, rest = text.split(">", 1)
     name = escape(title)
     return Markup(f'{opening} role="img" aria-label="{name}"><title>{name}</title>{rest}')
+
+
+def _svg_file(figure: Figure, *, salt: str) -> str:
+    """The figure as an SVG file's text; `salt` makes its ids those of no other figure."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(rc={"svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def legend_above(axes: Axes, keys: Sequence[Artist]) -> None:
