@@ -36,12 +36,10 @@ SLOW_FIXTURES = {"shardpair", "ranks"}
 """What starts engines: beside tests that took long when `durations` were recorded."""
 REAL_PYTHONS = {
     "test_bench_run",
-    "test_checkpoint_kills",
     "test_collectives",
     "test_golden",
     "test_peers",
     "test_registry",
-    "test_robustness",
 }
 """Files whose `shardpair` starts interpreters as a user does: they are about signals or environments."""
 
