@@ -22,7 +22,7 @@ demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report
 	$(BIN)/shardpair run demo
 
 test: $(READY)  ## every test, in about 16 minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: 2 to 3 minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
