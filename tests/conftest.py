@@ -12,6 +12,7 @@ import processes
 import pytest
 import quick_xla
 import warm
+from grid import Grid
 from hypothesis import HealthCheck, settings
 
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
@@ -32,16 +33,8 @@ CACHING = {
     "golden",
     "sweep",
 }  # commands that take --cache_dir
-SLOW_FIXTURES = {"shardpair", "ranks"}
+SLOW_FIXTURES = {"shardpair", "grid", "ranks"}
 """What starts engines: beside tests that took long when `durations` were recorded."""
-REAL_PYTHONS = {
-    "test_bench_run",
-    "test_collectives",
-    "test_golden",
-    "test_peers",
-    "test_registry",
-}
-"""Files whose `shardpair` starts interpreters as a user does: they are about signals or environments."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -87,12 +80,22 @@ no_process_left = pytest.fixture(autouse=True)(processes.no_process_left)
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def cache_dir(shared_folder: Path) -> str:
     """One compilation cache for all tests and workers: a step on one device is compiled once."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    return str(shared / "compiled")
+    return str(shared_folder / "compiled")
+
+
+@pytest.fixture(scope="session")
+def grid(shared_folder: Path, cache_dir: str) -> Grid:
+    """Every engine under the layouts that many tests read, trained as they are asked for."""
+    return Grid(shared_folder / "grid", Shardpair(shared_folder / "grid", cache_dir, warm.python()))
 
 
 @pytest.fixture
@@ -132,10 +135,15 @@ class Shardpair:
 
 
 @pytest.fixture
-def shardpair(request: pytest.FixtureRequest, tmp_path: Path, cache_dir: str) -> Shardpair:
+def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
     """The command line, run in a temporary folder."""
-    python = sys.executable if request.node.path.stem in REAL_PYTHONS else warm.python()
-    return Shardpair(tmp_path, cache_dir, python)
+    return Shardpair(tmp_path, cache_dir, warm.python())
+
+
+@pytest.fixture
+def warm_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sides of a study that the test calls in its own process are forks, as those of `shardpair` are."""
+    monkeypatch.setattr(sys, "executable", warm.python())
 
 
 @pytest.fixture(scope="module")

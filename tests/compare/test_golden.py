@@ -7,6 +7,7 @@ import tomllib
 
 import numpy as np
 import pytest
+import warm
 
 from compare.cli import main
 from compare.contract.record import read_tensors
@@ -145,9 +146,10 @@ def test_a_damaged_golden_is_refused(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("default_xla")
 @pytest.mark.parametrize("engine", list(STUDIED))
-def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
+def test_every_engine_computes_what_nanogpt_does(shardpair, engine, request):
+    if engine == "jax-compiler":  # as is jax-manual on two devices, below
+        request.getfixturevalue("default_xla")
     done = shardpair("golden", "--engines", engine, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads(done.stdout)["verdicts"]
@@ -185,7 +187,11 @@ def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir, wrong, rung):
         golden_cases(experiment, ["torch-manual"]),
         command="golden",
         run_dir=str(tmp_path / "run"),
-        settings=Settings(cache_dir=cache_dir, later_step=experiment.train.max_iters),
+        settings=Settings(
+            cache_dir=cache_dir,
+            later_step=experiment.train.max_iters,
+            pythons={"torchpar": warm.python()},
+        ),
         reporter=Reporter(quiet=True),
     )
     found = Golden.findings(held, folder)

@@ -284,19 +284,15 @@ def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_lesson_of_a_real_run(shardpair, tmp_path):
-    size = ["--model.n_layer", "2", "--train.max_iters", "2", "--timeout_s", "300"]
-    done = shardpair(
-        "run", "check", "--preset", "fsdp", "--devices", "2", *size, "--run_dir", "run", "--quiet"
-    )
-    assert done.returncode == 0, done.stderr
-    done = shardpair("lesson", "fully_sharded", "--results", "run", "--output", "page.html")
+def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
+    run = grid.run("fsdp")
+    done = shardpair("lesson", "fully_sharded", "--results", str(run), "--output", "page.html")
     assert done.returncode == 0, done.stderr
     assert "lesson: page.html" in done.stdout
     page = (tmp_path / "page.html").read_text()
     require_alone(page)
     assert "has changed since the run" not in page
-    records = {engine: read_record(tmp_path / "run" / engine) for engine in FOLDERS}
+    records = {engine: read_record(run / engine) for engine in FOLDERS}
     for engine in COMPILED:
         record = records[engine]
         assert record.instructions
