@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.buckets import best_buckets, bucket_sizes, exposed_s, overlapped_s
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import Outcome, TimedCase
+from compare.judge.outcome import TimedCase, TimedOutcome
 from compare.judge.statistics import Estimate, estimate
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.experiment import Experiment
@@ -77,7 +77,7 @@ def line_of(experiment: Experiment, fit: Fit) -> BucketPrediction:
     )
 
 
-def overheads_of(outcome: Outcome, line: BucketPrediction) -> tuple[float, list[Point]]:
+def overheads_of(outcome: TimedOutcome, line: BucketPrediction) -> tuple[float, list[Point]]:
     """The step without communication (ms), and a point for each way that was timed beside it in a round."""
     walls: dict[str, dict[int, float]] = {}
     for one in outcome.measurements:
@@ -122,7 +122,7 @@ def buckets_of(case: TimedCase) -> int:
     return len(bucket_sizes(experiment.model, limit=limit, itemsize=storage_dtype(experiment).itemsize))
 
 
-def reduced_experiment(outcome: Outcome) -> Experiment:
+def reduced_experiment(outcome: TimedOutcome) -> Experiment:
     """The experiment of a case that reduces gradients: its model, and the ranks."""
     return outcome.cases[0].experiment
 

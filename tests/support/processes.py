@@ -91,6 +91,11 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
         at_the_end: of the session: count also what lives from one test to the next, the forks of the server
             that `forks.SERVER` starts.
     """
+    now = set(psutil.pids())
+    _strangers.intersection_update(now)  # a number that is free again may be one of ours next
+    unknown = now - _strangers - {os.getpid()}
+    if not unknown:  # as after most tests: who is whose child is a look at every process
+        return []
     children = psutil.Process().children()
     servers = [child for child in children if _runs(child, "multiprocessing.forkserver", TRACKER)]
     expected = {server.pid for server in (*servers, *(child for child in children if _runs(child, WARM)))}
@@ -99,9 +104,7 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 expected |= {fork.pid for fork in server.children(recursive=True)}
     found = []
-    now = set(psutil.pids())
-    _strangers.intersection_update(now)  # a number that is free again may be one of ours next
-    for pid in now - _strangers - expected - {os.getpid()}:
+    for pid in unknown - expected:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
             mark = process.environ().get(MARK)
