@@ -20,7 +20,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moments_on_the_host_change_no_number_and_leave_the_devices(tiny, shardpair, layout):
-    """torch-manual's are those with moments on the device; the ladder holds the other engines to it."""
+    """They are those of a run with its moments on the devices; the ladder holds the engines to each other."""
     (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
 
     def trained(offload: str, engines: tuple[str, ...]) -> dict[str, Record]:
@@ -36,14 +36,17 @@ def test_moments_on_the_host_change_no_number_and_leave_the_devices(tiny, shardp
         assert min(moved.resident_bytes[ON_HOST]) > 0
         assert_bounded(record)
         assert abs(excess(moved.resident_bytes, closed_form(engine, moved.experiment))) < TOLERANCE
-    kept, moved = trained("none", ENGINES[:1])["torch-manual"], after["torch-manual"]
-    assert_bounded(kept)
-    assert moved.manifest.resident_bytes[ON_HOST] == kept.manifest.resident_bytes["optimizer"]
-    for rung in (Rung.FIRST_M, Rung.FIRST_V, Rung.LATER_WEIGHTS):
-        found, expected = (read_tensors(one.folder, rung) for one in (moved, kept))
-        for name in expected:
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-15)
-    assert kept.manifest.peak_memory_bytes[0] > moved.manifest.peak_memory_bytes[0]
+    # On the other layout torch-manual's alone are trained anew, and the ladder has held the others to it.
+    for engine, kept in trained("none", ENGINES if layout == "zero1_pp" else ENGINES[:1]).items():
+        moved = after[engine]
+        assert_bounded(kept)
+        assert moved.manifest.resident_bytes[ON_HOST] == kept.manifest.resident_bytes["optimizer"]
+        for rung in (Rung.FIRST_M, Rung.FIRST_V, Rung.LATER_WEIGHTS):
+            found, expected = (read_tensors(one.folder, rung) for one in (moved, kept))
+            for name in expected:
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-15)
+        if engine == "torch-manual":
+            assert kept.manifest.peak_memory_bytes[0] > moved.manifest.peak_memory_bytes[0]
     if layout == "fsdp_tp":
         _goes_on(shardpair)
 
