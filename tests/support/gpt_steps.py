@@ -65,7 +65,9 @@ def moment_keys(experiment: Experiment) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
 
 
-def make_parallel(parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment) -> tuple[ParallelModel, Mesh]:
+def make_parallel(
+    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
+) -> tuple[ParallelModel, Mesh]:
     mesh = make_mesh(layout, rank=rank, device=CPU)
     maker = partial(make_optimizer, experiment=experiment)
     return parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker), mesh
@@ -82,7 +84,9 @@ def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
     return loss.detach()
 
 
-def train(parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, ParallelModel]:
+def train(
+    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
+) -> tuple[dict, ParallelModel]:
     parallel, mesh = make_parallel(parallelize, layout, rank, experiment)
     config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
     for step in range(2):

@@ -23,5 +23,5 @@ train = partial(gpt_steps.train, compiler.parallelize)
 def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names: list[str]) -> None:
     expected = reference(experiment)
     for name in names:
-        got, parallel = train(LAYOUTS[name], rank, experiment)
+        got, _ = train(LAYOUTS[name], rank, experiment)
         assert_same(got, expected, name)

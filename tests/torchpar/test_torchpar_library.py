@@ -18,17 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import Communication, summed
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Optimizer
+from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import library
 from torchpar.comm import process_groups
-from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.comm.mesh import Mesh
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
 from torchpar.head_order import restore_order
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.measure.ledger import LedgerMode
 from torchpar.measure.places import group_names
 from torchpar.model import GPT
-from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel, local
 
 make_parallel, train = partial(make, library.parallelize), partial(train_by, library.parallelize)

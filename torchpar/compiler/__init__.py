@@ -7,8 +7,8 @@ about where its tensors live.
 from collections.abc import Mapping
 from functools import partial
 
-import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import Layout
@@ -48,10 +48,10 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     data_parallel.split_batch(model, devices, **loss)
     if layout.tp > 1:
         tensor_parallel.split_layers(model, devices, sequence_parallel=layout.sequence_parallel)
-    units: list[fully_sharded.Unit] = []
+    kept = None
     if layout.zero == 3:
-        units = fully_sharded.shard_parameters(
-            model, remat=remat, reshard_after_forward=layout.reshard_after_forward
+        kept = fully_sharded.shard_parameters(
+            model, devices, remat=remat, reshard_after_forward=layout.reshard_after_forward
         )
     else:
         apply_remat(model.blocks, remat)
@@ -66,13 +66,14 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
             parameter.register_hook(partial(fully_sharded.scatter, placements=shard[name]))
 
     def free() -> None:
-        for unit in units:
-            unit.free()
+        if kept:
+            kept.free()
 
     def finish() -> None:
         free()
         for name, parameter in whole.items():
             gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
             updated[name].grad = data_parallel.synchronize_gradients(gradient, shard[name])
 
     axes = {name: axes_of(parameter, mesh) for name, parameter in updated.items()}
@@ -88,7 +89,7 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     )
 
 
-def place_parameters(model: nn.Module, devices, placements: Mapping[str, Placements]) -> None:
+def place_parameters(model: nn.Module, devices: DeviceMesh, placements: Mapping[str, Placements]) -> None:
     """Put DTensors in the place of a model's parameters; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():

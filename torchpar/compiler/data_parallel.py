@@ -11,8 +11,7 @@ Where PyTorch has no rule, a rank works on its own part: attention on a CPU (2.1
 Legend: B batch, T position, N = B T, C n_embd, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -37,20 +36,25 @@ def split_batch(model: GPT, devices: DeviceMesh, *, cross_entropy: CrossEntropy 
     """
     rows, whole = of_activation(devices), along(devices)
 
-    def tokens_come_in(_: nn.Module, arguments: tuple) -> tuple:
-        tokens_BT, *others = arguments
-        return local_part(tokens_BT, devices, rows), *others
+    forward = model.forward
+
+    def of_own_rows(
+        idx: torch.Tensor, targets: torch.Tensor | None = None, keys_B2: torch.Tensor | None = None
+    ) -> tuple[None, torch.Tensor | None]:
+        """Without the logits: a DTensor that goes out of a compiled program needs a gradient that is one."""
+        return None, forward(local_part(idx, devices, rows), targets, keys_B2)[1]
 
     def positions_come_in(_: nn.Module, arguments: tuple) -> DTensor:
         return local_part(arguments[0], devices, whole)
 
-    def mean_loss(logits_NV: DTensor, targets_N: torch.Tensor) -> torch.Tensor:
-        mean = cross_entropy(logits_NV, local_part(targets_N, devices, rows))
+    def mean_loss(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert isinstance(input, DTensor)
+        mean = cross_entropy(input, local_part(target, devices, rows))
         assert isinstance(mean, DTensor)
         # This rank's share of an average; the gradient of the average itself is 1 on all of them.
         return mean.to_local(grad_placements=whole)
 
-    model.register_forward_pre_hook(tokens_come_in)
+    model.forward = of_own_rows
     model.transformer["wpe"].register_forward_pre_hook(positions_come_in)
     model.loss.forward = mean_loss
     for module in model.modules():

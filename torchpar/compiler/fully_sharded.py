@@ -1,14 +1,15 @@
 """Fully sharded data parallelism by placements: say where state rests, and DTensor moves it.
 
-    zero   `Shard(0)` along dp_shard                         what moves
-    1      what the optimizer updates                        gradients scattered once a step, parameters gathered
-    2      + gradients, as they accumulate                   gradients scattered once a pass
-    3      + parameters                                      gathered when a block begins, scattered by the derivative
+    zero   `Shard(0)` along dp_shard              what moves
+    1      what the optimizer updates             gradients scattered once a step, parameters gathered
+    2      + gradients, as they accumulate        gradients scattered once a pass
+    3      + parameters                           gathered where they are read, scattered by the derivative
 
 Stage 3 is a parametrisation: a module that reads its weight reads what the shard is redistributed to. Its
 derivative puts the gradient where the shard is, which is the reduce-scatter; along other axes the gradient
 stays the partial sum that it is. What autograd would keep of a block's weights for backward is gathered
-again there: the block is a checkpoint that saves all but that.
+again there: the block is a checkpoint that saves all but that. What is in no block is read twice, for it is
+tied: it is gathered with the first forward of a step, and stays for its backward, where it is needed first.
 
 Source: SimpleFSDP (arXiv 2411.00284).
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -31,14 +33,19 @@ from torchpar.remat import Remat, apply_remat
 AXIS = DP_SHARD
 
 _aten = torch.ops.aten
-# What they return shares its memory with a gathered weight, or is a copy of one for autocast.
+_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+# What these return is gathered weights, or shares memory with them, or is a copy of them for autocast.
 _OF_WEIGHTS = frozenset(
-    {_aten.t.default, _aten.transpose.int, _aten.view.default, _aten.detach.default, _aten._to_copy.default}
+    {
+        torch.ops._c10d_functional.wait_tensor.default,
+        *(_aten.t.default, _aten.transpose.int, _aten.view.default, _aten.slice.Tensor, _aten.detach.default),
+        _aten._to_copy.default,
+    }
 )
 
 
 class Gather(torch.autograd.Function):
-    """A shard redistributed to whole along dp_shard, and in the derivative the gradient to where the shard is."""
+    """A shard redistributed to whole along dp_shard; its derivative, the gradient to where the shard is."""
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> DTensor:
@@ -52,103 +59,82 @@ class Gather(torch.autograd.Function):
         return gradient.redistribute(placements=_with(gradient.placements, ctx.axis, ctx.at_rest))
 
 
-class Unit:
-    """Parameters that are gathered together: whole for their modules from `gather` to `free`.
+class Kept:
+    """Parameters that are whole from the first forward of a step to its end.
 
     Args:
         modules: read their own parameters from here.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self.is_gathering = False
+        modules = list(modules)
         self._whole: dict[torch.Tensor, DTensor] = {}
         self._shards = dict.fromkeys(p for module in modules for p in module.parameters(recurse=False))
+        for module in modules:
+            parametrise(module, lambda shard: self._whole.get(shard, shard))
 
     def gather(self, *_: Any) -> None:
         """Gather what is not there."""
         if not self._whole:
-            self.is_gathering = True
             self._whole.update({shard: Gather.apply(shard) for shard in self._shards})
-            self.is_gathering = False
 
     def free(self) -> None:
         """Modules see shards again."""
         self._whole.clear()
 
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The parameter as its module sees it."""
-        return self._whole.get(parameter, parameter)
 
-
-def shard_parameters(model: GPT, *, remat: Remat, reshard_after_forward: bool) -> list[Unit]:
-    """Stage 3: parametrise a model whose parameters rest as shards; blocks are gathered when they begin.
-
-    What is in no block is gathered with the first forward of a step, and stays for its backward, where it is
-    needed first.
+def shard_parameters(model: GPT, devices: DeviceMesh, *, remat: Remat, reshard_after_forward: bool) -> Kept:
+    """Stage 3: parametrise a model whose parameters rest as shards.
 
     Args:
         model: its parameters are DTensors, split over dp_shard.
+        devices: the mesh.
         remat: what backward computes again.
-        reshard_after_forward: gather blocks again for backward; else they stay until the end of the step.
+        reshard_after_forward: gather blocks in forward and again in backward; else they are kept, too.
 
     Returns:
         What is to be freed at the end of a step, and of an evaluation.
     """
-    root = parametrise(module for name, module in model.named_modules() if not name.startswith("transformer.h."))
-    model.register_forward_pre_hook(root.gather)
-    units = [parametrise(block.modules()) for block in model.blocks]
-    if not reshard_after_forward:
-        apply_remat(model.blocks, remat)
-    for block, unit in zip(model.blocks, units, strict=True):
-        block.forward = whole_within(unit, block.forward, frees=reshard_after_forward)
+    of_blocks = (
+        [module for block in model.blocks for module in block.modules()] if reshard_after_forward else []
+    )
+    kept = Kept(module for module in model.modules() if module not in of_blocks)
+    model.register_forward_pre_hook(kept.gather)
+    for module in of_blocks:
+        parametrise(module, Gather.apply)
+    for block in model.blocks:
         if reshard_after_forward and remat == "none":
-            block.forward = gathered_again(unit, block.forward)
-    if reshard_after_forward:
-        apply_remat(model.blocks, remat)
-    return [root, *units]
+            block.forward = gathered_again(block.forward, devices)
+    apply_remat(model.blocks, remat)
+    return kept
 
 
-def parametrise(modules: Iterable[nn.Module]) -> Unit:
-    """A unit of some modules' own parameters, which these read from it; names of parameters stay."""
-    modules = list(modules)
-    unit = Unit(modules)
+def parametrise(module: nn.Module, read: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Let a module see each of its own parameters as `read` gives it; their names stay."""
 
     def reader(name: str) -> property:
-        return property(lambda module: unit.read(module._parameters[name]))
+        return property(lambda module: read(module._parameters[name]))
 
-    for module in modules:
-        if own := [name for name, p in module._parameters.items() if p is not None]:
-            kind = type(module)
-            module.__class__ = type(kind.__name__, (kind,), {name: reader(name) for name in own})
-    return unit
+    if own := [name for name, parameter in module._parameters.items() if parameter is not None]:
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (kind,), {name: reader(name) for name in own})
 
 
-def whole_within(unit: Unit, forward: Callable[..., Any], *, frees: bool) -> Callable[..., Any]:
-    """The forward of modules whose parameters are whole while it runs."""
-
-    def run(*arguments: Any) -> Any:
-        unit.gather()
-        try:
-            return forward(*arguments)
-        finally:
-            if frees:
-                unit.free()
-
-    return run
-
-
-def gathered_again(unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+def gathered_again(forward: Callable[..., Any], devices: DeviceMesh) -> Callable[..., Any]:
     """A forward of which backward gathers the weights again, and computes nothing again."""
+    group = devices[AXIS].get_group().group_name
 
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        again = unit.is_gathering or operator in _OF_WEIGHTS
-        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+    def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
+        of_weights = operator in _OF_WEIGHTS or (operator is _gather and arguments[2] == group)
+        return CheckpointPolicy.PREFER_RECOMPUTE if of_weights else CheckpointPolicy.MUST_SAVE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def shards_of(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placements]) -> dict[str, nn.Parameter]:
+def shards_of(
+    parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placements]
+) -> dict[str, nn.Parameter]:
     """Stages 1 and 2: the rows of each parameter that this rank updates, in the memory of the whole one."""
     shards = {}
     for name, parameter in parameters.items():
@@ -173,8 +159,10 @@ def scatter(gradient: DTensor, *, placements: Placements) -> DTensor:
 def gather_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, nn.Parameter]) -> None:
     """Stages 1 and 2: make parameters whole again after an update of their shards."""
     for name, parameter in parameters.items():
+        shard = shards[name]
         assert isinstance(parameter, DTensor)
-        parameter.copy_(shards[name].redistribute(placements=parameter.placements))
+        assert isinstance(shard, DTensor)
+        parameter.copy_(shard.redistribute(placements=parameter.placements))
 
 
 def _with(placements: Placements, axis: int, one: Any) -> Placements:

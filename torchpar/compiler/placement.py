@@ -62,7 +62,9 @@ def of_parameter(
         split: logical axis -> mesh axis.
         sharded: over dp_shard, too.
     """
-    dims = {split[axis]: nanogpt_dim(parameter, dim) for dim, axis in enumerate(parameter.axes) if axis in split}
+    dims = {
+        split[axis]: nanogpt_dim(parameter, dim) for dim, axis in enumerate(parameter.axes) if axis in split
+    }
     return along(devices, **{**dims, DP_SHARD: 0 if sharded else None})
 
 

@@ -13,16 +13,13 @@ logit is padding.
 Legend: B batch, T position, N = B T, C n_embd, V vocabulary.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compare.spec.axes import TP
-from torchpar.compiler.placement import along, local_part, of_activation, placed
+from torchpar.compiler.placement import Placements, along, local_part, of_activation
 from torchpar.dropout import split_rows
 from torchpar.model import GPT
 
@@ -44,20 +41,21 @@ def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool = F
     whole, split = of_activation(devices), of_activation(devices, split=FEATURE_DIM)
     stream = of_activation(devices, split=POSITION_DIM) if sequence_parallel else whole
 
-    def enters(module: nn.Module, *, to: tuple) -> None:
-        module.register_forward_pre_hook(lambda _, arguments: (_at(arguments[0], devices, to), *arguments[1:]))
+    def enters(module: nn.Module, *, to: Placements) -> None:
+        module.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], devices, to), *inputs[1:]))
 
-    def leaves(module: nn.Module, *, to: tuple) -> None:
-        module.register_forward_hook(lambda _, arguments, y: _at(y, devices, to))
+    def leaves(module: nn.Module, *, to: Placements) -> None:
+        module.register_forward_hook(lambda _, inputs, y: _at(y, devices, to))
 
     leaves(model.transformer["wte"], to=stream)
     for block in model.blocks:
-        for region in (block.attn, block.mlp):
-            enters(region, to=whole)
-            leaves(region.c_proj, to=stream)
+        for region in ("attn", "mlp"):
+            enters(block.get_submodule(region), to=whole)
+            leaves(block.get_submodule(f"{region}.c_proj"), to=stream)
         # Of its own heads a rank has q, k and v: no view of a whole tensor says so.
-        block.attn.c_attn.register_forward_hook(lambda _, arguments, y: _at(y, devices, split).to_local())
-        enters(block.attn.c_proj, to=split)
+        fused = block.get_submodule("attn.c_attn")
+        fused.register_forward_hook(lambda _, inputs, y: _at(y, devices, split).to_local())
+        enters(block.get_submodule("attn.c_proj"), to=split)
     enters(model.lm_head, to=whole)
     split_rows(model, devices.get_local_rank(AXIS), sequence_parallel=sequence_parallel)
 
@@ -76,12 +74,13 @@ def cross_entropy(logits_NV: DTensor, targets_N: DTensor) -> torch.Tensor:
 
     greatest_N1 = reduced(logits_NV.detach().amax(dim=-1, keepdim=True))
     shifted_NV = logits_NV - greatest_N1
-    number_V = placed(torch.arange(V, device=targets_N.device), devices, along(devices, tp=0))
+    all_V = local_part(torch.arange(V, device=targets_N.device), devices, along(devices))
+    number_V = all_V.redistribute(placements=along(devices, tp=0))
     of_target_NV = torch.where(number_V == targets_N[:, None], shifted_NV, 0.0)
     return (reduced(shifted_NV.exp().sum(-1)).log() - reduced(of_target_NV.sum(-1))).mean()
 
 
-def _at(x: torch.Tensor, devices: DeviceMesh, placements: tuple) -> DTensor:
+def _at(x: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
     """Say where x lives: a DTensor goes there, and so does its gradient; a plain tensor is there already."""
     if isinstance(x, DTensor):
         return x.redistribute(placements=placements)

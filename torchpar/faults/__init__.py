@@ -21,7 +21,7 @@ from compare.contract.faults import (
 )
 from compare.spec.axes import DP_REPLICATE, PP, TP
 from compare.spec.experiment import Layout
-from torchpar.faults import library_faults, manual_faults, run_faults
+from torchpar.faults import compiler_faults, library_faults, manual_faults, run_faults
 from torchpar.faults.collective_faults import (
     contributions_times_ranks,
     left_out_reductions,
@@ -29,8 +29,9 @@ from torchpar.faults.collective_faults import (
 )
 from torchpar.faults.library_faults import BY_DDP, SHARDED_PARAMETERS, SUMMED_BY_AUTOGRAD
 
-MANUAL, LIBRARY = ("manual",), ("library",)
+MANUAL, LIBRARY, COMPILER = ("manual",), ("library",), ("compiler",)
 BOTH = MANUAL + LIBRARY
+ALL = BOTH + COMPILER
 _gradients = {"axis": DP_REPLICATE, "purpose": GRADIENTS}
 _row_products = {"axis": TP, "purpose": ACTIVATIONS}
 _partial_gradients = {"axis": TP, "purpose": REPLICATED_GRADIENTS}
@@ -41,25 +42,30 @@ FAULTS = (
     Fault("dropped_all_reduce", LIBRARY, BY_DDP, library_faults.dropped_all_reduce),
     Fault("sum_for_mean", MANUAL, REPLICAS, partial(contributions_times_ranks, **_gradients)),
     Fault("sum_for_mean", LIBRARY, BY_DDP, library_faults.sum_for_mean),
-    Fault("moved_weight", BOTH, ANY_LAYOUT, run_faults.moved_weight),
-    Fault("kept_gradients", BOTH, ANY_LAYOUT, run_faults.kept_gradients),
+    Fault("dropped_all_reduce", COMPILER, REPLICAS, compiler_faults.dropped_all_reduce),
+    Fault("sum_for_mean", COMPILER, REPLICAS, compiler_faults.sum_for_mean),
+    Fault("dropped_tp_all_reduce", COMPILER, SPLIT_LAYERS, compiler_faults.dropped_tp_all_reduce),
+    Fault("missing_norm_psum", COMPILER, SPLIT_SEQUENCE, compiler_faults.missing_norm_psum),
+    Fault("wrong_optimizer_shard", COMPILER, SHARDS, run_faults.wrong_optimizer_shard),
+    Fault("moved_weight", ALL, ANY_LAYOUT, run_faults.moved_weight),
+    Fault("kept_gradients", ALL, ANY_LAYOUT, run_faults.kept_gradients),
     Fault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(left_out_reductions, **_row_products)),
     Fault("dropped_tp_all_reduce", LIBRARY, SPLIT_LAYERS, library_faults.dropped_tp_all_reduce),
     Fault("doubled_row_bias", MANUAL, SPLIT_LAYERS, manual_faults.doubled_row_bias),
     Fault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(left_out_reductions, **_partial_gradients)),
     Fault("missing_norm_psum", LIBRARY, SPLIT_SEQUENCE, library_faults.missing_norm_psum),
-    Fault("norm_counts_replicas_twice", BOTH, REPEATED_PARAMETERS, run_faults.norm_counts_replicas_twice),
+    Fault("norm_counts_replicas_twice", ALL, REPEATED_PARAMETERS, run_faults.norm_counts_replicas_twice),
     Fault("wrong_optimizer_shard", MANUAL, SHARDS, run_faults.wrong_optimizer_shard),
     Fault("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, run_faults.wrong_optimizer_shard),
     Fault("overwritten_microbatch", MANUAL, ANY_LAYOUT, manual_faults.overwritten_microbatch),
     Fault("overwritten_microbatch", LIBRARY, SUMMED_BY_AUTOGRAD, library_faults.overwritten_microbatch),
     Fault("stale_tied_copy", BOTH, STAGES, partial(sent_zeros, **_tied_gradients)),
-    Fault("unscaled_dropout", BOTH, ANY_LAYOUT, run_faults.unscaled_dropout),
-    Fault("same_dropout_on_every_rank", BOTH, SPLIT_LAYERS, run_faults.same_dropout_on_every_rank),
-    Fault("reversed_update", BOTH, REPLICAS, run_faults.reversed_update),
-    Fault("rounded_weights", BOTH, REPLICAS, run_faults.rounded_weights),
-    Fault("skipped_last_update", BOTH, ANY_LAYOUT, run_faults.skipped_last_update),
-    *(Fault(name, BOTH, one.need, partial(run_faults.ignored, one)) for name, one in IGNORED.items()),
+    Fault("unscaled_dropout", ALL, ANY_LAYOUT, run_faults.unscaled_dropout),
+    Fault("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, run_faults.same_dropout_on_every_rank),
+    Fault("reversed_update", ALL, REPLICAS, run_faults.reversed_update),
+    Fault("rounded_weights", ALL, REPLICAS, run_faults.rounded_weights),
+    Fault("skipped_last_update", ALL, ANY_LAYOUT, run_faults.skipped_last_update),
+    *(Fault(name, ALL, one.need, partial(run_faults.ignored, one)) for name, one in IGNORED.items()),
 )
 
 

@@ -6,8 +6,9 @@ Two things are left to the user:
 
 - A fused q, k, v is one (3 C, C) weight, and Shard(0) would cut it across the three. Its rows are reordered
   once, so that each rank's contiguous part holds the q, k and v of its own heads. It costs a weight whose
-  order depends on the degree: a checkpoint has to be put back in order (`torchpar.head_order`). Three projections
-  instead, as torchtitan's models have, would keep their order, and all-reduce three times in backward.
+  order depends on the degree: a checkpoint has to be put back in order (`torchpar.head_order`). Three
+  projections instead, as torchtitan's models have, would keep their order, and all-reduce three times in
+  backward.
 - The custom operators of `loss_parallel` have to be there in backward too, which starts in the training
   loop: they stay switched on.
 """

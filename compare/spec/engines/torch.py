@@ -1,4 +1,4 @@
-"""The side torchpar and its engines: torch-manual and torch-library; its peers are in `peers`."""
+"""The side torchpar and its engines: torch-manual, torch-library and torch-compiler; peers are in `peers`."""
 
 from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.spec.engines.peers import TORCH_PEERS
@@ -25,6 +25,14 @@ def _not_in_pytorch(layout: Layout) -> str:
             "not allow: choose layout.remat = none or full"
         )
     return ""
+
+
+NO_STAGES = (
+    "DTensor has no shift along a dim that is split: its rule for roll gathers the dim, and a message would "
+    "be two all-to-alls: set layout.pp = 1"
+)
+BY_DTENSOR = "DTensor makes every sum that a product over split dims needs"
+NO_PIPELINE = "it has no pipeline"
 
 
 TORCH = Side(
@@ -95,6 +103,36 @@ TORCH = Side(
             impossible_faults={
                 "doubled_row_bias": "PyTorch adds the bias, not we",
                 "ignored_gradient_sync": "DDP has one way",
+                "ignored_offload": "it offloads no moments",
+            },
+        ),
+        Engine(
+            name="torch-compiler",
+            sends_by="dtensor",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            profiles=True,
+            tells_work=True,
+            falls_silent=True,
+            no_offload="moments are DTensors, which live on the device of their mesh: leave torch-compiler "
+            "out of --engines",
+            dtypes=LOSS_SCALED,
+            side="torchpar",
+            folder="compiler",
+            gradient_sync=("dtensor",),
+            decides="DTensor: placements on a DeviceMesh",
+            zero=(1, 2, 3),
+            tp=True,
+            no_other_schedule=NO_STAGES,
+            impossible_faults={
+                "doubled_row_bias": BY_DTENSOR,
+                "overwritten_microbatch": NO_PIPELINE,
+                "stale_tied_copy": NO_PIPELINE,
+                "ignored_schedule": NO_PIPELINE,
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "each gradient is reduced by itself"
+                ),
                 "ignored_offload": "it offloads no moments",
             },
         ),
