@@ -126,7 +126,9 @@ def gathered_again(forward: Callable[..., Any], devices: DeviceMesh) -> Callable
 
     def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         of_weights = operator in _OF_WEIGHTS or (operator is _gather and arguments[2] == group)
-        return CheckpointPolicy.PREFER_RECOMPUTE if of_weights else CheckpointPolicy.MUST_SAVE
+        # Dropout's bits are made in place, and what changes in place cannot be saved.
+        of_bits = any(isinstance(x, torch.Tensor) and not x.is_floating_point() for x in arguments[:2])
+        return CheckpointPolicy.PREFER_RECOMPUTE if of_weights or of_bits else CheckpointPolicy.MUST_SAVE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

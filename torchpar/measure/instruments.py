@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
+from msgspec.structs import replace
 
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.observers import Observer
@@ -66,4 +67,5 @@ class Instruments(Observer):
     def found(self) -> tuple[DeviceMemory, Work, RankLedger]:
         """Memory, work and ledger of the step, which is over."""
         assert self._found, "no step was watched"
-        return (*self._found, self.ledger.noted())
+        memory, work = self._found
+        return memory, replace(work, compiled=self._run.parallel.compiled()), self.ledger.noted()

@@ -105,6 +105,7 @@ def of_all_ranks(ranks: Sequence[Work], *, stages: int) -> Work:
         again=sorted({what for one in ranks for what in one.again}),
         logits_positions=sorted({positions for one in ranks for positions in one.logits_positions}),
         overlaps=any(one.overlaps for one in ranks),
+        compiled=ranks[0].compiled,
         tasks=[tasks for one in ranks[:: len(ranks) // stages] for tasks in one.tasks],
     )
 

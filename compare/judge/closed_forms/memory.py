@@ -33,7 +33,11 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = SHARDED_FROM | {"parameters": ENGINES[engine].shards_parameters_from}
+    own = ENGINES[engine]
+    split_from = SHARDED_FROM | {
+        "parameters": own.shards_parameters_from,
+        "gradients": own.shards_gradients_from,
+    }
     held = {
         kind: [
             itemsize

@@ -124,6 +124,7 @@ TORCH = Side(
             decides="DTensor: placements on a DeviceMesh",
             zero=(1, 2, 3),
             tp=True,
+            shards_gradients_from=1,  # they accumulate whole, and are scattered when the last pass is done
             no_other_schedule=NO_STAGES,
             impossible_faults={
                 "doubled_row_bias": BY_DTENSOR,
