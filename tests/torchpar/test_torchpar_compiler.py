@@ -95,8 +95,10 @@ def ledger(rank: int) -> None:
     assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * BLOCKS + 1)
     parallel, mesh = make_parallel(Layout(dp_replicate=4), rank, ADAM)
     seen = count(parallel, mesh)
-    assert set(seen) == {("all_reduce", "gradients")}  # once a step, of each parameter
+    # Once a step, of each parameter; and the number of tokens, which the loss's derivative asks for.
+    assert set(seen) == {("all_reduce", "gradients"), ("all_reduce", "loss")}
     assert seen["all_reduce", "gradients"].calls == len(parallel.parameters)
+    assert (seen["all_reduce", "loss"].calls, seen["all_reduce", "loss"].bytes) == (2, 2 * 8)
 
 
 def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
@@ -130,8 +132,8 @@ def test_a_part_taken_for_the_sum_shows_in_the_loss(rank: int) -> None:
 
 
 @on_ranks
-def test_a_stage_dim_is_shifted_without_a_gather(rank: int) -> None:
-    """Microbatches through four stages, each of its own weight, against one after the other; and backward."""
+def test_a_dim_of_stages_is_a_pipeline_and_its_shift_a_gather(rank: int) -> None:
+    """Microbatches through four stages of own weights, against one after the other; and backward."""
     devices = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=(PP,))
     weights = torch.randn(4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x_M = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -150,7 +152,10 @@ def test_a_stage_dim_is_shifted_without_a_gather(rank: int) -> None:
     assert own.grad is not None
     assert of_all.grad is not None
     gpt_steps.close(own.grad, of_all.grad[rank])
-    assert {row.kind for row in mode.noted().rows} == {"all_to_all"}
+    # Of all stages, where a message to the next would do: why the engine refuses pipelines.
+    rows = summed(mode.noted().rows)
+    assert {(row.kind, row.calls) for row in rows} == {("all_gather", 2 * (9 + 8))}
+    assert {row.bytes // row.calls for row in rows} == {idle.numel() * 8}
 
 
 def test_what_placements_cannot_say_is_refused_by_name(monkeypatch):

@@ -56,6 +56,11 @@ class WorkMode(TorchDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
         self._stack.close()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled program runs as it is: what is left of its operators comes by."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor first: what it makes of the operator comes back here

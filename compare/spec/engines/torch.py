@@ -28,8 +28,8 @@ def _not_in_pytorch(layout: Layout) -> str:
 
 
 NO_STAGES = (
-    "DTensor has no shift along a dim that is split: its rule for roll gathers the dim, and a message would "
-    "be two all-to-alls: set layout.pp = 1"
+    "DTensor has no shift along a dim that is split: to tell the next stage it gathers all of them, on a CPU "
+    "even between two placements: set layout.pp = 1"
 )
 BY_DTENSOR = "DTensor makes every sum that a product over split dims needs"
 NO_PIPELINE = "it has no pipeline"
