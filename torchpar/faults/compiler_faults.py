@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compare.spec.axes import BATCH, TP
 from torchpar.compiler import data_parallel, tensor_parallel
-from torchpar.compiler.placement import Placements, axes_of, local_part, of_activation
+from torchpar.compiler.placement import Placements, axes_of, of_activation
 
 
 def dropped_all_reduce() -> AbstractContextManager:
@@ -58,7 +58,9 @@ def taken_for_sum(x: DTensor, axes: Collection[str]) -> DTensor:
         Replicate() if name in axes and how.is_partial() else how
         for name, how in zip(names, x.placements, strict=True)
     )
-    return local_part(x.to_local(), x.device_mesh, said)
+    return DTensor.from_local(
+        x.to_local(), x.device_mesh, said, run_check=False, shape=x.shape, stride=x.stride()
+    )
 
 
 def _parts_for_sums(axes: Collection[str]) -> AbstractContextManager:
