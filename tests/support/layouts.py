@@ -86,7 +86,7 @@ TORCH_COMPILER = {
     "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3, remat="dots"),
     "hybrid_zero1": Layout(dp_replicate=2, dp_shard=2, zero=1),
     "tp": Layout(tp=4, remat="dots"),
-    "tp_sp": Layout(tp=4, sequence_parallel=True),
+    "tp_sp": Layout(dp_replicate=2, tp=2, sequence_parallel=True),
     "ddp_tp": Layout(dp_replicate=2, tp=2),
     "zero2_tp": Layout(dp_shard=2, tp=2, zero=2),
     "fsdp_tp": Layout(dp_shard=2, tp=2, zero=3),

@@ -50,7 +50,7 @@ class Instruments(Observer):
         elsewhere = host_tensors(parallel.optimizer)
         memory = watch_memory(device, held, elsewhere=elsewhere, module=parallel.module)
         work = WorkMode(parallel.module, has_tasks=parallel.run_pipeline is not None)
-        # To be watched is no reason to compile anew: what runs is what other steps run.
+        # To be watched is no reason to compile anew: other steps run this, too.
         as_it_is = (
             torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiles else nullcontext()
         )
