@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -26,6 +26,9 @@ test: $(READY)  ## every test, in about 16 minutes on two cores
 
 test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: 2 to 3 minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/torchpar/guards
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .

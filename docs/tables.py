@@ -36,6 +36,7 @@ from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.pipeline.schedules import SCHEDULES, make_schedule
+from compare.present.lesson import worked
 from compare.show.markdown import markdown_rows as markdown
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout
@@ -55,6 +56,16 @@ def mirror() -> str:
     """Lines of code of every strategy: its own file / with helpers; and of guards."""
     rows = ([f"`{name}`", *cells] for name, *cells in mirror_rows())
     return markdown(["", *(f"`{folder}`" for folder in FOLDERS.values())], rows)
+
+
+def which_strategy() -> str:
+    """The worked example of the lessons: what a GPU holds and sends under each strategy."""
+    table = worked.table()
+    cells = (
+        [cell.text + (f", {cell.note}" if cell.note else "") for cell in row.cells] for row in table.rows
+    )
+    rows = ([row.head.text, *own] for row, own in zip(table.rows, cells, strict=True))
+    return f"{worked.sentence()}\n\n{markdown([table.corner, *table.columns], rows)}"
 
 
 def commands() -> str:
@@ -205,6 +216,7 @@ def _measured() -> Measured:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "mirror": mirror,
+    "which-strategy": which_strategy,
     "commands": commands,
     "experiments": experiments,
     "presets": presets,

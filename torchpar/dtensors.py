@@ -38,14 +38,14 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
 
 
 def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes over which a DTensor is split."""
+    """The axes over which a DTensor, any shape, is split."""
     # Not is_shard: what two axes split along one dim is a placement of its own kind.
     cut = [name for name, how in _placements(tensor).items() if not how.is_replicate()]
     return tuple(axis for axis in mesh.axes if axis.name in cut and axis.size > 1)
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Which elements of tensor parallelism's part of it dp_shard left this rank, row by row; None for all."""
+    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all."""
     axes = axes_of(tensor, mesh)
     if mesh.dp_shard not in axes:
         return None

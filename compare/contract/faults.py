@@ -23,7 +23,7 @@ class Need(Struct, frozen=True, kw_only=True):
     """Why it does not show in another one, and what to give."""
 
 
-class Fault(Struct, frozen=True):
+class PlantedFault(Struct, frozen=True):
     """One mistake, and the engines that make it in one way."""
 
     name: str
@@ -89,7 +89,7 @@ IGNORED = {
 """By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.faults`."""
 
 
-def find_fault(faults: Sequence[Fault], name: str, *, engine: str, layout: Layout) -> Fault:
+def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str, layout: Layout) -> PlantedFault:
     """The row of a side's table for one of its engines.
 
     Raises:

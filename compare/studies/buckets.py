@@ -13,7 +13,7 @@ from compare.execute.load import busy_cores
 from compare.judge.bucket_overheads import (
     ALONE,
     BUCKETED,
-    Line,
+    BucketPrediction,
     Point,
     best_of,
     default_bucket_mb,
@@ -149,7 +149,7 @@ COLUMNS = (
 )
 
 
-def sentence_of(points: list[Point], line: Line, alone_ms: float) -> str:
+def sentence_of(points: list[Point], line: BucketPrediction, alone_ms: float) -> str:
     """The outcome in a line."""
     predicted = f"predicted best bucket {mb_text(line.best_bucket_mb)}"
     if (best := best_of(points)) is None:
@@ -161,7 +161,7 @@ def sentence_of(points: list[Point], line: Line, alone_ms: float) -> str:
     )
 
 
-def figure_of(points: list[Point], line: Line) -> Figure:
+def figure_of(points: list[Point], line: BucketPrediction) -> Figure:
     """Measured overheads over bucket size, and the closed forms' curves."""
     size_mb, most = line.gradient_bytes / 1e6, max([1.0, *(point.buckets for point in points)])
     counts = np.geomspace(1, max(most, line.best_buckets) if math.isfinite(line.best_buckets) else 100, 200)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.record import MANIFEST, Record, read_record
-from compare.contract.request import Request, Resume, rungs_asked_for
+from compare.contract.request import Request, ResumePoint, rungs_asked_for
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir, remove_run_dir
@@ -241,7 +241,7 @@ def _keep_aside(folder: Path) -> None:
 
 
 def _request(
-    case: Case, prepared: Prepared, settings: Settings, init: Init, resumed: Mapping[str, Resume]
+    case: Case, prepared: Prepared, settings: Settings, init: Init, resumed: Mapping[str, ResumePoint]
 ) -> Request:
     resume = resumed.get(case.name, msgspec.UNSET)
     steps = case.experiment.train.max_iters - (resume.step if resume else 0)

@@ -11,9 +11,9 @@ from compare.contract.memory_profile import (
     POINTS,
     DeviceMemory,
     Lifetime,
-    Mark,
     MemoryProfile,
     Peak,
+    PhaseStart,
     changes_of,
     curve_of,
     peak_of,
@@ -169,7 +169,7 @@ def test_lifetimes_add_up():
         Lifetime("logits", 7, 50, 51),
     ]
     in_use = usage(lifetimes, 100)
-    marks = [Mark(0, "forward"), Mark(50, "backward")]
+    marks = [PhaseStart(0, "forward"), PhaseStart(50, "backward")]
     peak = peak_of(in_use, marks, operation="op", place="here")
     assert (peak.position, peak.phase, peak.total) == (50, "backward", 22)
     assert {kind: size for kind, size in peak.bytes.items() if size} == {
@@ -192,9 +192,9 @@ def test_a_thinned_curve_keeps_the_peak():
 
 def test_marks_are_where_phases_change():
     assert changes_of(["forward", "forward", "backward", "forward"]) == [
-        Mark(0, "forward"),
-        Mark(2, "backward"),
-        Mark(3, "forward"),
+        PhaseStart(0, "forward"),
+        PhaseStart(2, "backward"),
+        PhaseStart(3, "forward"),
     ]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
+SETTLED_S = 5.0  # an environment that is empty may be that of a process between fork and exec
 MARK = "SHARDPAIR_TESTS"
 TRACKER, WARM = "multiprocessing.resource_tracker", "warm.serve"
 """What tracks the resources of `forks.SERVER`, and the servers of `warm`: they live as long as we do."""
@@ -98,11 +99,15 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 expected |= {fork.pid for fork in server.children(recursive=True)}
     found = []
-    for pid in set(psutil.pids()) - _strangers - expected - {os.getpid()}:
+    now = set(psutil.pids())
+    _strangers.intersection_update(now)  # a number that is free again may be one of ours next
+    for pid in now - _strangers - expected - {os.getpid()}:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
-            if process.environ().get(MARK) == os.environ[MARK]:
+            mark = process.environ().get(MARK)
+            if mark == os.environ[MARK]:
                 found.append(process)
+            if mark or time.time() - process.create_time() < SETTLED_S:  # it may be about to exec
                 continue
         _strangers.add(pid)
     return found

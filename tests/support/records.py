@@ -9,7 +9,7 @@ from compare.contract.communication import GRADIENTS, Communication, ring_wire_b
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.work import Work, name_of
+from compare.contract.work import ObservedWork, name_of
 from compare.execute.source import git_state
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.communication import communication
@@ -156,7 +156,7 @@ def make_record(
     return read_record(folder)
 
 
-def make_work(engine: str, experiment: Experiment) -> Work:
+def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     """What a step computes if it does as it was asked."""
     layout, chunks = experiment.layout, experiment.train.loss_chunks
     again = {"none": [], "dots": ["activations"], "full": ["activations", "products"]}
@@ -164,7 +164,7 @@ def make_work(engine: str, experiment: Experiment) -> Work:
         layout.schedule, ranks=layout.pp, microbatches=microbatches_of(experiment), chunks=layout.chunks
     )
     messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
-    return Work(
+    return ObservedWork(
         products={experiment.precision.product_dtype: 12},
         again=again[ENGINES[engine].remat_for(layout)],
         logits_positions=[experiment.model.block_size // chunks],

@@ -1,4 +1,4 @@
-"""torchpar.manual.FSDP at the edges of what it promises: what it does there, or says, on four gloo ranks."""
+"""torchpar.FSDP at the edges of what it promises: what it does there, or says, on four gloo ranks."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Buffers under torchpar.manual's wrappers, on four gloo ranks. The oracle is PyTorch's DDP."""
+"""Buffers under torchpar's wrappers, on four gloo ranks. The oracle is PyTorch's DDP."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Derivatives of derivatives under torchpar.manual's wrappers, on four gloo ranks, in float64.
+"""Derivatives of derivatives under torchpar's wrappers, on four gloo ranks, in float64.
 
 The oracle is the same module on one rank, over the whole batch.
 """

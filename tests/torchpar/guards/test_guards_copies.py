@@ -1,4 +1,4 @@
-"""Deep copies of torchpar.manual's wrappers, averages over them, whole states, on four gloo ranks.
+"""Deep copies of torchpar's wrappers, averages over them, whole states, on four gloo ranks.
 
 The oracle is the plain module, copied and averaged likewise on one rank.
 """
