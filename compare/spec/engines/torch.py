@@ -35,6 +35,17 @@ BY_DTENSOR = "DTensor makes every sum that a product over split dims needs"
 NO_PIPELINE = "it has no pipeline"
 
 
+def _not_compiled(layout: Layout) -> str:
+    """Limits of torch.compile over DTensors (2.13), found out by running it."""
+    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full" and layout.devices > 1:
+        return (
+            f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
+            "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
+            "or layout.compile = none"
+        )
+    return ""
+
+
 TORCH = Side(
     name="torchpar",
     python_flag="torch_python",
@@ -126,6 +137,7 @@ TORCH = Side(
             tp=True,
             shards_gradients_from=1,  # they accumulate whole, and are scattered when the last pass is done
             no_other_schedule=NO_STAGES,
+            refuses=_not_compiled,
             impossible_faults={
                 "doubled_row_bias": BY_DTENSOR,
                 "overwritten_microbatch": NO_PIPELINE,
