@@ -36,7 +36,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     own = ENGINES[engine]
     split_from = SHARDED_FROM | {
         "parameters": own.shards_parameters_from,
-        "gradients": own.shards_gradients_from,
+        "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
     }
     held = {
         kind: [

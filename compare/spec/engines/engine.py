@@ -72,8 +72,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Reason for no other schedule, and what to do."""
     shards_parameters_from: int = 3
     """The ZeRO stage from which parameters are split at rest."""
-    shards_gradients_from: int = 2
-    """The ZeRO stage from which gradients are split when the optimizer begins."""
+    shards_gradients_from: int = 0
+    """The ZeRO stage from which gradients are split when the optimizer begins; 0 for ZeRO's own."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     no_gpu: str = ""
