@@ -30,7 +30,7 @@ class LayerNorm(nn.Module):
         self.eps = config.norm_eps
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x_BTC, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x_BTC, x_BTC.shape[-1:], self.weight, self.bias, self.eps)
 
 
 class CausalAttention(nn.Module):

@@ -109,7 +109,7 @@ class RankSide:
             "initial_weights_sha256": run.initial_weights_sha256,
             "versions": versions(PACKAGES),
             "threads": f"{torch.get_num_threads()} per rank",
-            "compile_s": 0.0,
+            "compile_s": run.compile_s,
             "cpu_time_s": sum(cpu) + run.rank.launcher_cpu_s,
             "peak_memory_bytes": [one.allocator_peak or one.peak.total for one in memories],
             "peak_memory_method": CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,

@@ -64,6 +64,8 @@ class ParallelModel:
         gathers: from pieces to whole tensors, innermost first: each takes and returns tensors by name, which
             may be weights, gradients or moments. All ranks call them together.
         transient: flat tensors whose storage comes and goes, for the memory tracker.
+        compiles: `module` compiles itself when it is first called.
+        compiled: what compiled `module`, in words, once it has run; empty where nothing does.
     """
 
     module: nn.Module
@@ -80,6 +82,8 @@ class ParallelModel:
     copies: frozenset[str] = frozenset()
     gathers: tuple[Gather, ...] = ()
     transient: tuple[torch.Tensor, ...] = ()
+    compiles: bool = False
+    compiled: Callable[[], str] = str
 
     def full(self, pieces: TensorsByName) -> TensorsByName:
         """Whole tensors by name, in the model's own shapes, from every rank's pieces."""

@@ -41,6 +41,7 @@ class Run:
     corpus: Corpus | OwnBatches
     parallel: ParallelModel
     initial_weights_sha256: str
+    compile_s: float = 0.0
     state: Progress = field(default_factory=Progress)
 
     @property

@@ -54,9 +54,27 @@ def train(
     if request.resume:
         restore_moments(run, Path(request.resume.checkpoint))
     require_validation(run.experiment, run.corpus)
+    if run.parallel.compiles:
+        run.compile_s = compile_ahead(run)
     tell = observers_of(run, folder, started_utc=started_utc)
     run_loop(run, functools.partial(compute_gradients, run), functools.partial(update_weights, run), tell)
     process_groups.leave_group()
+
+
+def compile_ahead(run: Run) -> float:
+    """Run the first pass once, and drop its gradients: what is traced and compiled is, before the first step.
+
+    Returns:
+        How long it took (s).
+    """
+    clock = Stopwatch(functools.partial(now, run))
+    arrays = arrays_of_step(run.corpus, run.experiment, run.state.step)
+    with clock, run.mesh.traffic.paused(), autocast(run):
+        _, loss = run.parallel.module(*next(to_device(run, arrays).passes()))
+        loss.backward()
+    run.parallel.finish_gradient_synchronization()
+    run.parallel.optimizer.zero_grad(set_to_none=True)
+    return clock.wall_s
 
 
 def run_loop(run: Run, compute: Compute, update: Update, tell: Observer) -> None:

@@ -107,6 +107,13 @@ def nanogpt_dims(parameter: Parameter) -> tuple[int, ...]:
     return (*dims[inputs:], *dims[:inputs])
 
 
+def nanogpt_dim(parameter: Parameter, dim: int) -> int:
+    """The dim of nanoGPT's tensor that a canonical dim is part of."""
+    if not parameter.is_matrix:
+        return 0
+    return int(dim < _input_dims(parameter)) if _is_linear(parameter) else dim
+
+
 def _is_linear(parameter: Parameter) -> bool:
     return parameter.is_matrix and not parameter.name.startswith("embedding.")
 

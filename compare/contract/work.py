@@ -27,6 +27,9 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     tasks: list[list[str]] = field(default_factory=list)
     """Of a pipeline: the tasks of each of its ranks in the order in which they were done, by `name_of`.
     Empty where a compiler orders them."""
+    compiled: str = ""
+    """What compiled the step, and how many graphs there are; empty where nothing did, and where that is the
+    engine's only way. What a compiler makes of operators is not seen."""
     overlaps: bool = False
     """Whether a reduction of gradients began before backward had ended."""
 

@@ -20,6 +20,8 @@ class Cost(Struct, frozen=True, kw_only=True):
     gradient_sync: str
     """Gradient synchronisation as observed (`judge.strategy`)."""
     remat: str
+    compiled: str = ""
+    """What compiled the step: see `Work.compiled`."""
     final_loss: float
     mean_loss: float
     """Over all steps, in nats."""
@@ -78,6 +80,7 @@ def cost_of(record: Record) -> Cost:
         devices=manifest.devices,
         gradient_sync=done.gradient_sync,
         remat=done.remat,
+        compiled=done.compiled,
         final_loss=record.steps[-1].loss,
         mean_loss=statistics.fmean(step.loss for step in record.steps),
         validation_loss=record.evaluations[-1].validation if record.evaluations else UNSET,

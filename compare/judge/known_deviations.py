@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.ledger import SCALAR
-from compare.judge.closed_forms import library, xla
+from compare.judge.closed_forms import dtensor, library, xla
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.xla import Deviations
 from compare.numerics.parameters import (
@@ -53,6 +53,10 @@ PATTERNS = {
     library.NOT_SCATTERED: "FSDP2 reduces whole gradients over tp, and then scatters them over dp_shard.",
     library.USED_MAP: "under PyTorch's schedules DDP looks for unused parameters, and its ranks tell each "
     "other which they used, an int32 each.",
+    dtensor.SCATTERED: "the derivative of a gather scatters, and so does a gradient that is said to "
+    "accumulate in shards: in each pass. torch-manual adds up whole gradients, and scatters the sum.",
+    dtensor.ONCE: "embeddings and last norm are gathered with the first forward of a step and stay to its "
+    "end; blocks are gathered for each forward and again for its backward.",
     ALONG: "XLA's combiner sends the loss, and the leaves' parts of the norm, in the same all-reduce: at "
     "most a number for each leaf and one more.",
     PADDED: "sizes that the shards do not divide: at most a row of each parameter for each device.",
@@ -101,6 +105,8 @@ def _deviations(engine: str, experiment: Experiment, expected: Bytes, stage: int
             return xla.by_xla(experiment, expected)
         case "pytorch":
             return library.by_pytorch(engine, experiment, expected, stage=stage)
+        case "dtensor":
+            return dtensor.by_dtensor(experiment, expected)
     return {}
 
 

@@ -4,6 +4,7 @@ Numbers do not depend on how work is spread, ordered and kept: an engine that ig
 computes the same. So each setting is read off what was observed, and held against what was asked:
 
     precision.dtype       the dtype of every matrix product, and of the messages that carry gradients
+    layout.compile        which backend made the graphs that ran
     layout.remat          what of the blocks backward computes again: products, GELUs, nothing
     train.loss_chunks     how many positions of logits exist at once
     layout.schedule       the order of the tasks of every rank of the pipeline
@@ -93,7 +94,10 @@ def strategy_of(record: Record) -> Strategy:
         missing = Finding(setting="work.json", asked="what a step computed", found="nothing")
         return Strategy(findings=[missing])
     findings, untold = list[Finding](), dict[str, str]()
-    for read in (_dtype, _remat, _loss_chunks, _schedule, _gradient_sync, _at_rest, _sent):
+    for read in (_compile, _dtype, _remat, _loss_chunks, _schedule, _gradient_sync, _at_rest, _sent):
+        if record.work.compiled and read in (_dtype, _remat, _loss_chunks):
+            untold[read.__name__.strip("_")] = f"operators of a compiled program ({record.work.compiled})"
+            continue
         try:
             findings += read(record, record.work, engine, experiment)
         except ValueError as error:  # no closed form
@@ -113,6 +117,13 @@ def with_remat_resolved(engine: str, experiment: Experiment) -> Experiment:
 
 
 Read = Callable[[Record, ObservedWork, Engine, Experiment], Iterator[Finding]]
+
+
+def _compile(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+    """Only of an engine that may compile or not, where it is told which."""
+    asked, found = experiment.layout.compile, work.compiled.partition(",")[0] or "none"
+    if engine.sends_by == "dtensor" and asked != "auto":
+        yield Finding(setting="layout.compile", asked=asked, found=found)
 
 
 def _dtype(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
@@ -269,7 +280,11 @@ def done_words(record: Record) -> "ObservedSettings":
     strategy = strategy_of(record)
     sync = strategy.found("layout.gradient_sync").split(" of ")[0]
     declared = engine.gradient_sync_for(experiment.layout) if engine else ""
-    return ObservedSettings(gradient_sync=sync or declared, remat=strategy.found("layout.remat") or "untold")
+    return ObservedSettings(
+        gradient_sync=sync or declared,
+        remat=strategy.found("layout.remat") or "untold",
+        compiled=record.work.compiled if record.work else "",
+    )
 
 
 class ObservedSettings(Struct, frozen=True, kw_only=True):
@@ -277,3 +292,4 @@ class ObservedSettings(Struct, frozen=True, kw_only=True):
 
     gradient_sync: str
     remat: str
+    compiled: str = ""

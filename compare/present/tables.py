@@ -14,6 +14,7 @@ from compare.terminal.units import error_text, human_bytes
 _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "gradient synchronisation": lambda cost: cost.gradient_sync,
     "recomputed in backward": lambda cost: cost.remat,
+    "compiled by": lambda cost: cost.compiled,
     "final loss (nats)": lambda cost: f"{cost.final_loss:.4f}",
     "mean loss (nats)": lambda cost: f"{cost.mean_loss:.4f}",
     "validation loss (nats)": lambda cost: _nats(cost.validation_loss),

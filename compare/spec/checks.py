@@ -27,6 +27,7 @@ def check(experiment: Experiment) -> Experiment:
     if not experiment.data.source:
         raise ExperimentError("data.source is empty: give stdlib, synthetic, or the name of a file or folder")
     _check_floats(experiment)
+    _check_compile(experiment)
     _check_loss_chunks(model, train, layout)
     _check_layout(model, train, layout)
     _check_pipeline(model, train, layout)
@@ -65,6 +66,15 @@ def _check_loss_scale(precision: Precision) -> None:
         raise ExperimentError(
             f"precision.min_loss_scale = {precision.min_loss_scale:g} is more than precision.loss_scale = "
             f"{precision.loss_scale:g}: change one of them"
+        )
+
+
+def _check_compile(experiment: Experiment) -> None:
+    asked = experiment.layout.compile
+    if asked not in ("auto", "none") and experiment.precision.dtype == "float16":
+        raise ExperimentError(
+            f"layout.compile = {asked} with precision.dtype = float16: the loss scale is a number of the "
+            "program, which would be traced anew whenever it moves: set layout.compile = none"
         )
 
 

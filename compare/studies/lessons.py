@@ -1,7 +1,7 @@
 """The rows of the grid as lessons: which run each is built from, and what to try next.
 
 A strategy has the same file name in each engine's folder. Its lesson shows one real run, of the `check`
-experiment under one preset, that all four engines can express.
+experiment under one preset, with all engines that can express it.
 """
 
 import importlib.util
@@ -14,6 +14,7 @@ from compare.spec.engines.jax import JAX
 from compare.spec.engines.torch import TORCH
 from compare.spec.experiment import load
 from compare.studies.cases import Case, engine_cases
+from compare.studies.fitting import fitting
 from compare.studies.presets import spread
 
 FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
@@ -154,10 +155,10 @@ STRATEGIES = tuple(LESSONS)
 
 
 def lesson_cases(strategy: str) -> list[Case]:
-    """The run that a lesson is built from: all engines under its preset."""
+    """The run that a lesson is built from: all engines that can express its preset."""
     lesson = LESSONS[strategy]
     experiment = spread(load(EXPERIMENT), lesson.preset, lesson.devices)
-    return engine_cases(experiment, list(FOLDERS))
+    return engine_cases(experiment, fitting(list(FOLDERS), experiment.layout, platform="cpu")[0])
 
 
 def run_command(strategy: str) -> str:

@@ -75,3 +75,21 @@ TORCH_SHARED = {
     "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
 }
 """Both torch engines, whose state is spread over four ranks in as many ways."""
+
+TORCH_COMPILER = {
+    "ddp": Layout(dp_replicate=4),
+    "zero1": Layout(dp_shard=4, zero=1),
+    "zero2": Layout(dp_shard=4, zero=2),
+    "zero3": Layout(dp_shard=4, zero=3),
+    "zero3_remat": Layout(dp_shard=4, zero=3, remat="full"),
+    "shard_grad_op": Layout(dp_shard=4, zero=3, reshard_after_forward=False, remat="dots"),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3, remat="dots"),
+    "hybrid_zero1": Layout(dp_replicate=2, dp_shard=2, zero=1),
+    "tp": Layout(tp=4, remat="dots"),
+    "tp_sp": Layout(dp_replicate=2, tp=2, sequence_parallel=True),
+    "ddp_tp": Layout(dp_replicate=2, tp=2),
+    "zero2_tp": Layout(dp_shard=2, tp=2, zero=2),
+    "fsdp_tp": Layout(dp_shard=2, tp=2, zero=3),
+    "fsdp_tp_sp": Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True),
+}
+"""torch-compiler."""

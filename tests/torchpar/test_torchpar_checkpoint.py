@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
-from layouts import TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
+from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
 from compare.checkpoint.description import folder_name
@@ -34,6 +34,7 @@ CASES = {
     "manual zero1_tp": ("torch-manual", Layout(dp_shard=2, zero=1, tp=2)),
     **{f"library {name}": ("torch-library", layout) for name, layout in TORCH_SHARED.items()},
     **{f"library {name}": ("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")},
+    **{f"compiler {name}": ("torch-compiler", layout) for name, layout in TORCH_COMPILER.items()},
 }
 OPTIMIZERS = {
     "adamw": Optimizer(),

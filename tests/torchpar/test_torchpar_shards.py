@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from layouts import TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
+from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
 from compare.numerics.parameters import parameter_table
@@ -29,10 +29,12 @@ CASES = [
     ("torch-manual", Layout(dp_shard=2, zero=2, tp=2)),
     *(("torch-library", layout) for layout in TORCH_SHARED.values()),
     *(("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")),
+    *(("torch-compiler", layout) for layout in TORCH_COMPILER.values()),
 ]
 NAMES = [
     *(f"manual {name}" for name in (*TORCH_SHARED, *ZERO, "zero1_replicated", "zero1_tp", "zero2_tp")),
     *(f"library {name}" for name in (*TORCH_SHARED, *ZERO, "hybrid_zero1")),
+    *(f"compiler {name}" for name in TORCH_COMPILER),
 ]
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import processes
 import pytest
 
+from compare.studies.lessons import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax", "orbax"}
 TORCH_WORLD = {"torch"}
@@ -70,9 +72,7 @@ def test_sides_import_the_contract_and_their_own_world(side, forbidden):
         assert rooms_of_compare(path) <= set(SHARED), path
 
 
-@pytest.mark.parametrize(
-    "folder", ["jaxpar/compiler", "jaxpar/manual", "torchpar/manual", "torchpar/library"]
-)
+@pytest.mark.parametrize("folder", sorted(FOLDERS.values()))
 def test_strategies_do_not_import_each_other(folder):
     for path in files(folder):
         if path.stem in STRATEGIES:
@@ -92,15 +92,17 @@ def test_the_model_does_not_know_that_it_is_parallel(side):
         "manual",
         "compiler",
         "library",
+        "dtensors",
     }
 
 
 def test_only_comm_calls_torch_distributed():
-    """Hand-written engines go through `comm/`; the library engine is PyTorch's own."""
+    """Hand-written engines go through `comm/`; the others are PyTorch's own."""
     may = {"collectives.py", "stock_collectives.py", "process_groups.py", "silence.py"}
     may |= {"dispatcher.py", "ledger.py", "memory.py", "places.py", "marks.py", "work.py"}  # which watch
+    theirs = {"library", "library_faults.py", "compiler", "compiler_faults.py", "dtensors.py"}
     for path in files("torchpar"):
-        if not {"library", "library_faults.py"} & set(path.parts) and path.name not in may:
+        if not theirs & set(path.parts) and path.name not in may:
             assert not any(name.startswith("torch.distributed") for name in imports(path)), path
             assert "torch.distributed" not in path.read_text().replace("`torch.distributed`", ""), path
 

@@ -21,7 +21,7 @@ from compare.contract.faults import (
 )
 from compare.spec.axes import DP_REPLICATE, PP, TP
 from compare.spec.experiment import Layout
-from torchpar.faults import library_faults, manual_faults, run_faults
+from torchpar.faults import compiler_faults, library_faults, manual_faults, run_faults
 from torchpar.faults.collective_faults import (
     contributions_times_ranks,
     left_out_reductions,
@@ -29,8 +29,9 @@ from torchpar.faults.collective_faults import (
 )
 from torchpar.faults.library_faults import BY_DDP, SHARDED_PARAMETERS, SUMMED_BY_AUTOGRAD
 
-MANUAL, LIBRARY = ("manual",), ("library",)
+MANUAL, LIBRARY, COMPILER = ("manual",), ("library",), ("compiler",)
 BOTH = MANUAL + LIBRARY
+ALL = BOTH + COMPILER
 _gradients = {"axis": DP_REPLICATE, "purpose": GRADIENTS}
 _row_products = {"axis": TP, "purpose": ACTIVATIONS}
 _partial_gradients = {"axis": TP, "purpose": REPLICATED_GRADIENTS}
@@ -41,8 +42,13 @@ FAULTS = (
     PlantedFault("dropped_all_reduce", LIBRARY, BY_DDP, library_faults.dropped_all_reduce),
     PlantedFault("sum_for_mean", MANUAL, REPLICAS, partial(contributions_times_ranks, **_gradients)),
     PlantedFault("sum_for_mean", LIBRARY, BY_DDP, library_faults.sum_for_mean),
-    PlantedFault("moved_weight", BOTH, ANY_LAYOUT, run_faults.moved_weight),
-    PlantedFault("kept_gradients", BOTH, ANY_LAYOUT, run_faults.kept_gradients),
+    PlantedFault("dropped_all_reduce", COMPILER, REPLICAS, compiler_faults.dropped_all_reduce),
+    PlantedFault("sum_for_mean", COMPILER, REPLICAS, compiler_faults.sum_for_mean),
+    PlantedFault("dropped_tp_all_reduce", COMPILER, SPLIT_LAYERS, compiler_faults.dropped_tp_all_reduce),
+    PlantedFault("missing_norm_psum", COMPILER, SPLIT_SEQUENCE, compiler_faults.missing_norm_psum),
+    PlantedFault("wrong_optimizer_shard", COMPILER, SHARDS, run_faults.wrong_optimizer_shard),
+    PlantedFault("moved_weight", ALL, ANY_LAYOUT, run_faults.moved_weight),
+    PlantedFault("kept_gradients", ALL, ANY_LAYOUT, run_faults.kept_gradients),
     PlantedFault(
         "dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(left_out_reductions, **_row_products)
     ),
@@ -53,7 +59,7 @@ FAULTS = (
     ),
     PlantedFault("missing_norm_psum", LIBRARY, SPLIT_SEQUENCE, library_faults.missing_norm_psum),
     PlantedFault(
-        "norm_counts_replicas_twice", BOTH, REPEATED_PARAMETERS, run_faults.norm_counts_replicas_twice
+        "norm_counts_replicas_twice", ALL, REPEATED_PARAMETERS, run_faults.norm_counts_replicas_twice
     ),
     PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, run_faults.wrong_optimizer_shard),
     PlantedFault("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, run_faults.wrong_optimizer_shard),
@@ -62,12 +68,12 @@ FAULTS = (
         "overwritten_microbatch", LIBRARY, SUMMED_BY_AUTOGRAD, library_faults.overwritten_microbatch
     ),
     PlantedFault("stale_tied_copy", BOTH, STAGES, partial(sent_zeros, **_tied_gradients)),
-    PlantedFault("unscaled_dropout", BOTH, ANY_LAYOUT, run_faults.unscaled_dropout),
-    PlantedFault("same_dropout_on_every_rank", BOTH, SPLIT_LAYERS, run_faults.same_dropout_on_every_rank),
-    PlantedFault("reversed_update", BOTH, REPLICAS, run_faults.reversed_update),
-    PlantedFault("rounded_weights", BOTH, REPLICAS, run_faults.rounded_weights),
-    PlantedFault("skipped_last_update", BOTH, ANY_LAYOUT, run_faults.skipped_last_update),
-    *(PlantedFault(name, BOTH, one.need, partial(run_faults.ignored, one)) for name, one in IGNORED.items()),
+    PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, run_faults.unscaled_dropout),
+    PlantedFault("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, run_faults.same_dropout_on_every_rank),
+    PlantedFault("reversed_update", ALL, REPLICAS, run_faults.reversed_update),
+    PlantedFault("rounded_weights", ALL, REPLICAS, run_faults.rounded_weights),
+    PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, run_faults.skipped_last_update),
+    *(PlantedFault(name, ALL, one.need, partial(run_faults.ignored, one)) for name, one in IGNORED.items()),
 )
 
 

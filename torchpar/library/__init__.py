@@ -14,12 +14,13 @@ from compare.spec.axes import BATCH, DP_SHARD, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
+from torchpar.dtensors import axes_of, dtensor_optimizer, elements_of, full_tensors, make_device_mesh
 from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
+from torchpar.head_order import restore_order
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
-from torchpar.library.meshes import axes_of, dtensor_optimizer, elements_of, full_tensors, make_device_mesh
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
-from torchpar.library.tensor_parallel import complete_gradients, restore_order, split_layers
+from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
 from torchpar.remat import apply_remat, resolve_remat

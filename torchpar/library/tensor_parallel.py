@@ -6,8 +6,9 @@ Two things are left to the user:
 
 - A fused q, k, v is one (3 C, C) weight, and Shard(0) would cut it across the three. Its rows are reordered
   once, so that each rank's contiguous part holds the q, k and v of its own heads. It costs a weight whose
-  order depends on the degree: a checkpoint has to be put back in order (`restore_order`). Three projections
-  instead, as torchtitan's models have, would keep their order, and all-reduce three times in backward.
+  order depends on the degree: a checkpoint has to be put back in order (`torchpar.head_order`). Three
+  projections instead, as torchtitan's models have, would keep their order, and all-reduce three times in
+  backward.
 - The custom operators of `loss_parallel` have to be there in backward too, which starts in the training
   loop: they stay switched on.
 """
@@ -30,12 +31,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from compare.numerics.parameters import QKV
 from torchpar.dropout import split_rows
+from torchpar.head_order import deal_heads
 from torchpar.model import GPT
-from torchpar.parallel_model import TensorsByName
 
-_FUSED = ".attn.c_attn."
 _loss_parallel_on = ExitStack()
 
 
@@ -57,7 +56,7 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
             f"tp = {ranks} leaves a rank without any of vocab_size = {vocab}: loss_parallel would hang"
         )
     for block in model.blocks:
-        _reorder(block.get_submodule("attn.c_attn"), ranks)
+        deal_heads(block.get_submodule("attn.c_attn"), ranks)
     stream = Shard(1) if sequence_parallel else Replicate()  # (B, T, C) between the split layers
     column = partial(ColwiseParallel, input_layouts=stream)
     row = partial(RowwiseParallel, output_layouts=stream)
@@ -118,22 +117,3 @@ def complete_gradients(model: nn.Module) -> None:
         assert isinstance(parameter, DTensor)
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def restore_order(tensors: TensorsByName, *, ranks: int) -> TensorsByName:
-    """Whole weights, gradients or moments by name, each q, k, v in the model's own order again."""
-    return {
-        name: whole[_head_order(len(whole), ranks).argsort()] if _FUSED in name else whole
-        for name, whole in tensors.items()
-    }
-
-
-@torch.no_grad()
-def _reorder(fused: nn.Module, ranks: int) -> None:
-    for parameter in fused.parameters():
-        parameter.copy_(parameter[_head_order(len(parameter), ranks)])
-
-
-def _head_order(rows: int, ranks: int) -> torch.Tensor:
-    """Rows (q, k, v) by rank as rank by (q, k, v)."""
-    return torch.arange(rows).view(QKV, ranks, -1).transpose(0, 1).flatten()

@@ -1,9 +1,10 @@
 """Instruments of one step: its ledger, its memory by class, and what it computes."""
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from msgspec.structs import replace
 
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.observers import Observer
@@ -49,7 +50,11 @@ class Instruments(Observer):
         elsewhere = host_tensors(parallel.optimizer)
         memory = watch_memory(device, held, elsewhere=elsewhere, module=parallel.module)
         work = WorkMode(parallel.module, has_tasks=parallel.run_pipeline is not None)
-        with memory as self._watching, self.ledger, work:
+        # To be watched is no reason to compile anew: other steps run this, too.
+        as_it_is = (
+            torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiles else nullcontext()
+        )
+        with as_it_is, memory as self._watching, self.ledger, work:
             yield
             self._watching.tag("optimizer", parallel.optimizer_state())  # which a first step makes
         self._found = self._watching.memory(allocator_peak=allocator_peak(device)), work.seen()
@@ -66,4 +71,5 @@ class Instruments(Observer):
     def found(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
         """Memory, work and ledger of the step, which is over."""
         assert self._found, "no step was watched"
-        return (*self._found, self.ledger.noted())
+        memory, work = self._found
+        return memory, replace(work, compiled=self._run.parallel.compiled()), self.ledger.noted()

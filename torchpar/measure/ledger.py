@@ -172,7 +172,7 @@ class LedgerMode:
             return UNUSED  # DDP's map of parameters
         if axis == PP and kind == "permute":
             return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
-        if axis == TP and self._module.endswith(".loss"):
+        if self._module.endswith(".loss"):
             return LOSS
         if axis == TP and self._modules.are_in_backward:
             return REPLICATED_GRADIENTS if is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS

@@ -138,6 +138,11 @@ class StorageMode(TorchDispatchMode):
         for life in self._alive.values():
             life.end(self._position, of_step=True)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled program runs as it is: what is left of its operators comes by."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor first: what it makes of the operator comes back here

@@ -56,6 +56,11 @@ class WorkMode(TorchDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
         self._stack.close()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled program runs as it is: what is left of its operators comes by."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor first: what it makes of the operator comes back here
@@ -105,6 +110,7 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: int) -> ObservedWork:
         again=sorted({what for one in ranks for what in one.again}),
         logits_positions=sorted({positions for one in ranks for positions in one.logits_positions}),
         overlaps=any(one.overlaps for one in ranks),
+        compiled=ranks[0].compiled,
         tasks=[tasks for one in ranks[:: len(ranks) // stages] for tasks in one.tasks],
     )
 

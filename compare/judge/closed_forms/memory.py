@@ -3,7 +3,7 @@
     elements of a stage    its blocks / tp, where tp splits them; the first stage has both embeddings, the
                            last one the final norm and its own copy of the token embedding, the tied head
     parameters             / dp_shard from ZeRO-3 on; FSDP2's ZeRO-2 keeps shards between steps, too
-    gradients              / dp_shard from ZeRO-2 on
+    gradients              / dp_shard from ZeRO-2 on; torch-compiler has scattered ZeRO-1's, too
     optimizer              its moments, / dp_shard from ZeRO-1 on; none with offload, but as much on the host
 
 Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), whose row biases and norms
@@ -33,7 +33,11 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = SHARDED_FROM | {"parameters": ENGINES[engine].shards_parameters_from}
+    own = ENGINES[engine]
+    split_from = SHARDED_FROM | {
+        "parameters": own.shards_parameters_from,
+        "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
+    }
     held = {
         kind: [
             itemsize

@@ -66,7 +66,11 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
     ranges = [WHOLE, WHOLE]
     for side in split:
         ranges[side] = _slice(WHOLE, at[TP], layout.tp)
-    split_from = SHARDED_FROM | {"parameters": ENGINES[engine].shards_parameters_from}
+    own = ENGINES[engine]
+    split_from = SHARDED_FROM | {
+        "parameters": own.shards_parameters_from,
+        "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
+    }
     if layout.zero >= split_from[kind]:
         side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
         ranges[side] = _slice(ranges[side], at[DP_SHARD], layout.dp_shard)

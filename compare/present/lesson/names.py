@@ -131,5 +131,13 @@ NAMES: dict[str, Names] = {
         "ScheduleInterleavedZeroBubble": _BETWEEN_STAGES,
         "all_reduce": (Sends(ALL_REDUCE),),
     },
+    "torchpar/compiler": {
+        # From where a tensor is to where it is said to be: which of these, the placements decide.
+        "redistribute": (Sends(ALL_REDUCE), Sends(ALL_GATHER), Sends(REDUCE_SCATTER)),
+        "of_activation": (),
+        "along": (),
+        "local_part": (),
+        "Replicate": (),
+    },
 }
 """By the folder of the engine's lessons."""

@@ -133,6 +133,7 @@ def manifest_table(name: str, record: Record) -> Table:
         "versions": ", ".join(f"{package} {version}" for package, version in manifest.versions.items()),
         "gradient synchronisation": done.gradient_sync,
         "recomputed in backward": done.remat,
+        "compiled by": done.compiled,
         "parameters": f"{manifest.parameters:,}",
         "started (UTC)": manifest.started_utc,
         "compilation (s)": f"{manifest.compile_s:.2f}",

@@ -72,6 +72,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Reason for no other schedule, and what to do."""
     shards_parameters_from: int = 3
     """The ZeRO stage from which parameters are split at rest."""
+    shards_gradients_from: int = 0
+    """The ZeRO stage from which gradients are split when the optimizer begins; 0 for ZeRO's own."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     no_gpu: str = ""
@@ -96,7 +98,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
     counts_own_calls: bool = False
     """Whether its ledger counts its own calls, instead of observing somebody else's."""
-    sends_by: Literal["", "xla", "pytorch"] = ""
+    sends_by: Literal["", "xla", "pytorch", "dtensor"] = ""
     """Sender of collectives that are not written by hand."""
     keeps: Keeps | None = None
     """None if unknown: then its peak has no closed form."""

@@ -1,4 +1,4 @@
-"""The side torchpar and its engines: torch-manual and torch-library; its peers are in `peers`."""
+"""The side torchpar and its engines: torch-manual, torch-library and torch-compiler; peers are in `peers`."""
 
 from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.spec.engines.peers import TORCH_PEERS
@@ -23,6 +23,25 @@ def _not_in_pytorch(layout: Layout) -> str:
         return (
             "layout.schedule = zero_bubble goes through the graph twice, which selective recomputation does "
             "not allow: choose layout.remat = none or full"
+        )
+    return ""
+
+
+NO_STAGES = (
+    "DTensor has no shift along a dim that is split: to tell the next stage it gathers all of them, on a CPU "
+    "even between two placements: set layout.pp = 1"
+)
+BY_DTENSOR = "DTensor makes every sum that a product over split dims needs"
+NO_PIPELINE = "it has no pipeline"
+
+
+def _not_compiled(layout: Layout) -> str:
+    """Limits of torch.compile over DTensors (2.13), found out by running it."""
+    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full" and layout.devices > 1:
+        return (
+            f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
+            "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
+            "or layout.compile = none"
         )
     return ""
 
@@ -96,6 +115,38 @@ TORCH = Side(
             impossible_faults={
                 "doubled_row_bias": "PyTorch adds the bias, not we",
                 "ignored_gradient_sync": "DDP has one way",
+                "ignored_offload": "it offloads no moments",
+            },
+        ),
+        Engine(
+            name="torch-compiler",
+            sends_by="dtensor",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            profiles=True,
+            tells_work=True,
+            falls_silent=True,
+            no_offload="moments are DTensors, which live on the device of their mesh: leave torch-compiler "
+            "out of --engines",
+            dtypes=LOSS_SCALED,
+            side="torchpar",
+            folder="compiler",
+            gradient_sync=("dtensor",),
+            decides="DTensor: placements on a DeviceMesh",
+            zero=(1, 2, 3),
+            tp=True,
+            shards_gradients_from=1,  # they accumulate whole, and are scattered when the last pass is done
+            no_other_schedule=NO_STAGES,
+            refuses=_not_compiled,
+            impossible_faults={
+                "doubled_row_bias": BY_DTENSOR,
+                "overwritten_microbatch": NO_PIPELINE,
+                "stale_tied_copy": NO_PIPELINE,
+                "ignored_schedule": NO_PIPELINE,
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "each gradient is reduced by itself"
+                ),
                 "ignored_offload": "it offloads no moments",
             },
         ),

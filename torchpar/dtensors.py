@@ -1,52 +1,57 @@
 """PyTorch's DeviceMesh over the process groups that the axes of our mesh have already; DTensors."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
-from compare.spec.axes import AXES
+from compare.spec.axes import AXES, TP
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import TensorsByName
 
 
-def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """A mesh of all axes, to be cut by name: `devices[DP_SHARD]`."""
-    axes = [getattr(mesh, name) for name in AXES]
+def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
+    """A mesh to be cut by name: `devices[DP_SHARD]`.
+
+    Args:
+        mesh: this rank's.
+        names: its axes, outermost first; those that are left out have one rank.
+    """
+    axes = [getattr(mesh, name) for name in names]
     # An axis of one rank has no group, but a DeviceMesh wants one.
     alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
+    ranks = np.arange(mesh.world.size).reshape([getattr(mesh, name).size for name in AXES])
+    order = [AXES.index(name) for name in (*names, *(name for name in AXES if name not in names))]
     return DeviceMesh.from_group(
         [axis.group or alone for axis in axes],
         mesh.device.type,
-        mesh=np.arange(mesh.world.size).reshape([axis.size for axis in axes]),
-        mesh_dim_names=tuple(axis.name for axis in axes),
+        mesh=ranks.transpose(order).reshape([axis.size for axis in axes]),
+        mesh_dim_names=tuple(names),
     )
 
 
 def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
     """The axes over which a DTensor, any shape, is split."""
-    assert isinstance(tensor, DTensor)
-    names = tensor.device_mesh.mesh_dim_names
-    assert names is not None
     # Not is_shard: what two axes split along one dim is a placement of its own kind.
-    cut = [name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()]
+    cut = [name for name, how in _placements(tensor).items() if not how.is_replicate()]
     return tuple(axis for axis in mesh.axes if axis.name in cut and axis.size > 1)
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Elements of its flattened part along tp, (numel,), that FSDP2 leaves this rank; None for all."""
+    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all."""
     axes = axes_of(tensor, mesh)
     if mesh.dp_shard not in axes:
         return None
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
-    if mesh.tp in axes and tensor.placements[-1].is_shard(0):
+    if mesh.tp in axes and _placements(tensor)[TP].is_shard(0):
         own = chunk_slices(rows, mesh.tp.size)[mesh.tp.rank]
         rows = own.stop - own.start
     own = chunk_slices(rows, mesh.dp_shard.size)[mesh.dp_shard.rank]
@@ -65,3 +70,11 @@ def dtensor_optimizer(
     if optimizer_cls is torch.optim.SGD:
         kwargs |= {"fused": False, "foreach": True}
     return optimizer_cls(params, **kwargs)
+
+
+def _placements(tensor: torch.Tensor) -> dict[str, Placement]:
+    """Of a DTensor, by the name of the mesh axis."""
+    assert isinstance(tensor, DTensor)
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    return dict(zip(names, tensor.placements, strict=True))

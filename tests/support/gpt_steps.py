@@ -1,0 +1,106 @@
+"""Two steps of a small GPT on four ranks, by any engine of torchpar, and the plain GPT on one as oracle.
+
+The oracle trains over the whole batch, with PyTorch's own clipping and optimizer.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import torch
+from ranks import CPU
+
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer
+from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.parallel_model import ParallelModel
+
+Parallelize = Callable[..., ParallelModel]
+CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
+ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
+SGD = msgspec.structs.replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
+# Averages of partial means in another order; Adam divides a gradient by its own size, which shows a little.
+close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+
+def make_gpt() -> GPT:
+    model = GPT(CONFIG).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():  # biases too, so that a doubled one would show
+            p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=generator) / 4)
+    return model
+
+
+def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (A, B, T): 2 passes of 4 sequences."""
+    tokens = torch.randint(50, (2, 4, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :, :-1], tokens[:, :, 1:]
+
+
+def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients before clipping of the last step, weights and moments after it."""
+    model, config = make_gpt(), experiment.optimizer
+    named = dict(model.named_parameters())
+    optimizer = make_optimizer(named, experiment)
+    for step in range(steps):
+        inputs, targets = batches(step)
+        model(inputs.flatten(0, 1), targets.flatten(0, 1))[1].backward()
+        gradients = {name: p.grad.clone() for name, p in named.items()}
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {"gradients": gradients, "weights": {name: p.detach() for name, p in named.items()}}
+    for key in moment_keys(experiment):
+        result[key] = {name: optimizer.state[p][key] for name, p in named.items()}
+    return result
+
+
+def moment_keys(experiment: Experiment) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
+
+
+def make_parallel(
+    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
+) -> tuple[ParallelModel, Mesh]:
+    mesh = make_mesh(layout, rank=rank, device=CPU)
+    maker = partial(make_optimizer, experiment=experiment)
+    return parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker), mesh
+
+
+def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
+    rows = slice(mesh.data.rank * 4 // mesh.data.size, (mesh.data.rank + 1) * 4 // mesh.data.size)
+    (first, last), (first_targets, last_targets) = (tensor[:, rows] for tensor in batches(step))
+    with parallel.no_sync():
+        (parallel.module(first, first_targets)[1] / 2).backward()
+    loss = parallel.module(last, last_targets)[1]
+    (loss / 2).backward()
+    parallel.finish_gradient_synchronization()
+    return loss.detach()
+
+
+def train(
+    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
+) -> tuple[dict, ParallelModel]:
+    parallel, mesh = make_parallel(parallelize, layout, rank, experiment)
+    config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
+    for step in range(2):
+        backward(parallel, mesh, step)
+        gradients = copy.deepcopy(parallel.full(parallel.gradients()))
+        optimizer_step(parallel, config, step)
+    result = {"gradients": gradients, "weights": parallel.full(parallel.weights())}
+    for key in moment_keys(experiment):
+        result[key] = parallel.full(parallel.moments(key))
+    return result, parallel
+
+
+def assert_same(got: dict, expected: dict, layout: str) -> None:
+    for kind, tensors in expected.items():
+        assert set(got[kind]) == set(tensors), f"{layout} {kind}"
+        for name, tensor in tensors.items():
+            close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")

@@ -1,0 +1,174 @@
+"""torchpar.compiler's layouts on four gloo ranks, in float64: placements, against one device."""
+
+from functools import partial
+
+import gpt_steps
+import pytest
+import torch
+from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, make_gpt, moment_keys, reference
+from layouts import TORCH_COMPILER as LAYOUTS
+from msgspec.structs import replace
+from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+
+from compare.contract.communication import Communication, summed
+from compare.spec.axes import PP
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout
+from torchpar import compiler
+from torchpar.comm import process_groups
+from torchpar.comm.mesh import Mesh
+from torchpar.compiler import pipeline_parallel
+from torchpar.compiler.compilation import resolve_backend
+from torchpar.compiler.placement import along
+from torchpar.faults import compiler_faults
+from torchpar.measure.ledger import LedgerMode
+from torchpar.measure.places import group_names
+from torchpar.parallel_model import ParallelModel, local
+
+make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
+train = partial(gpt_steps.train, compiler.parallelize)
+BLOCKS, WIDTH = CONFIG.n_layer, CONFIG.n_embd
+
+
+@pytest.mark.parametrize(
+    ("experiment", "names"),
+    [(ADAM, list(LAYOUTS)), (SGD, ["zero1", "fsdp_tp_sp"])],
+    ids=["adamw", "sgd"],
+)
+@on_ranks
+def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names: list[str]) -> None:
+    expected = reference(experiment)
+    for name in names:
+        got, parallel = train(LAYOUTS[name], rank, experiment)
+        assert_same(got, expected, name)
+        assert_sharding_is_real(parallel, LAYOUTS[name], name, key=moment_keys(experiment)[0])
+
+
+def assert_sharding_is_real(parallel: ParallelModel, layout: Layout, name: str, *, key: str) -> None:
+    whole = sum(p.numel() for p in make_gpt().parameters())
+    vectors = sum(p.numel() for p in make_gpt().parameters() if p.ndim == 1)
+    padding = 2 * WIDTH * len(parallel.parameters)  # at most a row of each, twice
+    of_tp = whole / layout.tp + (vectors + CONFIG.block_size * WIDTH if layout.tp > 1 else 0) + padding
+
+    def elements(tensors) -> int:
+        return sum(local(t.detach()).numel() for t in tensors)
+
+    assert elements(parallel.parameters.values()) <= of_tp / layout.dp_shard + padding, name
+    assert (
+        elements(parallel.module.parameters())
+        <= of_tp / (layout.dp_shard if layout.zero == 3 else 1) + padding
+    )
+    kept = [entry[key] for entry in parallel.optimizer.state.values()]
+    assert elements(kept) == elements(parallel.parameters.values()), name
+
+
+@pytest.mark.parametrize("name", ["zero3", "tp_sp"])
+@on_ranks
+def test_a_step_is_one_graph_and_equals_one_device(rank: int, name: str) -> None:
+    """Forward and backward of both passes and steps: torch.compile fails where it would break the graph."""
+    layout = replace(LAYOUTS[name], compile="aot_eager")
+    got, parallel = train(layout, rank, ADAM)
+    assert_same(got, reference(ADAM), name)
+    assert parallel.compiled() == "aot_eager, 1 graph"
+
+
+def test_ledger(ranks):
+    ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
+    ranks.run(ledger)
+
+
+@on_ranks
+def ledger(rank: int) -> None:
+    """Two passes: blocks are gathered twice a pass and all else once, gradients scattered by each pass."""
+    parallel, mesh = make_parallel(LAYOUTS["zero3"], rank, ADAM)
+    seen = count(parallel, mesh)
+    parameters, of_blocks = list(parallel.parameters), [n for n in parallel.parameters if ".h." in n]
+    assert seen["all_gather", "parameters"].calls == len(parameters) - len(of_blocks) + 4 * len(of_blocks)
+    assert seen["reduce_scatter", "gradients"].calls == 2 * len(parameters)
+    parallel, mesh = make_parallel(Layout(tp=4), rank, ADAM)
+    seen = count(parallel, mesh)
+    # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
+    assert seen["all_reduce", "activations"].calls == 2 * (2 * BLOCKS + 1)
+    assert seen["all_reduce", "loss"].calls == 2 * 3
+    assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * BLOCKS + 1)
+    parallel, mesh = make_parallel(Layout(dp_replicate=4), rank, ADAM)
+    seen = count(parallel, mesh)
+    # Once a step, of each parameter; and the number of tokens, which the loss's derivative asks for.
+    assert set(seen) == {("all_reduce", "gradients"), ("all_reduce", "loss")}
+    assert seen["all_reduce", "gradients"].calls == len(parallel.parameters)
+    assert (seen["all_reduce", "loss"].calls, seen["all_reduce", "loss"].bytes) == (2, 2 * 8)
+
+
+def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
+    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
+        backward(parallel, mesh, 0)
+    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("dropped_all_reduce", "ddp"), ("sum_for_mean", "ddp"), ("missing_norm_psum", "tp_sp")],
+)
+@on_ranks
+def test_a_placement_that_is_said_wrongly_shows_in_the_gradients(rank: int, fault: str, name: str) -> None:
+    expected = reference(ADAM, steps=1)["gradients"]
+    with getattr(compiler_faults, fault)():
+        parallel, mesh = make_parallel(LAYOUTS[name], rank, ADAM)
+        backward(parallel, mesh, 0)
+    got = parallel.full(parallel.gradients())
+    parameter = "transformer.ln_f.weight"
+    assert (got[parameter] - expected[parameter]).abs().max() > 1e-3
+
+
+@on_ranks
+def test_a_part_taken_for_the_sum_shows_in_the_loss(rank: int) -> None:
+    right, mesh = make_parallel(LAYOUTS["tp"], rank, ADAM)
+    with compiler_faults.dropped_tp_all_reduce():
+        wrong, _ = make_parallel(LAYOUTS["tp"], rank, ADAM)
+        loss = backward(wrong, mesh, 0)
+    assert abs(backward(right, mesh, 0) - loss).item() > 1e-3
+
+
+@on_ranks
+def test_a_dim_of_stages_is_a_pipeline_and_its_shift_a_gather(rank: int) -> None:
+    """Microbatches through four stages of own weights, against one after the other; and backward."""
+    devices = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=(PP,))
+    weights = torch.randn(4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x_M = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    own, of_all = weights[rank].clone().requires_grad_(), weights.clone().requires_grad_()
+    idle = distribute_tensor(torch.zeros(4, 4, 8, dtype=torch.float64), devices, along(devices, pp=0))
+    names = {str(process_groups.world_group().group_name): PP}
+    with LedgerMode(names) as mode:
+        y_M = pipeline_parallel.run_pipeline(lambda x: torch.tanh(x @ own), idle, x_M)
+        (y_M.square().sum() * (rank == 3)).backward()
+    expected = x_M
+    for weight in of_all:
+        expected = torch.tanh(expected @ weight)
+    expected.square().sum().backward()
+    if rank == 3:
+        gpt_steps.close(y_M, expected)
+    assert own.grad is not None
+    assert of_all.grad is not None
+    gpt_steps.close(own.grad, of_all.grad[rank])
+    # Of all stages, where a message to the next would do: why the engine refuses pipelines.
+    rows = summed(mode.noted().rows)
+    assert {(row.kind, row.calls) for row in rows} == {("all_gather", 2 * (9 + 8))}
+    assert {row.bytes // row.calls for row in rows} == {idle.numel() * 8}
+
+
+def test_what_placements_cannot_say_is_refused_by_name(monkeypatch):
+    engine = ENGINES["torch-compiler"]
+    with pytest.raises(ExperimentError, match=r"torch-compiler has no pipeline \(DTensor has no shift"):
+        engine.require(Layout(pp=2, schedule="gpipe", microbatches=2))
+    with pytest.raises(ExperimentError, match="moments are DTensors"):
+        engine.require(Layout(offload="optimizer"))
+    full = Layout(dp_replicate=2, remat="full", compile="aot_eager")
+    with pytest.raises(ExperimentError, match="saves nothing but tensors"):
+        engine.require(full)
+    engine.require(replace(full, compile="none"))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ValueError, match=r"layout.compile = inductor: there is no C\+\+ compiler"):
+        resolve_backend("inductor", torch.device("cpu"))
+    assert resolve_backend("auto", torch.device("cpu")) == "none"

@@ -1,0 +1,91 @@
+"""Where parameters and activations live, as DTensor's placements on a mesh of the layout's axes.
+
+    axis           parameters                                      activations (B, ...)
+    tp             the dim whose logical axis its table names      whole, but in a region of split work
+    dp_replicate   whole                                           B
+    dp_shard       dim 0, as far as ZeRO says                      B
+
+The mesh has tp outermost: where tp and dp_shard split one dim, dp_shard splits within tp's part, and what is
+gathered along it is that part. Axes of one rank are left out: DTensor would plan for each of them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from compare.numerics.parameters import Parameter
+from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, TP
+from torchpar.comm.mesh import Mesh
+from torchpar.dtensors import make_device_mesh
+from torchpar.weights import nanogpt_dim
+
+ORDER = (TP, DP_REPLICATE, DP_SHARD)
+"""Mesh axes, outermost first."""
+Placements = tuple[Placement, ...]
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """PyTorch's mesh of the axes that have several ranks."""
+    return make_device_mesh(mesh, [name for name in ORDER if getattr(mesh, name).size > 1])
+
+
+def along(devices: DeviceMesh, **dims: int | None) -> Placements:
+    """Split along the axes that are given a dim, whole along the others."""
+    named = ((name, dims.get(name)) for name in axes_of(devices))
+    return tuple(Replicate() if dim is None else Shard(dim) for _, dim in named)
+
+
+def axes_of(devices: DeviceMesh) -> tuple[str, ...]:
+    """Names of the mesh's axes, outermost first."""
+    names = devices.mesh_dim_names
+    assert names is not None
+    return names
+
+
+def of_activation(devices: DeviceMesh, *, split: int | None = None) -> Placements:
+    """Those of (B, ...): rows by BATCH, and a dim that tp splits, if any."""
+    return along(devices, **{**dict.fromkeys(BATCH, 0), TP: split})
+
+
+def of_parameter(
+    parameter: Parameter, devices: DeviceMesh, *, split: Mapping[str, str], sharded: bool
+) -> Placements:
+    """Those of nanoGPT's tensor.
+
+    Args:
+        parameter: its canonical description, with a logical axis for each dim.
+        devices: the mesh.
+        split: logical axis -> mesh axis.
+        sharded: over dp_shard, too.
+    """
+    dims = {
+        split[axis]: nanogpt_dim(parameter, dim) for dim, axis in enumerate(parameter.axes) if axis in split
+    }
+    return along(devices, **{**dims, DP_SHARD: 0 if sharded else None})
+
+
+def placed(whole: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
+    """This rank's part of a tensor that all ranks have whole: nothing is sent."""
+    return distribute_tensor(whole, devices, placements, src_data_rank=None)
+
+
+def local_part(part: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
+    """The DTensor of which each rank has this part."""
+    return DTensor.from_local(part, devices, placements, run_check=False)
+
+
+def on_own_part(module: nn.Module) -> None:
+    """Let a module see each rank's part alone: what it does to a row, a head or a position needs no other."""
+    forward: Callable[..., torch.Tensor] = module.forward
+
+    def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return forward(x, *others)
+        own = (t.to_local() if isinstance(t, DTensor) else t for t in (x, *others))
+        return local_part(forward(*own), x.device_mesh, x.placements)
+
+    module.forward = run
