@@ -247,11 +247,13 @@ def make_stage(
         pick = partial(lax.dynamic_index_in_dim, index=turn.chunk, keepdims=False)
         return chunk(jax.tree.map(pick, layers_N), x, turn)
 
-    def is_copy(primitive: Any, **parameters: Any) -> bool:
+    def is_copy(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
         """Makes a tick's own copy of parameters, which is not to be kept: there would be one for each.
 
         `vmap` makes a gather of picking by an index. (A layer's own gathers are computed anew, no more.)
         """
-        return primitive.name == "gather" or (is_gather is not None and is_gather(primitive, **parameters))
+        return primitive.name == "gather" or (
+            is_gather is not None and is_gather(primitive, *arguments, **parameters)
+        )
 
     return apply_remat(stage, remat, is_gather=is_copy)

@@ -96,7 +96,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
     counts_own_calls: bool = False
     """Whether its ledger counts its own calls, instead of observing somebody else's."""
-    sends_by: Literal["", "xla", "pytorch"] = ""
+    sends_by: Literal["", "xla", "types", "pytorch"] = ""
     """Sender of collectives that are not written by hand."""
     keeps: Keeps | None = None
     """None if unknown: then its peak has no closed form."""
