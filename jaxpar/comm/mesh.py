@@ -27,7 +27,7 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
 
 
 def typed(mesh: Mesh) -> Mesh:
-    """The same devices, with every axis Explicit: where an array lives along it is part of the array's type."""
+    """The same devices, with every axis Explicit: where an array lives along it is part of its type."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
