@@ -38,8 +38,8 @@ def each_replica(loss: Loss, *, mesh: Mesh) -> Loss:
         mesh: has the axes that split a batch, R devices in all.
 
     Returns:
-        loss(params, batch) of parameters typed `reduced`, and a batch (R b, ...) split as `batch_sharding` says.
-        A parameter that is split over one of these axes stays so: the model gathers it (`own_copy`).
+        loss(params, batch) of parameters typed `reduced`, and a batch (R b, ...) that R devices split. A
+        parameter that is split over one of these axes stays so: the model gathers it (`own_copy`).
     """
     axes = axes_of_replicas(mesh)
     replicas = math.prod(mesh.shape[axis] for axis in axes)

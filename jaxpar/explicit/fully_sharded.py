@@ -1,9 +1,9 @@
 """Fully sharded data parallelism in types: a shard, a whole that is reduced, and the casts between them.
 
     zero   types                                                  what a cast is
-    1      gradients {U:dp} -> [d@dp_shard], once a step          a reduce-scatter; parameters an all-gather back
+    1      gradients {U:dp} -> [d@dp_shard], once a step          a reduce-scatter; then gathers of parameters
     2      the same, once a pass, before they are added up        a reduce-scatter a pass
-    3      parameters [d@dp_shard] -> {R:dp} in the layer loop    an all-gather; its derivative a reduce-scatter
+    3      parameters [d@dp_shard] -> {R:dp} in the layer loop    a gather; its derivative is a reduce-scatter
 
 Of stage 3 nobody writes the backward: the gradient of what is {R:dp} is {U:dp}, that of a shard is a shard,
 and the derivative of the cast goes from one to the other. Where the compiler's way has a constraint that

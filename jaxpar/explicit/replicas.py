@@ -62,7 +62,7 @@ def _over_replicas(placements: Any, kind: str, *, sharded: bool, mesh: Mesh) -> 
 
 @jax.custom_vjp
 def copies(w: jax.Array) -> jax.Array:
-    """A copy of a parameter for each replica: (..){R:dp} -> (R@dp, ..). Nothing moves, in backward neither."""
+    """A parameter's copy for each replica: (..){R:dp} -> (R@dp, ..). Nothing moves, nor does in backward."""
     sharding = jax.typeof(w).sharding
     axes = sharding.spec.reduced
     axes = tuple(axis for axis in BATCH if axis in axes)

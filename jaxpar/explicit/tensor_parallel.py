@@ -25,7 +25,7 @@ from compare.spec.axes import TP
 from jaxpar.derivatives import product
 from jaxpar.model import Embedding, Linear
 from jaxpar.problem import Edit, Problem
-from jaxpar.tracing.sites import Site, find_sites
+from jaxpar.tracing.sites import find_sites
 
 AXIS = TP
 SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
@@ -46,15 +46,11 @@ def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) 
 
     def edit(model: Any) -> None:
         for site in find_sites(model, problem, placements):
-            is_table = isinstance(site.module, Embedding)
-            module = (
-                TypedEmbedding(site.module, between=between)
-                if is_table
-                else (RowParallelLinear if site.splits_inputs else ColumnParallelLinear)(
-                    site, between=between
-                )
-            )
-            site.replace(model, module)
+            if isinstance(site.module, Embedding):
+                site.replace(model, TypedEmbedding(site.module, between=between))
+            else:
+                split = RowParallelLinear if site.splits_inputs else ColumnParallelLinear
+                site.replace(model, split(site.module, between=between))
         if problem.vocab_size:
             model.cross_entropy = split_cross_entropy(vocab_size=problem.vocab_size)
 
@@ -64,8 +60,7 @@ def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) 
 class ColumnParallelLinear(Linear):
     """A Linear with split outputs: (B, T, C) -> (B, T, ..@tp)."""
 
-    def __init__(self, site: Site, *, between: P):
-        linear = site.module
+    def __init__(self, linear: Linear, *, between: P):
         self.contracted, self.compute = linear.contracted, linear.compute
         self.weight, self.bias = linear.weight, linear.bias
         self.between = between
