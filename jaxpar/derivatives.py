@@ -26,8 +26,8 @@ def product(
 ) -> jax.Array:
     """x (..., I) with its last `contracted` dims summed against the first ones of weight (I, O): (..., O).
 
-    Differentiable in reverse mode only, as every custom_vjp. Where types say where arrays live, `out_sharding`
-    is as of `jnp.tensordot`, and gradients live where the types of x and weight say.
+    Differentiable in reverse mode only, as every custom_vjp. `out_sharding` is as of `jnp.tensordot`: where
+    arrays' types say where they live, and so do their gradients.
     """
     return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.experiment import Layout
 from jaxpar.comm.mesh import require_layout, typed
-from jaxpar.explicit import data_parallel, fully_sharded, tensor_parallel
+from jaxpar.explicit import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.explicit.replicas import axes_of_replicas, reduced, unreduced
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
 from jaxpar.optimizer import global_norm, moments
@@ -50,14 +50,16 @@ def parallelize(
     loss = _loss(problem, placements, mesh=mesh, layout=layout)
     at_rest = layout.zero == 3
     scatter = partial(fully_sharded.scatter_gradients, placements=placements, mesh=mesh)
-    gathers_layers = layout.zero == 3 and problem.stacked in problem.shapes
+    gathers_layers = _gathers_layers(problem, layout)
 
     def synchronize(gradients: Any) -> Any:
         gradients = scatter(gradients) if layout.zero else gradients
         return data_parallel.synchronize_gradients(gradients, placements, sharded=layout.zero > 0)
 
     def mean_gradients(params: Any, batch: Any, scalars: Any) -> tuple[jax.Array, Any]:
-        parts = passes_of(batch)
+        parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
+        if layout.pp > 1:
+            batch = pipeline_parallel.one_pass(batch, microbatches=layout.microbatches)
         params = reshard(params, reduced(placements, sharded=at_rest, mesh=mesh))
         value, gradients = accumulated_gradients(
             scaled(loss, scalars, parts=parts),
@@ -97,14 +99,14 @@ def parallelize(
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> Loss:
-    """The problem's loss over stored parameters: what tp splits, what dp_shard gathers."""
+    """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
     edits: list[Edit] = []
-    stacked = problem.stacked
+    stacked, gathers_layers = problem.stacked, _gathers_layers(problem, layout)
     if layout.tp > 1:
         edits.append(
             tensor_parallel.split_layers(problem, placements, sequence_parallel=layout.sequence_parallel)
         )
-    if layout.zero == 3 and stacked in problem.shapes:
+    if gathers_layers:
         edits.append(
             fully_sharded.gather_layers(
                 placements[stacked],
@@ -113,17 +115,36 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
                 reshard_after_forward=layout.reshard_after_forward,
             )
         )
-    loss_of_model = problem.edited(edits)
+    whole = {key: p for key, p in placements.items() if key != stacked or not gathers_layers}
+    if layout.pp > 1:
+        loss = pipeline_parallel.pipelined(
+            problem.edited_pieces(edits),
+            mesh=mesh,
+            stacked=stacked,
+            chunks=layout.chunks,
+            remat=problem.remat,
+            is_gather=fully_sharded.is_gather if gathers_layers else None,
+        )
+    else:
+        loss = problem.edited(edits)
 
-    def loss_of_replica(params: Any, batch: Any) -> jax.Array:
-        gathered = {key: p for key, p in placements.items() if key != stacked or layout.zero < 3}
-        own = {key: params[key] for key in gathered}
-        return loss_of_model({**params, **fully_sharded.unpad(own, gathered)}, batch)
+    def unpadded(params: Any, batch: Any) -> jax.Array:
+        own = {key: fully_sharded.unpad(params[key], p) for key, p in whole.items()}
+        return loss({**params, **own}, batch)
 
-    loss = data_parallel.each_replica(loss_of_replica, mesh=mesh)
+    loss_of_all = data_parallel.each_replica(unpadded, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
     if layout.zero == 3:
-        return fully_sharded.gather_non_layer_parameters(loss, placements, mesh=mesh, stacked=stacked)
-    return loss
+        return fully_sharded.gather_non_layer_parameters(loss_of_all, whole, mesh=mesh)
+    return loss_of_all
+
+
+def _gathers_layers(problem: Problem, layout: Layout) -> bool:
+    """True if layers are stored as shards that each gathers for itself.
+
+    A pipeline's layers run at every tick: what is to be kept of them is gathered up front, with the rest.
+    """
+    up_front = layout.pp > 1 and not layout.reshard_after_forward
+    return layout.zero == 3 and problem.stacked in problem.shapes and not up_front
 
 
 def _zeros(params: Any, types: Any) -> Any:

@@ -11,6 +11,7 @@ layers, over both uses of a tied embedding, and over all passes of an accumulati
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,21 +31,20 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, BATCH))
 
 
-def each_replica(loss: Loss, *, mesh: Mesh) -> Loss:
+def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
     """The mean loss of all replicas, each on rows of its own; the model is typed as if there were one.
 
     Args:
-        loss: of one replica, on a batch (b, ...).
+        loss: of one replica.
         mesh: has the axes that split a batch, R devices in all.
+        rows_dim: the dim of the batch that they split: 1 of (M, R b, ...).
 
     Returns:
-        loss(params, batch) of parameters typed `reduced`, and a batch (R b, ...) that R devices split. A
-        parameter that is split over one of these axes stays so: the model gathers it (`own_copy`).
+        loss(params, batch) of parameters typed `reduced`. Each replica has its `copies`; a parameter that is
+        split over one of these axes stays so: the model gathers it (`own_copy`).
     """
     axes = axes_of_replicas(mesh)
     replicas = math.prod(mesh.shape[axis] for axis in axes)
-    if replicas == 1:
-        return loss
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         leaves, structure = jax.tree.flatten(params)
@@ -55,10 +55,17 @@ def each_replica(loss: Loss, *, mesh: Mesh) -> Loss:
             mine = [w if is_split else o for w, o, is_split in zip(leaves, own, split, strict=True)]
             return loss(jax.tree.unflatten(structure, mine), rows)
 
-        rows = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
-        return jax.vmap(of_replica)(own, rows).mean(axis=0)
+        if replicas == 1:
+            return of_replica(own, batch)
+        rows = jax.tree.map(partial(_by_replica, replicas=replicas, dim=rows_dim), batch)
+        return jax.vmap(of_replica, in_axes=(0, rows_dim))(own, rows).mean(axis=0)
 
     return mean_loss
+
+
+def _by_replica(x: jax.Array, *, replicas: int, dim: int) -> jax.Array:
+    """(.., R b, ..) -> (.., R, b, ..)."""
+    return x.reshape(*x.shape[:dim], replicas, -1, *x.shape[dim + 1 :])
 
 
 def synchronize_gradients(gradients: Any, placements: Any, *, sharded: bool) -> Any:

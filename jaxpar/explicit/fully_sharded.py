@@ -79,22 +79,17 @@ def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_fo
     return edit
 
 
-def gather_non_layer_parameters(
-    loss: Loss, placements: Any, *, mesh: Mesh, stacked: str, layers_too: bool = False
-) -> Loss:
+def gather_non_layer_parameters(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
     """The loss of a model whose layers gather themselves: all else is gathered up front, and kept.
 
     Args:
         loss: over whole parameters, reduced, layers aside.
-        placements: of all leaves.
+        placements: of what is to be gathered, by key.
         mesh: has an axis dp_shard.
-        stacked: the key of the layers.
-        layers_too: gather the layers up front as well: the loss does not do it itself.
     """
 
     def gathering(params: Any, batch: Any) -> jax.Array:
-        names = [key for key in params if layers_too or key != stacked]
-        rest, where = ({key: tree[key] for key in names} for tree in (params, placements))
-        return loss({**params, **gather(rest, where, mesh=mesh)}, batch)
+        rest = {key: params[key] for key in placements}
+        return loss({**params, **gather(rest, placements, mesh=mesh)}, batch)
 
     return gathering

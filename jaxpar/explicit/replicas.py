@@ -16,6 +16,7 @@ Legend: R replicas, here the devices of all axes that split a batch.
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import BATCH
+from compare.spec.axes import BATCH, PP
 from jaxpar.placement import specs
 
 
@@ -54,30 +55,37 @@ def unreduced(placements: Any, *, sharded: bool, mesh: Mesh) -> Any:
 
 
 def _over_replicas(placements: Any, kind: str, *, sharded: bool, mesh: Mesh) -> Any:
-    axes = set(axes_of_replicas(mesh))
+    axes = {*axes_of_replicas(mesh), *((PP,) if mesh.shape[PP] > 1 else ())}
     return jax.tree.map(
         lambda spec: P(*spec.partitions, **{kind: axes - axes_in(spec)}), specs(placements, sharded=sharded)
     )
 
 
-@jax.custom_vjp
 def copies(w: jax.Array) -> jax.Array:
-    """A parameter's copy for each replica: (..){R:dp} -> (R@dp, ..). Nothing moves, nor does in backward."""
-    sharding = jax.typeof(w).sharding
-    axes = sharding.spec.reduced
-    axes = tuple(axis for axis in BATCH if axis in axes)
-    replicas = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    dims = sharding.spec.partitions
-    return jnp.broadcast_to(reshard(w, P(*dims)), (replicas, *w.shape), out_sharding=P(axes, *dims))
+    """A parameter's copy for each device of the axes that it is reduced along.
+
+    (..){R:dp} -> (R@dp, ..), and of a pipeline's {R:dp,pp} -> (R@dp, S@pp, ..). Nothing moves, in backward
+    neither: the gradient of what is reduced is unreduced.
+    """
+    reduced = jax.typeof(w).sharding.spec.reduced
+    groups = [tuple(axis for axis in group if axis in reduced) for group in (BATCH, (PP,))]
+    return _copies(w, tuple(filter(None, groups)))
 
 
-def _sum_later(_: None, gradient_R: jax.Array) -> tuple[jax.Array]:
-    axes, *dims = jax.typeof(gradient_R).sharding.spec.partitions
-    unreduced = set(axes if isinstance(axes, tuple) else (axes,))
-    return (lax.reduce_sum(gradient_R, (0,), out_sharding=P(*dims, unreduced=unreduced)),)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(w: jax.Array, axes: tuple[tuple[str, ...], ...]) -> jax.Array:
+    mesh, dims = jax.typeof(w).sharding.mesh, jax.typeof(w).sharding.spec.partitions
+    sizes = [math.prod(mesh.shape[axis] for axis in group) for group in axes]
+    return jnp.broadcast_to(reshard(w, P(*dims)), (*sizes, *w.shape), out_sharding=P(*axes, *dims))
 
 
-copies.defvjp(lambda w: (copies(w), None), _sum_later)
+def _sum_later(axes: tuple[tuple[str, ...], ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    dims = jax.typeof(gradient).sharding.spec.partitions[len(axes) :]
+    unreduced = {axis for group in axes for axis in group}
+    return (lax.reduce_sum(gradient, range(len(axes)), out_sharding=P(*dims, unreduced=unreduced)),)
+
+
+_copies.defvjp(lambda w, axes: (_copies(w, axes), None), _sum_later)
 
 
 @custom_vmap

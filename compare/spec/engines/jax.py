@@ -84,7 +84,9 @@ JAX = Side(
             decides="types: where an array lives is part of it, and each cast says what moves",
             zero=(1, 2, 3),
             tp=True,
-            schedules=(),
+            schedules=("gpipe", "interleaved"),
+            no_other_schedule="autodiff orders the backward passes, after all forward ones: choose "
+            "one of these",
             ends_on_every_stage=True,
             impossible_faults={
                 "kept_gradients": "gradients are values of a function: there is nothing to clear",
