@@ -27,7 +27,7 @@ from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import BATCH, PP
-from jaxpar.placement import specs
+from jaxpar.placement import Placement
 
 
 def axes_of_replicas(mesh: Mesh) -> tuple[str, ...]:
@@ -55,10 +55,13 @@ def unreduced(placements: Any, *, sharded: bool, mesh: Mesh) -> Any:
 
 
 def _over_replicas(placements: Any, kind: str, *, sharded: bool, mesh: Mesh) -> Any:
-    axes = {*axes_of_replicas(mesh), *((PP,) if mesh.shape[PP] > 1 else ())}
-    return jax.tree.map(
-        lambda spec: P(*spec.partitions, **{kind: axes - axes_in(spec)}), specs(placements, sharded=sharded)
-    )
+    def type_of(p: Placement) -> P:
+        spec = p.spec(sharded=sharded)
+        stages = {PP} if p.degrees[PP] > 1 else set()  # of what is in no layer all stages make use
+        axes = {*axes_of_replicas(mesh), *stages} - axes_in(spec)
+        return P(*spec.partitions, **{kind: axes})
+
+    return jax.tree.map(type_of, placements)
 
 
 def copies(w: jax.Array) -> jax.Array:

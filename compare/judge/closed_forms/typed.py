@@ -1,0 +1,105 @@
+"""What XLA on a CPU makes of jax-explicit's layouts, where that is not what jax-manual sends.
+
+Casts say what is sent, so that less is left to XLA than under jax-compiler: gradients are summed once, a tied
+embedding's with its other use, and all that sequence parallelism sends has its mechanism. What remains are
+the ways of XLA's own (`closed_forms.xla`), and one of types: the gradient of what is whole along tp, and used
+on parts of a sequence, is summed at each use (EAGER).
+"""
+
+from compare.contract.communication import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    LOSS,
+    REPLICATED_GRADIENTS,
+    TIED_GRADIENTS,
+)
+from compare.judge.closed_forms.communication import Bytes
+from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
+from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
+from compare.numerics.parameters import block_parameters, end_parameters
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.experiment import Experiment
+
+EAGER = "summed at each use"
+
+
+def by_types(experiment: Experiment, expected: Bytes) -> Deviations:
+    """Rows of jax-explicit that are not jax-manual's, for a reason that is known.
+
+    Args:
+        experiment: with `layout.remat` resolved.
+        expected: the closed form, on one rank of the pipeline.
+    """
+    layout = experiment.layout
+    found: Deviations = {}
+    if layout.zero:
+        found |= _fully_sharded(experiment, expected)
+    if layout.tp > 1:
+        found |= _tensor_parallel(experiment, expected)
+    if layout.pp > 1:
+        found |= _pipeline(experiment)
+    return found
+
+
+def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
+    """Gradients are all-reduced, whole, and each device keeps its slice."""
+    scatter, reduce = ("reduce_scatter", DP_SHARD, GRADIENTS), ("all_reduce", DP_SHARD, GRADIENTS)
+    return {scatter: (0, SLICED), reduce: (expected[scatter], SLICED)}
+
+
+def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
+    """The loss's three numbers a position are reduced among the activations: nothing tells them apart.
+
+    Sequence parallelism's reduce-scatters are all-reduces and slices, and gradients of norms and row biases,
+    whole along tp, are summed among activations' gradients in every pass.
+    """
+    layout = experiment.layout
+    passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
+    number = passes * stream / experiment.model.n_embd
+    parallel = layout.sequence_parallel
+    kind = "reduce_scatter" if parallel else "all_reduce"
+    names = f"{SLICED}, {ITS_LOSS}" if parallel else ITS_LOSS
+    forward, backward = (expected[kind, TP, of] for of in (ACTIVATIONS, ACTIVATION_GRADIENTS))
+    also = passes * _eager(experiment) if parallel else 0.0
+    found: Deviations = {
+        ("all_reduce", TP, LOSS): (0, ITS_LOSS),
+        ("all_reduce", TP, ACTIVATIONS): (forward + 3 * number, forward + 2 * number, names),
+        ("all_reduce", TP, ACTIVATION_GRADIENTS): (
+            backward + also,
+            backward + also + number,
+            f"{names}, {EAGER}" if parallel else names,
+        ),
+    }
+    if parallel:
+        found |= {
+            ("reduce_scatter", TP, ACTIVATIONS): (0, SLICED),
+            ("reduce_scatter", TP, ACTIVATION_GRADIENTS): (0, SLICED),
+            ("all_reduce", TP, REPLICATED_GRADIENTS): (0, EAGER),
+        }
+    return found
+
+
+def _eager(experiment: Experiment) -> float:
+    """Bytes of a pass: gradients of norms and row biases."""
+    model = experiment.model
+    _, norm = end_parameters(model)
+    return bytes_of([*norm, *(p for p in block_parameters(model, 0) if "norm" in p.name)], experiment)
+
+
+def _pipeline(experiment: Experiment) -> Deviations:
+    """Stages roll at each tick, and the lane of what waits with them; and once before the first.
+
+    What is in no layer is on every stage, and the sum of its gradient runs over stages and replicas at once.
+    """
+    layout, axes = experiment.layout, (DP_REPLICATE, DP_SHARD)
+    message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
+    ticks = microbatches_of(experiment) * layout.chunks + layout.pp - 1
+    rolled = (2 * ticks + 1) * message
+    found: Deviations = {
+        ("permute", PP, of): (rolled, ROLLED) for of in (ACTIVATIONS, ACTIVATION_GRADIENTS)
+    }
+    embeddings, norm = end_parameters(experiment.model)
+    ends = bytes_of([*embeddings, *norm], experiment)
+    found["all_reduce", PP, TIED_GRADIENTS] = (0, SHARED)
+    return found
