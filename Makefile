@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts performance sweeps studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts type-errors performance sweeps studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -81,6 +81,10 @@ memory: $(READY)  ## what a device holds at the peak of a step, by class, in eve
 profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/profiles.json, torch_profiles.json
 	$(BIN)/python docs/profiles.py
 	$(BIN)/python docs/torch_profiles.py
+	$(BIN)/python docs/make_docs.py
+
+type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/type_errors.json
+	$(BIN)/python docs/type_errors.py
 	$(BIN)/python docs/make_docs.py
 
 counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against the ledger; docs/dynamic_counts.json

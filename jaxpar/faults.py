@@ -32,10 +32,13 @@ from compare.contract.faults import (
     find_fault,
 )
 from compare.contract.progress import Progress
-from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
+from compare.spec.axes import AXES, BATCH, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment, Layout, Model
 from jaxpar import compilation, dropout, manual, optimizer, setup, train, weights
 from jaxpar.comm import collectives
+from jaxpar.explicit import data_parallel as typed_data_parallel
+from jaxpar.explicit import replicas
+from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 from jaxpar.remat import Remat, resolve_remat
@@ -196,7 +199,49 @@ def same_dropout_on_every_rank() -> AbstractContextManager:
     return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
 
 
-MANUAL, BOTH = ("manual",), ("compiler", "manual")
+def first_copy_only(*, axis: str) -> AbstractContextManager:
+    """Of a parameter's copies along an axis, only the first one's gradient counts."""
+    right = replicas.copies
+
+    def wrong(w: jax.Array) -> jax.Array:
+        reduced = jax.typeof(w).sharding.spec.reduced
+        copies = right(w)
+        if axis not in reduced:
+            return copies
+        dim = 1 if axis == PP and reduced & set(BATCH) else 0  # a pipeline's stages come after replicas
+        first = (np.arange(copies.shape[dim]) == 0).reshape(-1, *(1,) * (copies.ndim - dim - 1))
+        return jnp.where(first, copies, lax.stop_gradient(copies))
+
+    return patch.object(typed_data_parallel, "copies", wrong)
+
+
+def sum_over_replicas() -> AbstractContextManager:
+    """The sum of gradients over replicas is not divided by their number."""
+    right = typed_data_parallel.synchronize_gradients
+
+    def wrong(gradients: Any, placements: Any, *, sharded: bool) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.tree.map(
+            lambda g: mesh.shape[DP_REPLICATE] * g, right(gradients, placements, sharded=sharded)
+        )
+
+    return patch.object(typed_data_parallel, "synchronize_gradients", wrong)
+
+
+def first_part_only() -> AbstractContextManager:
+    """Of a row-parallel product, only the first device's part counts."""
+    row = typed_tensor_parallel.RowParallelLinear
+    right = row.product
+
+    def wrong(self: Any, x: jax.Array) -> jax.Array:
+        dim, devices = x.ndim - self.contracted, jax.sharding.get_abstract_mesh().shape[TP]
+        first = np.arange(x.shape[dim]) < x.shape[dim] // devices
+        return right(self, x * first.reshape(-1, *(1,) * (self.contracted - 1)).astype(x.dtype))
+
+    return patch.object(row, "product", wrong)
+
+
+MANUAL, TYPED, ALL = ("manual",), ("explicit",), ("compiler", "explicit", "manual")
 _gradients = partial(wrong_collectives, "all_reduce", axis=DP_REPLICATE, purpose=GRADIENTS)
 _row_products = partial(wrong_collectives, "all_reduce", "reduce_scatter", axis=TP, purpose=ACTIVATIONS)
 _partial_gradients = partial(wrong_collectives, "all_reduce", axis=TP, purpose=REPLICATED_GRADIENTS)
@@ -204,8 +249,12 @@ _tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED
 
 FAULTS = (
     Fault("dropped_all_reduce", MANUAL, REPLICAS, partial(_gradients, of=first_only)),
+    Fault("dropped_all_reduce", TYPED, REPLICAS, partial(first_copy_only, axis=DP_REPLICATE)),
+    Fault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
+    Fault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
+    Fault("stale_tied_copy", TYPED, STAGES, partial(first_copy_only, axis=PP)),
     Fault("sum_for_mean", MANUAL, REPLICAS, partial(_gradients, of=times_devices)),
-    Fault("moved_weight", BOTH, ANY_LAYOUT, moved_weight),
+    Fault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
     Fault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(_row_products, of=first_only)),
     Fault("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
     Fault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(_partial_gradients, of=first_only)),
@@ -213,10 +262,10 @@ FAULTS = (
     Fault("wrong_optimizer_shard", MANUAL, SHARDS, wrong_optimizer_shard),
     Fault("overwritten_microbatch", MANUAL, STAGES, overwritten_microbatch),
     Fault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
-    Fault("unscaled_dropout", BOTH, ANY_LAYOUT, unscaled_dropout),
+    Fault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
     Fault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
-    Fault("reversed_update", BOTH, REPLICAS, reversed_update),
-    Fault("rounded_weights", BOTH, REPLICAS, rounded_weights),
-    Fault("skipped_last_update", BOTH, ANY_LAYOUT, skipped_last_update),
-    *(Fault(name, BOTH, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
+    Fault("reversed_update", ALL, REPLICAS, reversed_update),
+    Fault("rounded_weights", ALL, REPLICAS, rounded_weights),
+    Fault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
+    *(Fault(name, ALL, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
 )

@@ -42,6 +42,7 @@ SLOW = {
     "test_jaxpar_compiler_pipeline",
     "test_jaxpar_data_parallel",
     "test_jaxpar_dynamic_counts",
+    "test_jaxpar_explicit",
     "test_jaxpar_layouts",
     "test_jaxpar_ledger",
     "test_jaxpar_memory_profile",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.ledger import SCALAR
-from compare.judge.closed_forms import library, xla
+from compare.judge.closed_forms import library, typed, xla
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.xla import Deviations
 from compare.numerics.parameters import (
@@ -38,6 +38,10 @@ PATTERNS = {
     "a tick, and one before the first (`run_pipeline`).",
     xla.ITS_LOSS: "the three numbers a position that the loss needs are reduced among the activations, or "
     "one of them among their gradients: nothing tells them apart.",
+    typed.EAGER: "the gradient of what is whole along tp, and used on a part of the positions, is summed at "
+    "each use, in every pass: its type is whole, so that nothing unreduced can wait.",
+    typed.AT_ONCE: "ends of a pipeline are on every stage: their gradients are summed over stages and "
+    "replicas in one all-reduce.",
     library.OWNERS: "each parameter's moments are on one rank: DDP all-reduces gradients, and owners "
     "broadcast what they updated.",
     library.EACH_PASS: "SHARD_GRAD_OP gathers for each accumulated pass, and frees after its backward; "
@@ -99,6 +103,8 @@ def _deviations(engine: str, experiment: Experiment, expected: Bytes, stage: int
     match ENGINES[engine].sends_by:
         case "xla":
             return xla.by_xla(experiment, expected)
+        case "types":
+            return typed.by_types(experiment, expected)
         case "pytorch":
             return library.by_pytorch(engine, experiment, expected, stage=stage)
     return {}
@@ -112,7 +118,7 @@ def _allowance(
     beyond = size - predicted
     if beyond == 0:
         return ""
-    by_xla = ENGINES[engine].sends_by == "xla" and kind == "all_reduce"
+    by_xla = ENGINES[engine].sent_by_xla and kind == "all_reduce"
     if by_xla and predicted and 0 < beyond <= _most_scalars(experiment) * SCALAR and not beyond % SCALAR:
         return ALONG
     is_split = experiment.layout.zero or experiment.layout.tp > 1

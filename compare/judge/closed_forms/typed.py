@@ -16,12 +16,13 @@ from compare.contract.communication import (
 )
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
-from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
+from compare.judge.closed_forms.xla import ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
 from compare.numerics.parameters import block_parameters, end_parameters
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Experiment
 
 EAGER = "summed at each use"
+AT_ONCE = "stages and replicas at once"
 
 
 def by_types(experiment: Experiment, expected: Bytes) -> Deviations:
@@ -96,9 +97,7 @@ def _pipeline(experiment: Experiment) -> Deviations:
     message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
     ticks = microbatches_of(experiment) * layout.chunks + layout.pp - 1
     rolled = (2 * ticks + 1) * message
-    found: Deviations = {
-        ("permute", PP, of): (rolled, ROLLED) for of in (ACTIVATIONS, ACTIVATION_GRADIENTS)
-    }
+    found: Deviations = {("permute", PP, of): (rolled, ROLLED) for of in (ACTIVATIONS, ACTIVATION_GRADIENTS)}
     embeddings, norm = end_parameters(experiment.model)
     ends = bytes_of([*embeddings, *norm], experiment)
     found["all_reduce", PP, TIED_GRADIENTS] = (0, SHARED)

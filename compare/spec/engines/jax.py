@@ -1,9 +1,10 @@
-"""The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
+"""The side jaxpar and its engines: jax-compiler, jax-explicit, jax-manual; its peers are in `peers`."""
 
 from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.spec.engines.peers import JAX_PEERS
 
 NO_TWIN = "a collective is an operation of XLA's program: to leave it out makes another program"
+SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
 INSERTED_BY_XLA = (
     "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
 )
@@ -90,6 +91,21 @@ JAX = Side(
             ends_on_every_stage=True,
             impossible_faults={
                 "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                "ignored_schedule": "it has one schedule, GPipe",
+                "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "gradients are summed once, by one cast"
+                ),
+                **dict.fromkeys(
+                    (
+                        "doubled_row_bias",
+                        "missing_norm_psum",
+                        "norm_counts_replicas_twice",
+                        "wrong_optimizer_shard",
+                        "same_dropout_on_every_rank",
+                    ),
+                    SAID_BY_TYPE,
+                ),
             },
         ),
         Engine(
