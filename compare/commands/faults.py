@@ -26,7 +26,7 @@ class Faults(Spec, frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Engines to plant faults in. Default: all four."""
+    """Engines to plant faults in. Default: all."""
     names: tuple[str, ...] = ()
     """Which faults. Default: all."""
     devices: int | None = None

@@ -40,7 +40,7 @@ class Sweep(Spec, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all four."""
+    """Which engines. Default: all."""
     presets: tuple[str, ...] = ()
     """Strategies, by the names of `shardpair list`. Default: ddp, zero1, zero2, fsdp, tp."""
     devices: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """The rows of the grid as lessons: which run each is built from, and what to try next.
 
 A strategy has the same file name in each engine's folder. Its lesson shows one real run, of the `check`
-experiment under one preset, that all four engines can express.
+experiment under one preset, that all engines can express.
 """
 
 import importlib.util

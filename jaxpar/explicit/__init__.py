@@ -129,7 +129,11 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> L
         loss = problem.edited(edits)
 
     def unpadded(params: Any, batch: Any) -> jax.Array:
-        own = {key: fully_sharded.unpad(params[key], p) for key, p in whole.items()}
+        own = {}
+        for key, p in whole.items():
+            unpad = partial(fully_sharded.unpad, placements=p)
+            has_stages = layout.pp > 1 and key != stacked  # a copy of what is in no layer for each stage
+            own[key] = (jax.vmap(unpad) if has_stages else unpad)(params[key])
         return loss({**params, **own}, batch)
 
     loss_of_all = data_parallel.each_replica(unpadded, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
