@@ -18,7 +18,7 @@ from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
 from compare.judge.closed_forms.xla import ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import DP_SHARD, PP, TP
 from compare.spec.experiment import Experiment
 
 EAGER = "summed at each use"
@@ -82,10 +82,14 @@ def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
 
 
 def _eager(experiment: Experiment) -> float:
-    """Bytes of a pass: gradients of norms and row biases."""
+    """Bytes of a pass: gradients of norms, and of one of a layer's two row biases.
+
+    The other's is made of what is gathered for the product before it.
+    """
     model = experiment.model
-    _, norm = end_parameters(model)
-    return bytes_of([*norm, *(p for p in block_parameters(model, 0) if "norm" in p.name)], experiment)
+    _, final_norm = end_parameters(model)
+    of_layer = [p for p in block_parameters(model, 0) if "norm" in p.name or p.name.endswith("mlp.down.bias")]
+    return bytes_of(final_norm, experiment) + model.n_layer * bytes_of(of_layer, experiment)
 
 
 def _pipeline(experiment: Experiment) -> Deviations:
@@ -93,12 +97,10 @@ def _pipeline(experiment: Experiment) -> Deviations:
 
     What is in no layer is on every stage, and the sum of its gradient runs over stages and replicas at once.
     """
-    layout, axes = experiment.layout, (DP_REPLICATE, DP_SHARD)
+    layout = experiment.layout
     message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
     ticks = microbatches_of(experiment) * layout.chunks + layout.pp - 1
     rolled = (2 * ticks + 1) * message
     found: Deviations = {("permute", PP, of): (rolled, ROLLED) for of in (ACTIVATIONS, ACTIVATION_GRADIENTS)}
-    embeddings, norm = end_parameters(experiment.model)
-    ends = bytes_of([*embeddings, *norm], experiment)
     found["all_reduce", PP, TIED_GRADIENTS] = (0, SHARED)
     return found
