@@ -42,6 +42,8 @@ PATTERNS = {
     "each use, in every pass: its type is whole, so that nothing unreduced can wait.",
     typed.AT_ONCE: "ends of a pipeline are on every stage: their gradients are summed over stages and "
     "replicas in one all-reduce.",
+    typed.ONCE: "gradients of all microbatches of a pipeline are added up unreduced, and summed over devices "
+    "once a step.",
     library.OWNERS: "each parameter's moments are on one rank: DDP all-reduces gradients, and owners "
     "broadcast what they updated.",
     library.EACH_PASS: "SHARD_GRAD_OP gathers for each accumulated pass, and frees after its backward; "

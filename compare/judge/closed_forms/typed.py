@@ -16,13 +16,14 @@ from compare.contract.communication import (
 )
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
-from compare.judge.closed_forms.xla import ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
+from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import DP_SHARD, PP, TP
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
 from compare.spec.experiment import Experiment
 
 EAGER = "summed at each use"
 AT_ONCE = "stages and replicas at once"
+ONCE = "microbatches summed before"
 
 
 def by_types(experiment: Experiment, expected: Bytes) -> Deviations:
@@ -44,9 +45,18 @@ def by_types(experiment: Experiment, expected: Bytes) -> Deviations:
 
 
 def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
-    """Gradients are all-reduced, whole, and each device keeps its slice."""
+    """Gradients are all-reduced, whole, and each device keeps its slice.
+
+    In a pipeline those of all microbatches are added up first; under ZeRO-3 each tick sums its layers'.
+    """
+    layout = experiment.layout
     scatter, reduce = ("reduce_scatter", DP_SHARD, GRADIENTS), ("all_reduce", DP_SHARD, GRADIENTS)
-    return {scatter: (0, SLICED), reduce: (expected[scatter], SLICED)}
+    if layout.pp == 1:
+        return {scatter: (0, SLICED), reduce: (expected[scatter], SLICED)}
+    layers, ends = _layers_and_ends(experiment)
+    in_ticks = layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
+    size = ends + (_ticks(experiment) if in_ticks else 1) * layers
+    return {scatter: (0, SLICED), reduce: (size, f"{SLICED}, {IDLE if in_ticks else ONCE}")}
 
 
 def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
@@ -57,11 +67,17 @@ def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
     """
     layout = experiment.layout
     passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
-    number = passes * stream / experiment.model.n_embd
+    number = passes * stream / experiment.model.n_embd / layout.pp
     parallel = layout.sequence_parallel
     kind = "reduce_scatter" if parallel else "all_reduce"
     names = f"{SLICED}, {ITS_LOSS}" if parallel else ITS_LOSS
-    forward, backward = (expected[kind, TP, of] for of in (ACTIVATIONS, ACTIVATION_GRADIENTS))
+    if layout.pp == 1:
+        forward, backward = (expected[kind, TP, of] for of in (ACTIVATIONS, ACTIVATION_GRADIENTS))
+    else:
+        held = 2 * experiment.model.n_layer // layout.pp
+        of_layers = held * _ticks(experiment) * stream / layout.microbatches
+        forward = backward = of_layers + passes * stream / layout.pp
+        names = f"{IDLE}, {SHARED}, {names}"
     also = passes * _eager(experiment) if parallel else 0.0
     found: Deviations = {
         ("all_reduce", TP, LOSS): (0, ITS_LOSS),
@@ -99,8 +115,32 @@ def _pipeline(experiment: Experiment) -> Deviations:
     """
     layout = experiment.layout
     message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
-    ticks = microbatches_of(experiment) * layout.chunks + layout.pp - 1
-    rolled = (2 * ticks + 1) * message
-    found: Deviations = {("permute", PP, of): (rolled, ROLLED) for of in (ACTIVATIONS, ACTIVATION_GRADIENTS)}
-    found["all_reduce", PP, TIED_GRADIENTS] = (0, SHARED)
+    rolled = (2 * _ticks(experiment) + 1) * message
+    layers, ends = _layers_and_ends(experiment)
+    shards = layout.dp_shard if layout.zero else 1
+    has_replicas = layout.dp_replicate > 1
+    found: Deviations = {
+        ("permute", PP, ACTIVATIONS): (rolled, ROLLED),
+        ("permute", PP, ACTIVATION_GRADIENTS): (rolled, ROLLED),
+        ("all_reduce", PP, TIED_GRADIENTS): (0, SHARED),
+    }
+    if has_replicas:
+        found["all_reduce", DP_REPLICATE, GRADIENTS] = (layers / shards, AT_ONCE)
+        found["all_reduce", joined(PP, DP_REPLICATE), GRADIENTS] = (ends / shards, f"{SHARED}, {AT_ONCE}")
+    else:
+        found["all_reduce", PP, GRADIENTS] = (ends / shards, SHARED)
     return found
+
+
+def _ticks(experiment: Experiment) -> int:
+    """Ticks of the forward pipeline; backward has as many. Idle stages compute as the others do."""
+    layout = experiment.layout
+    return microbatches_of(experiment) * layout.chunks + layout.pp - 1
+
+
+def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
+    """Bytes of parameters on a device, before dp_shard splits them: of its layers, and of all else."""
+    model = experiment.model
+    embeddings, norm = end_parameters(model)
+    of_layers = model.n_layer // experiment.layout.pp * bytes_of(block_parameters(model, 0), experiment)
+    return of_layers, bytes_of([*embeddings, *norm], experiment)
