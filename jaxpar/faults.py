@@ -32,7 +32,7 @@ from compare.contract.faults import (
     find_fault,
 )
 from compare.contract.progress import Progress
-from compare.spec.axes import AXES, BATCH, DP_REPLICATE, PP, TP
+from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment, Layout, Model
 from jaxpar import compilation, dropout, manual, optimizer, setup, train, weights
 from jaxpar.comm import collectives
@@ -199,17 +199,13 @@ def same_dropout_on_every_rank() -> AbstractContextManager:
     return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
 
 
-def first_copy_only(*, axis: str) -> AbstractContextManager:
-    """Of a parameter's copies along an axis, only the first one's gradient counts."""
+def first_copy_only() -> AbstractContextManager:
+    """Of a parameter's copies for replicas, only the first one's gradient counts."""
     right = replicas.copies
 
     def wrong(w: jax.Array) -> jax.Array:
-        reduced = jax.typeof(w).sharding.spec.reduced
         copies = right(w)
-        if axis not in reduced:
-            return copies
-        dim = 1 if axis == PP and reduced & set(BATCH) else 0  # a pipeline's stages come after replicas
-        first = (np.arange(copies.shape[dim]) == 0).reshape(-1, *(1,) * (copies.ndim - dim - 1))
+        first = (np.arange(len(copies)) == 0).reshape(-1, *(1,) * (copies.ndim - 1))
         return jnp.where(first, copies, lax.stop_gradient(copies))
 
     return patch.object(typed_data_parallel, "copies", wrong)
@@ -249,10 +245,9 @@ _tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED
 
 FAULTS = (
     Fault("dropped_all_reduce", MANUAL, REPLICAS, partial(_gradients, of=first_only)),
-    Fault("dropped_all_reduce", TYPED, REPLICAS, partial(first_copy_only, axis=DP_REPLICATE)),
+    Fault("dropped_all_reduce", TYPED, REPLICAS, first_copy_only),
     Fault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
     Fault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
-    Fault("stale_tied_copy", TYPED, STAGES, partial(first_copy_only, axis=PP)),
     Fault("sum_for_mean", MANUAL, REPLICAS, partial(_gradients, of=times_devices)),
     Fault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
     Fault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(_row_products, of=first_only)),

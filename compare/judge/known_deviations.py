@@ -44,6 +44,8 @@ PATTERNS = {
     "replicas in one all-reduce.",
     typed.ONCE: "gradients of all microbatches of a pipeline are added up unreduced, and summed over devices "
     "once a step.",
+    typed.THRICE: "a tick computes its stage anew before backward, and within it each layer: the stage "
+    "gathers all, and the layer all but the bias that is added last.",
     library.OWNERS: "each parameter's moments are on one rank: DDP all-reduces gradients, and owners "
     "broadcast what they updated.",
     library.EACH_PASS: "SHARD_GRAD_OP gathers for each accumulated pass, and frees after its backward; "

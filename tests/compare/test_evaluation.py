@@ -22,7 +22,7 @@ from compare.spec.experiment import Data, Experiment, ExperimentError, edited, t
 from torchpar.model import GPT
 from torchpar.weights import load_weights
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
 LAYOUTS = {
     "single": (),
     "fsdp": ("--layout.dp_shard", "2", "--layout.zero", "3"),

@@ -75,7 +75,7 @@ MISTAKES = {
     "a layer that nobody gathers": (
         Layout(dp_shard=2, zero=3),
         lambda: patch.object(lesson, "gather", lambda params, placements, mesh: params),
-        "",
+        "shape|shard",
     ),
     "activations that are whole, and taken for parts of a sequence": (
         Layout(tp=2, sequence_parallel=True),

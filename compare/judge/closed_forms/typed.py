@@ -11,6 +11,7 @@ from compare.contract.communication import (
     ACTIVATIONS,
     GRADIENTS,
     LOSS,
+    PARAMETERS,
     REPLICATED_GRADIENTS,
     TIED_GRADIENTS,
 )
@@ -24,6 +25,7 @@ from compare.spec.experiment import Experiment
 EAGER = "summed at each use"
 AT_ONCE = "stages and replicas at once"
 ONCE = "microbatches summed before"
+THRICE = "the last bias is gathered thrice"
 
 
 def by_types(experiment: Experiment, expected: Bytes) -> Deviations:
@@ -54,9 +56,18 @@ def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
     if layout.pp == 1:
         return {scatter: (0, SLICED), reduce: (expected[scatter], SLICED)}
     layers, ends = _layers_and_ends(experiment)
-    in_ticks = layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
-    size = ends + (_ticks(experiment) if in_ticks else 1) * layers
-    return {scatter: (0, SLICED), reduce: (size, f"{SLICED}, {IDLE if in_ticks else ONCE}")}
+    found: Deviations = {scatter: (0, SLICED), reduce: (ends + layers, f"{SLICED}, {ONCE}")}
+    if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
+        ticks, of_tick = _ticks(experiment), layers / layout.chunks
+        last_bias = [p for p in block_parameters(experiment.model, 0) if p.name.endswith("mlp.down.bias")]
+        held = experiment.model.n_layer // layout.pp // layout.chunks
+        again = held * bytes_of(last_bias, experiment)
+        found[reduce] = (ends + ticks * of_tick, f"{SLICED}, {IDLE}")
+        found["all_gather", DP_SHARD, PARAMETERS] = (
+            ends + ticks * (2 * of_tick + again),
+            f"{IDLE}, {THRICE}",
+        )
+    return found
 
 
 def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:

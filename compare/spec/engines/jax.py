@@ -102,6 +102,7 @@ JAX = Side(
                         "missing_norm_psum",
                         "norm_counts_replicas_twice",
                         "wrong_optimizer_shard",
+                        "stale_tied_copy",
                         "same_dropout_on_every_rank",
                     ),
                     SAID_BY_TYPE,
