@@ -35,9 +35,10 @@ def nothing_starts(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "cases"),
     [
-        ("run check", 4),
-        ("check --devices 2", 1 + 4 + 1 + 3 + 4 + 1),
-        ("faults --names no_clip dropped_all_reduce", 1 + 4 + 3),
+        ("run check", len(STUDIED)),
+        # The reference; each on one device; on two, with each synchronisation that it has.
+        ("check --devices 2", 1 + len(STUDIED) + sum(len(e.gradient_sync) for e in STUDIED.values())),
+        ("faults --names no_clip dropped_all_reduce", 1 + len(STUDIED) + len(STUDIED) - 1),
         ("matrix --layouts fsdp tp --studies float64 float32", 2 * (1 + 2 * len(STUDIED))),
         ("golden --preset fsdp --devices 2", 2 * len(STUDIED)),  # by AdamW, and by SGD
         ("sweep check --presets ddp tp --engines jax-manual torch-manual", 1 + 2 * 2),
