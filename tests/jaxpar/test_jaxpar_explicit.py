@@ -8,6 +8,8 @@ import jax_steps
 import pytest
 from jax_steps import Outcome, size_of, two_steps, worst_errors
 from layouts import JAX_COMPILER_PIPELINES as PIPELINES
+from type_errors import MISTAKES as PLANTED
+from type_errors import Found, find, read_type_errors
 
 from compare.judge.closed_forms.communication import fully_sharded
 from compare.numerics.parameters import parameter_count
@@ -98,3 +100,16 @@ def test_a_forgotten_cast_is_refused_when_the_step_is_traced(layout, plant, word
         with pytest.raises(Exception, match=words) as refused:
             compile_step(sharded, state, spec)
     assert type(refused.value).__name__ in REFUSALS
+
+
+def test_planted_mistakes_are_kept_as_they_are_found():
+    """Errors' words are a version's; who says something, what is right and what is sent are not."""
+
+    def told(found: Found) -> dict[str, tuple]:
+        return {way: (bool(one.error), one.right, one.sent) for way, one in found.outcomes.items()}
+
+    kept = {one.mistake: told(one) for one in read_type_errors()}
+    assert {mistake.words: told(find(mistake)) for mistake in PLANTED} == kept
+    assert any(
+        not one["manual"][0] and one["manual"][1] is False and one["explicit"][0] for one in kept.values()
+    )
