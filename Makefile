@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format check faults matrix ledger mirror measure moves survival recipes precisions savings memory profiles counts type-errors performance sweeps studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles type-errors performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -26,6 +26,12 @@ test: $(READY)  ## every test, in about 16 minutes on two cores
 
 test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: 2 to 3 minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/torchpar/guards
+
+durations: $(READY)  ## every test, and how long each took: tests/durations.json, which says what test-fast leaves out
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --record_durations
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .
@@ -54,54 +60,26 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/measured.json
 	$(BIN)/python docs/measured.py
 
-moves: $(READY)  ## trainings that stop and go on elsewhere, against uninterrupted ones; docs/moves.json
-	$(BIN)/python docs/moves.py
-	$(BIN)/python docs/make_docs.py
-
 survival: $(READY)  ## kill, stop and damage runs and checkpoints; docs/survival.json
 	$(BIN)/python docs/survival.py
 	$(BIN)/python docs/make_docs.py
 
-recipes: $(READY)  ## nanoGPT's small recipes in every engine; docs/recipes.json, docs/recipe.png
-	$(BIN)/python docs/recipes.py
-	$(BIN)/python docs/make_docs.py
-
-precisions: $(READY)  ## loss curves in three precisions in every engine; docs/precisions.json, docs/precisions.png
-	$(BIN)/python docs/precisions.py
-	$(BIN)/python docs/make_docs.py
-
-savings: $(READY)  ## what of a device's memory each setting saves; docs/savings.json
-	$(BIN)/python docs/savings.py
-	$(BIN)/python docs/make_docs.py
-
-memory: $(READY)  ## what a device holds at the peak of a step, by class, in every engine; docs/memory.json
-	$(BIN)/python docs/memory.py
-	$(BIN)/python docs/make_docs.py
-
-profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/profiles.json, torch_profiles.json
+profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/data/profiles.json
 	$(BIN)/python docs/profiles.py
-	$(BIN)/python docs/torch_profiles.py
 	$(BIN)/python docs/make_docs.py
 
-type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/type_errors.json
+type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json
 	$(BIN)/python docs/type_errors.py
 	$(BIN)/python docs/make_docs.py
 
-counts: $(READY)  ## how often the collectives of jaxpar's layouts run, against the ledger; docs/dynamic_counts.json
-	$(BIN)/python docs/dynamic_counts.py
-
-performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours
+performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
 	$(BIN)/python docs/performance.py
 	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
 	$(BIN)/python docs/make_docs.py
 
-studies: $(READY)  ## the studies that the docs show, on an idle machine; docs/data/*.json
-	$(BIN)/python docs/studies.py
-	$(BIN)/python docs/make_docs.py
-
-sweeps: $(READY)  ## strategies side by side, and over numbers of devices; docs/strategies.json
-	$(BIN)/python docs/strategies.py
+studies: $(READY)  ## the studies that the docs show, or those of NAMES; docs/data/*.json
+	$(BIN)/python docs/studies.py $(NAMES)
 	$(BIN)/python docs/make_docs.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel

@@ -22,23 +22,23 @@ import numpy as np
 from msgspec import Struct
 
 from compare.commands.arguments import Spec
-from compare.commands.check import Check
 from compare.commands.pages import leave_page
-from compare.commands.run import Run
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
-from compare.judge.outcome import Outcome
+from compare.judge.outcome import TimedOutcome
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE, write_report
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.studies.bench import Bench
+from compare.studies.check import Check
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
 from compare.studies.registry import STUDIES
-from compare.study import findings_in
+from compare.studies.run import Run
+from compare.study import Study, findings_in
 
 __all__ = ["Answer", "Race", "Result", "Training", "bench", "check", "experiment", "read", "run", "study"]
 
@@ -147,7 +147,7 @@ class Result(Struct, frozen=True, kw_only=True):
 class Race(Struct, frozen=True, kw_only=True):
     """A bench: every single figure, and the rows of its table."""
 
-    result: Outcome
+    result: TimedOutcome
     folder: Path
     """Where outcome.json is; `shardpair report` shows it and writes its page."""
 
@@ -168,7 +168,7 @@ class Race(Struct, frozen=True, kw_only=True):
 class Answer(Struct, frozen=True, kw_only=True):
     """What a study found. Prints as its sentence."""
 
-    outcome: Outcome
+    outcome: TimedOutcome
     """Every single value that was measured."""
     findings: Findings
     """Tables, figures and sentences; `findings.value["rows"]` is what the tables are made of."""
@@ -266,9 +266,10 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
         EnvironmentMissing: the machine is busy, or lacks what is asked for.
         EngineError: too little finished for an answer.
     """
-    if name not in STUDIES:
-        raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
-    command, default = _command(STUDIES[name], experiment, options)
+    studies = {word: one for word, one in STUDIES.items() if issubclass(one, Study)}
+    if name not in studies:
+        raise ExperimentError(f"{name}: no such study (there are {', '.join(studies)})")
+    command, default = _command(studies[name], experiment, options)
     outcome, folder = command.outcome(default)
     return Answer(outcome=outcome, folder=folder, findings=findings_in(command, outcome, folder))
 

@@ -16,52 +16,32 @@ from typing import Annotated, Any, Union
 import msgspec
 import tyro
 
-from compare.commands.arguments import Spec, defaults_for
-from compare.commands.check import Check
-from compare.commands.collectives import Collectives
+from compare.commands.arguments import FixedExperiment, Spec, defaults_for
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
-from compare.commands.faults import Faults
 from compare.commands.given import flags_given
-from compare.commands.golden import Golden
-from compare.commands.ledger import Ledgers
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
-from compare.commands.matrix import Matrix
 from compare.commands.mirror import Mirror
 from compare.commands.overview import overview
-from compare.commands.profile import Profile
 from compare.commands.report import Report
-from compare.commands.resume import Resume
-from compare.commands.run import Run
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
-from compare.commands.sweep import Sweep
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
 from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
-from compare.studies.golden import EXPERIMENT as GOLDEN
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.studies.registry import STUDIES
 from compare.terminal import standard_output
 from compare.terminal.console import errors_console, printable
 
 COMMANDS: dict[str, type] = {
-    "run": Run,
-    "resume": Resume,
-    "check": Check,
-    "faults": Faults,
-    "matrix": Matrix,
-    "golden": Golden,
-    "sweep": Sweep,
     **STUDIES,
-    "profile": Profile,
-    "ledger": Ledgers,
     "list": List,
     "runs": Runs,
     "report": Report,
@@ -70,22 +50,15 @@ COMMANDS: dict[str, type] = {
     "schedule": Draw,
     "lesson": ReadLesson,
     "mirror": Mirror,
-    "collectives": Collectives,
     "convert": Convert,
     "sample": Sample,
 }
 DEFAULT_EXPERIMENT = {
-    "run": "demo",
-    "resume": "",
-    "check": "check",
-    "profile": "demo",
-    "faults": "check",
-    "matrix": "check",
-    "ledger": "check",
-    "sweep": "demo",
     **{word: study.default for word, study in STUDIES.items()},
 }
-FIXED_EXPERIMENT = {"golden": GOLDEN}
+FIXED_EXPERIMENT = {
+    word: study.default for word, study in STUDIES.items() if issubclass(study, FixedExperiment)
+}
 _ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
@@ -200,11 +173,11 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
         return read_line(command, line, prog=prog, default=None), "demo"
     name = _experiment_name(arguments)
     default = defaults_for(command, name)
-    found = read_line(command, line, prog=prog, default=default)
+    read = functools.partial(read_line, command, line, prog=prog)
+    found = read(default=default)
     if found.experiment != name:
         raise ExperimentError(_misplaced(word, found.experiment))
-    read_again = functools.partial(read_line, command, line, prog=prog)
-    given = flags_given(lambda other: read_again(default=other), default)
+    given = flags_given(found, default, lambda other: read(default=other))
     return msgspec.structs.replace(found, given=given), name
 
 

@@ -1,37 +1,22 @@
-"""`make performance`: run the benches whose results docs/performance.md shows; docs/performance.json.
+"""`make performance`: the benches of docs/performance.md, on an idle machine; what docs/data keeps of each.
 
-On an idle machine: a bench refuses to time on a busy one. All of it takes some hours. Some benches by name:
-
-    python docs/performance.py torch-2 itself
-
-What is kept of each is its command, its rows and the sentences below its table. It is set aside in runs/ as
-soon as it is there, and put into docs/performance.json when all have run, or by the next call: a file that
-changed between two benches would be a change of the source, which they record. What is stored for other
-benches stays. After a bench that fails nothing is stored for it, and the exit code says so.
+python docs/performance.py torch-2 itself      # some of them; all take hours
 """
 
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from compare.host.json_files import write_json
+from compare.host.json_files import read_json
 from compare.judge.bench_rows import blocks
-from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.judge.outcome import TimedOutcome
 from compare.judge.statistics import Estimate
-from compare.present.bench_words import sentences, warnings
 from compare.show.findings import Table
 from compare.studies.bench import Bench
 
-CTRL_C = 130
-PERFORMANCE = Path(__file__).parent / "performance.json"
-ASIDE = Path(__file__).parents[1] / "runs" / "performance"
-"""Of git ignored."""
+DATA = Path(__file__).parent / "data"
+NOT_YET = "Not measured yet: `make performance` measures it."
 SIX_LAYERS = "bench baby-gpt --model.block_size 128"
 TORCH = "--engines torch-manual torch-library --baseline torch-library"
 JAX = "--engines jax-compiler jax-manual --baseline jax-compiler.single"
@@ -58,20 +43,7 @@ BENCHES = {
     "--devices 2",
 }
 BENCHES |= {"torch-2-tensor-again": BENCHES["torch-2-tensor"]}
-"""Arguments of shardpair, by the name of the generated section of the page."""
-
-
-class Block(Struct, frozen=True):
-    """One table: its title, its header and its cells as text."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-
-    @property
-    def name(self) -> str:
-        """`TimedCase.block`, which the title begins with."""
-        return self.title.partition(":")[0]
+"""Arguments of shardpair, by the name of the generated section of docs/generated/performance.md."""
 
 
 class Ratios(Struct, frozen=True):
@@ -81,96 +53,52 @@ class Ratios(Struct, frozen=True):
     cpu: Estimate
 
 
-class Performance(Struct, frozen=True, kw_only=True):
-    """What is kept of one bench."""
+class Kept(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is kept of a bench: its tables as the study's own columns gave them, and their ratios."""
 
     command: str
     created_utc: str
     git_commit: str
-    blocks: list[Block]
-    ratios: dict[str, Ratios]
+    tables: list[Table]
+    ratios: dict[str, Ratios] = {}
     """By the row's case."""
-    sentences: list[str]
-    warnings: list[str]
-    left_out: dict[str, str]
+    about: list[str] = []
+    warnings: list[str] = []
+    left_out: dict[str, str] = {}
 
 
-def read_performance() -> dict[str, Performance]:
-    """What is stored, by name; nothing before the first `make performance`."""
-    if not PERFORMANCE.is_file():
-        return {}
-    return msgspec.json.decode(PERFORMANCE.read_bytes(), type=dict[str, Performance])
+def read_kept(name: str) -> Kept | None:
+    """What is stored of a bench; None before it was measured."""
+    file = DATA / f"{name}.json"
+    return read_json(file, Kept) if file.is_file() else None
 
 
-def kept(arguments: str, result: Outcome) -> Performance:
-    """The part of a bench that the page shows."""
-    found = blocks(result)
-    return Performance(
+def read_benches() -> dict[str, Kept]:
+    """Every bench that was measured, by name."""
+    return {name: stored for name in BENCHES if (stored := read_kept(name))}
+
+
+def kept(arguments: str, outcome: TimedOutcome) -> Kept:
+    """The part of a bench that the docs show."""
+    found = Bench.findings(outcome, Path())
+    return Kept(
         command=f"shardpair {arguments}",
-        created_utc=result.circumstances.created_utc,
-        git_commit=result.circumstances.git_commit,
-        blocks=[_block(table) for table in Bench.findings(result, Path()).tables],
+        created_utc=outcome.circumstances.created_utc,
+        git_commit=outcome.circumstances.git_commit,
+        tables=list(found.tables),
         ratios={
             row.case: Ratios(row.wall_ratio, row.cpu_ratio)
-            for rows in found.values()
+            for rows in blocks(outcome).values()
             for row in rows
             if row.wall_ratio and row.cpu_ratio
         },
-        sentences=sentences(result),
-        warnings=warnings(result),
-        left_out=result.left_out,
+        about=list(found.about),
+        warnings=list(found.warnings),
+        left_out=found.left_out,
     )
 
 
-def _block(table: Table) -> Block:
-    rows = [[row.head.text, *(cell.text for cell in row.cells)] for row in table.rows]
-    return Block(table.name, [table.corner, *table.columns], rows)
-
-
-def write(stored: dict[str, Performance]) -> None:
-    """Keep them for the docs, in the order of `BENCHES`."""
-    ordered = {name: stored[name] for name in BENCHES if name in stored}
-    PERFORMANCE.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
-
-
-def main(names: list[str]) -> int:
-    """Run the benches of these names, or all. Returns the exit code: 0 if every one finished."""
-    if unknown := sorted(set(names) - set(BENCHES)):
-        print(f"{unknown[0]}: no such bench (there are {', '.join(BENCHES)})", file=sys.stderr)
-        return 2
-    collect()
-    worst = 0
-    for name in names or BENCHES:
-        print(f"{name}: shardpair {BENCHES[name]}", file=sys.stderr)
-        code, result = _measured(BENCHES[name])
-        worst = max(worst, code)
-        if code == CTRL_C:
-            break
-        if code == 0 and result:
-            ASIDE.mkdir(parents=True, exist_ok=True)
-            write_json(ASIDE / f"{name}.json", kept(BENCHES[name], result))
-    collect()
-    return worst
-
-
-def collect() -> None:
-    """Put what was set aside into docs/performance.json."""
-    found = {
-        path.stem: msgspec.json.decode(path.read_bytes(), type=Performance) for path in ASIDE.glob("*.json")
-    }
-    if found:
-        write(read_performance() | found)
-        shutil.rmtree(ASIDE)
-
-
-def _measured(arguments: str) -> tuple[int, Outcome | None]:
-    """Exit code of a bench, and what it saved, if it began."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "bench"
-        command = [sys.executable, "-m", "compare", *shlex.split(arguments), "--run_dir", str(run_dir)]
-        code = subprocess.run(command, check=False).returncode
-        return code, read_outcome(run_dir) if (run_dir / OUTCOME).is_file() else None
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from studies import main
+
+    sys.exit(main(sys.argv[1:] or list(BENCHES)))

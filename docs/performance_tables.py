@@ -1,16 +1,15 @@
-"""Tables of docs/performance.md and docs/generated/performance.md, from performance.json."""
+"""Tables of docs/performance.md and docs/generated/performance.md, from the benches in docs/data."""
 
 import re
 from statistics import median
 
-from performance import BENCHES, Performance, read_performance
+from performance import BENCHES, NOT_YET, Kept, read_benches
 
 from compare.judge.statistics import interval_words
-from compare.present.bench_words import told_text
 from compare.show.findings import written
 from compare.show.markdown import markdown_rows as markdown
+from compare.show.markdown import markdown_table
 
-NOT_YET = "Not measured yet: `make performance` measures it."
 COLUMNS = {
     "`torch-manual` / `torch-library`": (
         "torch-manual",
@@ -25,7 +24,7 @@ COLUMNS = {
 
 def summary() -> str:
     """Wall time of each engine over its baseline, a row for each layout and number of devices."""
-    stored = read_performance()
+    stored = read_benches()
     cells: dict[str, dict[str, str]] = {}
     for column, (engine, benches) in COLUMNS.items():
         for bench in benches:
@@ -43,14 +42,14 @@ def summary() -> str:
 
 def one_device() -> str:
     """Wall time of every engine on one device over that of nanoGPT's loop, in a sentence."""
-    stored = read_performance().get("single")
+    stored = read_benches().get("single")
     if stored is None:
         return NOT_YET
     each = (f"{case.rpartition('.')[0]} {written(one.wall, '.2f')}" for case, one in stored.ratios.items())
     return f"On one device, over nanoGPT's own loop: {', '.join(each)}."
 
 
-def _ratios(stored: Performance | None, engine: str) -> dict[str, str]:
+def _ratios(stored: Kept | None, engine: str) -> dict[str, str]:
     """`0.97 [0.90, 1.06]` of an engine, by layout and devices: `fsdp-2`."""
     cases = (stored.ratios if stored else {}).items()
     of_engine = ((case.rpartition("."), one) for case, one in cases)
@@ -67,15 +66,14 @@ def _devices(name: str) -> int:
 
 def performance(name: str) -> str:
     """A bench's tables, its command, and what holds for it alone; or that it was not run yet."""
-    stored = read_performance().get(name)
+    stored = read_benches().get(name)
     command = f"```sh\nshardpair {BENCHES[name]}\n```"
     if stored is None:
         return f"{command}\n\n{NOT_YET}"
     parts = [command]
-    for block in stored.blocks:
-        own = [ratios for case, ratios in stored.ratios.items() if case.endswith(f".{block.name}")]
-        told = told_text([one.wall for one in own], [one.cpu for one in own]).partition(":")[0]
-        parts += [f"**{block.title}**", markdown(block.header, block.rows), *([f"{told}."] if told else [])]
+    for table in stored.tables:
+        told = table.below.partition(":")[0]
+        parts += [markdown_table(table), *([f"{told}."] if told else [])]
     words = [*_own_sentences(stored), *(f"**{line}**" for line in stored.warnings)]
     words += [f"Left out: {case}: {why}." for case, why in stored.left_out.items()]
     if stored.command != f"shardpair {BENCHES[name]}":
@@ -86,8 +84,8 @@ def performance(name: str) -> str:
 def method() -> str:
     """How the benches were timed, said once for all that were timed alike."""
     alike: dict[str, dict[str, list[str]]] = {}
-    for name, stored in read_performance().items():
-        timed, ratios, *_ = stored.sentences
+    for name, stored in read_benches().items():
+        timed, ratios, *_ = stored.about
         before, windows, after = re.split(r"(\d+ windows? of \d+ steps)", timed, maxsplit=1)
         said = f"{before}{{windows}}{after} Ratios are taken {ratios[ratios.index('within a round') :]}"
         alike.setdefault(said, {}).setdefault(windows, []).append(name)
@@ -101,16 +99,16 @@ def _windows(benches: dict[str, list[str]]) -> str:
     return " or ".join(f"{windows} ({', '.join(names)})" for windows, names in benches.items())
 
 
-def _own_sentences(stored: Performance) -> list[str]:
+def _own_sentences(stored: Kept) -> list[str]:
     """What is said of this bench, less what `method` says of all: baseline, ceiling, machine."""
-    _, ratios, ceiling, *others = stored.sentences
+    _, ratios, ceiling, *others = stored.about
     own = ceiling.partition("computed anew. ")[2].replace("Their ceiling", "The ceiling of GFLOP/s")
     return [f"{ratios.partition(', within a round; ')[0]}.", *filter(None, [own]), *others]
 
 
 def agreement() -> str:
     """Whether two benches of the same commit tell the same: how many of their intervals overlap."""
-    once, again = (read_performance().get(name) for name in ("torch-2-tensor", "torch-2-tensor-again"))
+    once, again = (read_benches().get(name) for name in ("torch-2-tensor", "torch-2-tensor-again"))
     if once is None or again is None:
         return NOT_YET
     of_rows = [
@@ -129,7 +127,7 @@ def agreement() -> str:
 
 def resolution() -> str:
     """How wide the stored intervals are, and what difference the median one of them could have told."""
-    ratios = [one for stored in read_performance().values() for one in stored.ratios.values()]
+    ratios = [one for stored in read_benches().values() for one in stored.ratios.values()]
     found = [one for pair in ratios for one in (pair.wall, pair.cpu) if one.has_interval]
     ends = [ends for one in found if (ends := one.told_apart())]
     if not ends:

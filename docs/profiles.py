@@ -1,47 +1,39 @@
-"""`make profiles`: where the time of jaxpar's steps goes; docs/profiles.json, for docs/limits.md.
+"""`make profiles`: where the time of a step goes in each framework; docs/data/profiles.json.
 
-    python docs/profiles.py jax-manual zero1 4        # one of them, printed and not kept
-    python docs/profiles.py jax-manual pp 4 8 16      # of 8 layers, with 16 microbatches
+    python docs/profiles.py jax-manual zero1 4        # one of CASES by its first words, printed and not kept
 
-Times are of XLA's operations, from jax.profiler, over some steps after the first ones, each the median over
-some profiles; an operation that waits for other devices counts as long as it waits. On an idle machine.
+Each case is a process of its own, on an idle machine, over steps after the first ones; a figure is the
+median over some profiles. `jax_operations` sums XLA's operations over all devices; one that waits for
+other devices counts as long as it waits. `torch_operators` has rank 0's operators, each without those that it
+calls. torch's engines of a layout compute the same: what one class costs both is common, and a floor under
+the ratio of the two. So is what the same model costs on one device with a rank's share of the batch. Then
+the same steps without a message: every collective returns at once, as in a silent twin; with a core for each
+of the two ranks.
 """
 
-import re
 import subprocess
 import sys
-import tempfile
-import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from compare.execute.launch import child_environment
-from compare.spec.engines.registry import SIDES
+from compare.host.disk import write_atomically
+from compare.host.json_files import read_json
+from compare.show.markdown import markdown_rows
+from compare.spec.engines.registry import SIDES, side_of
+from compare.spec.experiment import Experiment, edited, load
+from compare.studies.presets import spread
 
-PROFILES = Path(__file__).parent / "profiles.json"
+PROFILES = Path(__file__).parent / "data" / "profiles.json"
+NOT_YET = "Not measured yet: `make profiles` measures it."
 SIZES = {6: {"block_size": 128}, 8: {"block_size": 128, "n_layer": 8, "n_head": 8}}
-BATCH = {6: 8, 8: 16}
 """By layers, as in the benches of docs/performance.py: four stages of a pipeline share eight."""
-CASES = (
-    ("jax-manual", "single", 1),
-    ("jax-manual", "ddp", 4),
-    ("jax-manual", "zero1", 4),
-    ("jax-manual", "fsdp", 4),
-    ("jax-manual", "tp", 2),
-    ("jax-compiler", "zero1", 4),
-    ("jax-manual", "single", 1, 8),
-    ("jax-manual", "tp", 4, 8),
-    ("jax-manual", "tp_sp", 4, 8),
-    ("jax-manual", "single", 1, 8, 16),
-    ("jax-manual", "pp", 4, 8, 4),
-    ("jax-manual", "pp", 4, 8, 16),
-)
-"""Engine, preset, devices; layers, if not 6; microbatches, if not 1: one device accumulates them."""
-CLASSES = {
+TORCH = ("torch-manual", "torch-library")
+JAX_CLASSES = {
     "linear layers": "products of linear layers",
     "attention": "products of attention",
     "elementwise": "elementwise work of the model",
@@ -49,15 +41,59 @@ CLASSES = {
     "copies": "copies and fills",
     "collectives": "collectives, waiting included",
 }
-WARMUP, STEPS, ROUNDS = 4, 4, 5
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
-_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+TORCH_CLASSES = {kind: JAX_CLASSES[kind] for kind in list(JAX_CLASSES)[:-1]} | {
+    "attention": "attention",
+    "communication": "sends, receives and reductions",
+    "host": "all else: Python, dispatch, waiting",
+}
 
 
-class Profile(Struct, frozen=True, kw_only=True):
-    """One step of one case. Times are in milliseconds."""
+class Case(NamedTuple):
+    """What is profiled."""
+
+    engine: str
+    preset: str
+    devices: int
+    batch: int
+    """Sequences of a step; of torch's one device, a rank's share."""
+    layers: int = 6
+    microbatches: int = 1
+    """One device accumulates them: it does the work of all stages."""
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment, spread over its devices."""
+        passes = self.microbatches if self.devices == 1 else 1
+        batch = {"batch_size": self.batch // passes, "gradient_accumulation_steps": passes}
+        sizes = {"model": SIZES[self.layers], "train": batch, "data": {"source": "synthetic"}}
+        laid_out = spread(edited(load("baby-gpt"), sizes), self.preset, self.devices)
+        return edited(laid_out, {"layout": {"microbatches": self.microbatches // passes}})
+
+
+Cell = Callable[["Profile"], str]
+CASES = (
+    Case("jax-manual", "single", 1, 8),
+    Case("jax-manual", "ddp", 4, 8),
+    Case("jax-manual", "zero1", 4, 8),
+    Case("jax-manual", "fsdp", 4, 8),
+    Case("jax-manual", "tp", 2, 8),
+    Case("jax-compiler", "zero1", 4, 8),
+    Case("jax-manual", "single", 1, 16, 8),
+    Case("jax-manual", "tp", 4, 16, 8),
+    Case("jax-manual", "tp_sp", 4, 16, 8),
+    Case("jax-manual", "single", 1, 16, 8, 16),
+    Case("jax-manual", "pp", 4, 16, 8, 4),
+    Case("jax-manual", "pp", 4, 16, 8, 16),
+    Case("torch-manual", "single", 1, 2),
+    *(Case(engine, preset, 2, 4) for preset in ("ddp", "zero1", "fsdp") for engine in TORCH),
+    *(Case(engine, preset, 2, 2) for preset in ("tp", "tp_sp") for engine in TORCH),
+    Case("torch-manual", "single", 1, 8, microbatches=8),
+    *(Case(engine, "pp", 2, 8, microbatches=8) for engine in TORCH),
+)
+
+
+class Profile(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of one case. Times are in milliseconds: of all devices of jaxpar, and of torchpar's rank 0."""
 
     engine: str
     preset: str
@@ -66,142 +102,93 @@ class Profile(Struct, frozen=True, kw_only=True):
     microbatches: int = 1
     wall_ms: float
     cpu_ms: float
-    """Of all devices, before the profiler was on."""
+    """Before the profiler was on."""
+    silent_cpu_ms: float | None = None
+    """Of torchpar, when no message is sent any more."""
     operations_ms: dict[str, float]
-    """By `CLASSES`, summed over devices."""
+    """By class."""
+
+    @property
+    def is_jax(self) -> bool:
+        """True if its times are of XLA's operations."""
+        return side_of(self.engine).name == "jaxpar"
+
+    @property
+    def total_ms(self) -> float:
+        """Of all operations."""
+        return sum(self.operations_ms.values())
 
 
 def read_profiles() -> list[Profile]:
     """What is stored; [] before the first `make profiles`."""
-    return msgspec.json.decode(PROFILES.read_bytes(), type=list[Profile]) if PROFILES.is_file() else []
+    return read_json(PROFILES, list[Profile]) if PROFILES.is_file() else []
 
 
-def classes_of(hlo: str) -> dict[str, str]:
-    """The class of every operation of a compiled module, by its name."""
-    bodies: dict[str, list[str]] = {}  # opcodes of each computation
-    found: dict[str, tuple[str, str]] = {}
-    computation = ""
-    for line in hlo.splitlines():
-        if header := _HEADER.match(line):
-            computation = header[1]
-        elif instruction := _INSTRUCTION.match(line):
-            matched = _OPCODE.search(instruction[2])
-            opcode = matched[1] if matched else ""
-            if opcode == "dot" and "lhs_batch_dims" in instruction[2]:
-                opcode = "dot of batches"
-            bodies.setdefault(computation, []).append(opcode)
-            found[instruction[1]] = (opcode, instruction[2])
-    return {
-        name: _class(opcode, text, bodies)
-        for name, (opcode, text) in found.items()
-        if opcode not in _CONTROL_FLOW
+def torch_table(*, pipelines: bool = False) -> str:
+    """Where the time of a step of torchpar's engines goes, and what both have in common."""
+    shown = [p for p in read_profiles() if not p.is_jax and (p.microbatches > 1) == pipelines]
+    cells: dict[str, Cell] = {
+        words: lambda p, kind=kind: f"{p.operations_ms[kind]:.0f}" for kind, words in TORCH_CLASSES.items()
     }
+    cells["CPU time of a step, unprofiled"] = lambda p: f"{p.cpu_ms:.0f}"
+    cells["CPU time without messages"] = lambda p: f"{p.silent_cpu_ms:.0f}"
+    cells["wall time of a step, unprofiled"] = lambda p: f"{p.wall_ms:.0f}"
+    return _table("ms of a rank in a step", shown, lambda p: f"`{p.engine}` {p.preset}", cells)
 
 
-def _class(opcode: str, text: str, bodies: dict[str, list[str]]) -> str:
-    called = re.search(r"calls=%?([\w.\-]+)", text)
-    inside = bodies.get(called[1], []) if called else []
-    op_name = _OP_NAME.search(text)
-    name = op_name[1] if op_name else ""
-    if opcode.startswith(("all-", "reduce-scatter", "collective-")):
-        return "collectives"
-    if "dot of batches" in (opcode, *inside):
-        return "attention"
-    if "dot" in (opcode, *inside) or (opcode == "custom-call" and "dot" in name):
-        return "attention" if "BH" in name else "linear layers"
-    if opcode in ("copy", "broadcast", "transpose") or (inside and set(inside) <= _MOVES):
-        return "copies"
-    return "elementwise" if "jvp" in name or "transpose(" in name else "optimizer"
+def jax_table(*, layers: int = 6) -> str:
+    """Where the time of a step of jaxpar goes."""
+    shown = [p for p in read_profiles() if p.is_jax and p.layers == layers]
+    cells: dict[str, Cell] = {
+        words: lambda p, kind=kind: f"{p.operations_ms[kind] / p.total_ms:.0%}"
+        for kind, words in JAX_CLASSES.items()
+    }
+    cells["their sum, ms"] = lambda p: f"{p.total_ms:.0f}"
+    cells["CPU time of a step, ms"] = lambda p: f"{p.cpu_ms:.0f}"
+    cells["wall time of a step, ms"] = lambda p: f"{p.wall_ms:.0f}"
+    return _table("of a step's operations", shown, lambda p: f"`{p.engine}` {p.preset}, {p.devices}", cells)
 
 
-_CONTROL_FLOW = {"while", "conditional", "call"}
-"""They last as long as what runs in them, which is counted."""
-_MOVES = {"parameter", "constant", "copy", "broadcast", "transpose", "bitcast", "reshape", "slice", ""}
-_MOVES |= {"dynamic-slice", "dynamic-update-slice", "get-tuple-element"}
+def _table(corner: str, shown: list[Profile], head: Cell, cells: dict[str, Cell]) -> str:
+    """A column for each profile."""
+    if not shown:
+        return NOT_YET
+    more = (f", {p.microbatches} microbatches" if p.microbatches > 1 else "" for p in shown)
+    header = [corner, *(head(p) + text for p, text in zip(shown, more, strict=True))]
+    return markdown_rows(header, [[words, *map(cell, shown)] for words, cell in cells.items()])
 
 
-def measure(engine: str, preset: str, devices: int, layers: int = 6, microbatches: int = 1) -> Profile:
-    """Train some steps in this process, which has not used JAX yet."""
-    from compare.contract.request import Request
-    from compare.spec.experiment import edited, load
-    from compare.studies.presets import spread
-    from jaxpar.__main__ import configure_jax
-
-    passes = microbatches if devices == 1 else 1
-    batch = {"batch_size": BATCH[layers] // passes, "gradient_accumulation_steps": passes}
-    sizes = {"model": SIZES[layers], "train": batch, "data": {"source": "synthetic"}}
-    experiment = spread(edited(load("baby-gpt"), sizes), preset, devices)
-    experiment = edited(experiment, {"layout": {"microbatches": microbatches // passes}})
-    configure_jax(Request(engine=engine, experiment=experiment))
-
-    import jax
-
-    from compare.contract.progress import Progress
-    from compare.host.facts import cpu_seconds
-    from compare.numerics.data import open_corpus
-    from compare.numerics.stream import arrays_of_step
-    from jaxpar.comm.mesh import make_mesh
-    from jaxpar.compilation import compile_step, device_scalars
-    from jaxpar.remat import resolve_remat
-    from jaxpar.setup import prepare
-
-    mesh = make_mesh(experiment.layout, platform="cpu")
-    remat = resolve_remat(experiment.layout)
-    sharded, state = prepare(engine, experiment, mesh=mesh, remat=remat)
-    compiled, corpus = compile_step(sharded, state, experiment), open_corpus(experiment)
-
-    def steps(first: int) -> tuple[float, float]:
-        begun, cpu_begun = time.perf_counter(), cpu_seconds()
-        for number in range(first, first + STEPS):
-            batch = jax.device_put(arrays_of_step(corpus, experiment, number), sharded.batch)
-            scalars = device_scalars(experiment, Progress(updates=number))
-            state.params, state.opt_state, _, _ = compiled(state.params, state.opt_state, batch, scalars)
-        jax.block_until_ready(state.params)
-        return (time.perf_counter() - begun) / STEPS, (cpu_seconds() - cpu_begun) / STEPS
-
-    steps(0)
-    walls, cpus = zip(*(steps(WARMUP + STEPS * turn) for turn in range(ROUNDS)), strict=True)
-    hlo = compiled.as_text()
-    assert hlo
-    named, found = classes_of(hlo), []
-    for turn in range(ROUNDS, 2 * ROUNDS):
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                steps(WARMUP + STEPS * turn)
-            (path,) = Path(folder).rglob("*.xplane.pb")
-            traced = jax.profiler.ProfileData.from_file(str(path))
-        found.append(Counter(dict.fromkeys(CLASSES, 0.0)))
-        for event in (event for plane in traced.planes for line in plane.lines for event in line.events):
-            operation = dict(event.stats).get("hlo_op")
-            if operation in named:
-                found[-1][named[operation]] += event.duration_ns / 1e6 / STEPS
-    return Profile(
-        engine=engine,
-        preset=preset,
-        devices=devices,
-        layers=layers,
-        microbatches=microbatches,
-        wall_ms=median(walls) * 1e3,
-        cpu_ms=median(cpus) * 1e3,
-        operations_ms={kind: median(one[kind] for one in found) for kind in CLASSES},
-    )
+def measure(case: Case) -> Profile:
+    """Train some steps in this process, or in ranks that it starts."""
+    if side_of(case.engine).name == "jaxpar":
+        from jax_operations import measured
+    else:
+        from torch_operators import measured
+    fields = case._asdict()
+    del fields["batch"]
+    return Profile(**fields, **measured(case))
 
 
-def main(arguments: list[str]) -> None:
-    """Measure one case and print it, or all of them, each in a process of its own, and keep them."""
-    if arguments:
-        engine, preset, *numbers = arguments
-        print(msgspec.json.encode(measure(engine, preset, *map(int, numbers))).decode())
-        return
+def main(words: list[str]) -> int:
+    """Measure one case and print it; or all of them, each in a process of its own, and keep them."""
+    chosen = [case for case in CASES if [*map(str, case)][: len(words)] == words]
+    if words and len(chosen) != 1:
+        print(f"{' '.join(words)}: {len(chosen)} cases begin so: give one of CASES", file=sys.stderr)
+        return 2
+    if words:
+        print(msgspec.json.encode(measure(chosen[0])).decode())
+        return 0
     found = []
     for case in CASES:
         command = [sys.executable, __file__, *map(str, case)]
-        environment = child_environment(SIDES["jaxpar"], "cpu")  # memory in huge pages, as in a run
+        # memory in huge pages, as in a run of jaxpar
+        environment = child_environment(SIDES["jaxpar"], "cpu") if case.engine not in TORCH else None
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-        found.append(msgspec.json.decode(done.stdout, type=Profile))
+        found.append(msgspec.json.decode(done.stdout.splitlines()[-1], type=Profile))
         print(found[-1], file=sys.stderr, flush=True)
-    PROFILES.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    write_atomically(PROFILES, msgspec.json.encode(found) + b"\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

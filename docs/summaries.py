@@ -5,10 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from memory import ENGINES, LAYOUTS, read_memory
-
 from compare.show.markdown import markdown_rows as markdown
-from compare.terminal.units import human_bytes
 
 GENERATED = Path(__file__).parent / "generated"
 LEDGER, PARITY = GENERATED / "ledger.md", GENERATED / "parity.md"
@@ -49,19 +46,6 @@ def state_of(cell: str) -> str:
     if cell in ("=", "–"):  # noqa: RUF001
         return EQUAL if cell == "=" else "-"
     return UNEXPLAINED if ": unexplained (" in cell or cell.startswith("**") else PATTERN
-
-
-def memory() -> str:
-    """Bytes of the fullest device at the peak, of every layout and engine, all classes together."""
-    stored = read_memory()
-    if not stored:
-        return "Not measured yet: `make memory` measures it."
-    rows = (
-        [f"`{preset}`", *(human_bytes(held[e].peak.total) if e in held else "-" for e in ENGINES)]
-        for preset in LAYOUTS
-        if (held := stored.get(preset))
-    )
-    return markdown(["peak of a device", *(f"`{engine}`" for engine in ENGINES)], rows)
 
 
 def parity_count() -> str:

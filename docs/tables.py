@@ -5,27 +5,13 @@ from functools import cache, partial
 
 import msgspec
 from measured import Errors, Measured, read_measured
-from measured_tables import (
-    counts_agree,
-    endings,
-    memory,
-    moves,
-    precisions,
-    profiles,
-    recipes,
-    refusals,
-    savings,
-    sweep,
-    torch_profiles,
-)
+from measured_tables import endings, refusals
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
-from recipes import SETTINGS
-from strategies import SWEEPS
-from studies import SHOWN, study_section
+from profiles import jax_table, torch_table
+from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
-from summaries import memory as memory_summary
 from summaries import parity, parity_count
 from type_errors import WAYS, Outcome, read_type_errors
 
@@ -37,6 +23,7 @@ from compare.commands.schedule import cost_of
 from compare.judge.ladder import REQUEST, RUNGS
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.pipeline.schedules import SCHEDULES, make_schedule
+from compare.present.lesson import worked
 from compare.show.markdown import markdown_rows as markdown
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout
@@ -48,6 +35,8 @@ from compare.terminal.units import error_text
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2  # of the schedules that are drawn in schedules.png
 SGD = ".sgd"
 """Ends the names of golden cases by SGD."""
+COUNTS = "counts"
+"""A study whose table is empty: its sentence is all there is to show."""
 QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 """Rungs whose errors the docs quote."""
 
@@ -70,6 +59,16 @@ def mirror() -> str:
     """Lines of code of every strategy: its own file / with helpers; and of guards."""
     rows = ([f"`{name}`", *cells] for name, *cells in mirror_rows())
     return markdown(["", *(f"`{folder}`" for folder in FOLDERS.values())], rows)
+
+
+def which_strategy() -> str:
+    """The worked example of the lessons: what a GPU holds and sends under each strategy."""
+    table = worked.table()
+    cells = (
+        [cell.text + (f", {cell.note}" if cell.note else "") for cell in row.cells] for row in table.rows
+    )
+    rows = ([row.head.text, *own] for row, own in zip(table.rows, cells, strict=True))
+    return f"{worked.sentence()}\n\n{markdown([table.corner, *table.columns], rows)}"
 
 
 def commands() -> str:
@@ -221,6 +220,7 @@ def _measured() -> Measured:
 SECTIONS: dict[str, Callable[[], str]] = {
     "mirror": mirror,
     "type-errors": type_errors,
+    "which-strategy": which_strategy,
     "commands": commands,
     "experiments": experiments,
     "presets": presets,
@@ -238,27 +238,21 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "harness-faults-missed": missed_without_request,
     "parity": parity,
     "parity-count": parity_count,
-    "moves": moves,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-summary": performance_summary,
     "performance-one-device": one_device,
     "performance-method": method,
     "performance-agreement": agreement,
     "performance-resolution": resolution,
-    **{f"sweep-{name}": partial(sweep, name) for name in SWEEPS},
-    **{f"study-{name}": partial(study_section, name) for name in SHOWN},
-    "profiles": profiles,
-    "profiles-8-layers": partial(profiles, layers=8),
-    "torch-profiles": torch_profiles,
-    "torch-profiles-pipeline": partial(torch_profiles, pipelines=True),
-    "precisions": precisions,
-    "savings": savings,
-    "counts-agree": counts_agree,
-    "memory": memory,
-    "memory-summary": memory_summary,
+    **{f"study-{name}": partial(study_section, name) for name in SHOWN if name != COUNTS},
+    f"sentence-{COUNTS}": partial(sentence, COUNTS),
+    "details-memory": partial(details_section, "memory"),
+    "profiles": jax_table,
+    "profiles-8-layers": partial(jax_table, layers=8),
+    "torch-profiles": torch_table,
+    "torch-profiles-pipeline": partial(torch_table, pipelines=True),
     "ledger-summary": ledger_summary,
     "endings": endings,
     "refusals": refusals,
-    **{f"recipe-{name}": partial(recipes, name) for name in SETTINGS},
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

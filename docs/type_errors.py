@@ -1,4 +1,4 @@
-"""`make type-errors`: planted mistakes of sharding, and who says something; docs/type_errors.json.
+"""`make type-errors`: planted mistakes of sharding, and who says something; docs/data/type_errors.json.
 
 Each mistake is a few lines of a sharded product, written three times: with types (Explicit), with constraints
 (Auto), and per device (`shard_map`, its check of varying axes on). Two devices, float64. An outcome is an
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from jaxpar.measure.ledger import ledger_of
 
-FOUND = Path(__file__).parent / "type_errors.json"
+FOUND = Path(__file__).parent / "data" / "type_errors.json"
 WAYS = ("explicit", "auto", "manual")
 AXIS, DEVICES = "x", 2
 B, C, M, V = 4, 6, 8, 10

@@ -75,7 +75,7 @@ def type_of_gradient(x: jax.Array) -> NamedSharding | None:
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """The exact GELU, x Phi(x), with Phi the normal distribution (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    """The exact GELU, x Phi(x), of x of any shape; Phi is the normal distribution (arXiv 1606.08415)."""
     return x * _normal_distribution(x)
 
 

@@ -21,7 +21,7 @@ from compare.numerics.dropout import (
     PARITY,
     ROTATIONS,
     ROUNDS,
-    Site,
+    DropoutSite,
     kept_scale,
     site_number,
     threshold,
@@ -41,7 +41,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def of(cls, keys_B2: jax.Array | None, layer: ArrayLike = OUTSIDE) -> "Noise | None":
-        """The noise in a layer; None without keys."""
+        """The noise in a layer, a number or an array (); None without keys."""
         return None if keys_B2 is None else cls(keys_B2, jnp.asarray(layer).astype(jnp.uint32))
 
     @property
@@ -65,7 +65,7 @@ class Dropout(nnx.Module):
             another there (`split_rows`).
     """
 
-    def __init__(self, rate: float, site: Site):
+    def __init__(self, rate: float, site: DropoutSite):
         self.rate, self.site = rate, site
         self.part: Part = whole
 
@@ -84,7 +84,7 @@ class Dropout(nnx.Module):
 def split_rows(model: Any, part: Part, *, sequence_parallel: bool) -> None:
     """Say which rows a device has that tensor parallelism gives some of the heads, or of the positions."""
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, Dropout) and (module.site == Site.ATTENTION or sequence_parallel):
+        if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
             module.part = part
 
 
@@ -96,7 +96,7 @@ def is_kept(
     rate: float,
     first_row: jax.Array | int = 0,
 ) -> jax.Array:
-    """Which elements are kept: bool (B, *shape).
+    """Mask of the kept elements: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences, uint32.
@@ -120,7 +120,7 @@ def is_kept(
 def threefry(
     key: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 of every pair of counter words, all uint32, broadcast against each other."""
+    """Threefry-2x32 of each pair of counter words: uint32 of any shapes, broadcast against each other."""
     keys = [*key, key[0] ^ key[1] ^ jnp.uint32(PARITY)]
     x, y = first + keys[0], second + keys[1]
     for block in range(ROUNDS // 4):

@@ -27,8 +27,8 @@ from compare.contract.faults import (
     SPLIT_LAYERS,
     SPLIT_SEQUENCE,
     STAGES,
-    Fault,
     Ignored,
+    PlantedFault,
     find_fault,
 )
 from compare.contract.progress import Progress
@@ -74,12 +74,12 @@ def wrong_collectives(
 
 
 def first_only(x: jax.Array, axis: str) -> jax.Array:
-    """Zero on all devices but the first of an axis: then a sum over the axis is no sum."""
+    """x, any shape, on the first device of an axis, zeros on the others: a sum over the axis has one term."""
     return jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
 
 
 def times_devices(x: jax.Array, axis: str) -> jax.Array:
-    """x times the devices of an axis: then a mean over the axis is the sum."""
+    """x, any shape, times the devices of an axis: a mean over the axis becomes the sum."""
     return x * collectives.axis_size(axis)
 
 
@@ -195,7 +195,7 @@ def unscaled_dropout() -> AbstractContextManager:
 
 
 def same_dropout_on_every_rank() -> AbstractContextManager:
-    """No device is told which rows are its own."""
+    """Every device takes its rows for the first ones."""
     return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
 
 
@@ -244,23 +244,23 @@ _partial_gradients = partial(wrong_collectives, "all_reduce", axis=TP, purpose=R
 _tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED_GRADIENTS)
 
 FAULTS = (
-    Fault("dropped_all_reduce", MANUAL, REPLICAS, partial(_gradients, of=first_only)),
-    Fault("dropped_all_reduce", TYPED, REPLICAS, first_copy_only),
-    Fault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
-    Fault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
-    Fault("sum_for_mean", MANUAL, REPLICAS, partial(_gradients, of=times_devices)),
-    Fault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
-    Fault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(_row_products, of=first_only)),
-    Fault("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
-    Fault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(_partial_gradients, of=first_only)),
-    Fault("norm_counts_replicas_twice", MANUAL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
-    Fault("wrong_optimizer_shard", MANUAL, SHARDS, wrong_optimizer_shard),
-    Fault("overwritten_microbatch", MANUAL, STAGES, overwritten_microbatch),
-    Fault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
-    Fault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
-    Fault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
-    Fault("reversed_update", ALL, REPLICAS, reversed_update),
-    Fault("rounded_weights", ALL, REPLICAS, rounded_weights),
-    Fault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
-    *(Fault(name, ALL, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
+    PlantedFault("dropped_all_reduce", MANUAL, REPLICAS, partial(_gradients, of=first_only)),
+    PlantedFault("dropped_all_reduce", TYPED, REPLICAS, first_copy_only),
+    PlantedFault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
+    PlantedFault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
+    PlantedFault("sum_for_mean", MANUAL, REPLICAS, partial(_gradients, of=times_devices)),
+    PlantedFault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
+    PlantedFault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(_row_products, of=first_only)),
+    PlantedFault("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
+    PlantedFault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(_partial_gradients, of=first_only)),
+    PlantedFault("norm_counts_replicas_twice", MANUAL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
+    PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, wrong_optimizer_shard),
+    PlantedFault("overwritten_microbatch", MANUAL, STAGES, overwritten_microbatch),
+    PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
+    PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
+    PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
+    PlantedFault("reversed_update", ALL, REPLICAS, reversed_update),
+    PlantedFault("rounded_weights", ALL, REPLICAS, rounded_weights),
+    PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
+    *(PlantedFault(name, ALL, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
 )

@@ -30,14 +30,20 @@ def scaled(loss: Callable[..., jax.Array], scalars: Scalars, *, parts: int = 1) 
 
 
 def unscaled(gradients: Any, scalars: Scalars, *, parts: int = 1) -> Any:
-    """Gradients of a scaled loss, as they are without it; what overflowed is not finite."""
+    """Gradients of a scaled loss over the scale: leaves of any shape; an overflow stays infinite or NaN."""
     if "loss_scale" not in scalars:
         return gradients
     return jax.tree.map(lambda g: g / (scalars["loss_scale"] / parts), gradients)
 
 
 def unless_overflowed(after: Any, before: Any, *, grad_norm: jax.Array, scalars: Scalars) -> Any:
-    """The state after a step; as it was before, if the norm of the gradients is not finite."""
+    """The state after a step, or the one before it if the norm, a scalar, is infinite or NaN.
+
+    Args:
+        after, before: trees with leaves of equal shapes.
+        grad_norm: of the unscaled gradients, ().
+        scalars: without a loss scale every step counts.
+    """
     if "loss_scale" not in scalars:
         return after
     return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(grad_norm), new, old), after, before)

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
-from compare.numerics.dropout import Site
+from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, QKV
 from compare.spec.experiment import Model, Precision
 from jaxpar.attention import causal_attention
@@ -66,7 +66,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The affine map without its bias, as a product of two matrices."""
+        """x (..., N) times the weight, as a product of two matrices: the affine map before its bias."""
         weight = self.weight[...].astype(self.compute)
         inputs, outputs = weight.shape[: self.contracted], weight.shape[self.contracted :]
         batch = x.shape[: x.ndim - self.contracted]
@@ -103,8 +103,8 @@ class Attention(nnx.Module):
         self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
         self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
         self.storage = dtypes.storage
-        self.dropout = Dropout(config.dropout, Site.ATTENTION)
-        self.out_dropout = Dropout(config.dropout, Site.ATTENTION_OUT)
+        self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION)
+        self.out_dropout = Dropout(config.dropout, DropoutSite.ATTENTION_OUT)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
         qkv_BT3HD = self.qkv(x_BTC)
@@ -125,7 +125,7 @@ class MLP(nnx.Module):
         self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
         self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
         self.activation = gelu if config.activation == "gelu" else jax.nn.gelu  # whose default is tanh
-        self.dropout = Dropout(config.dropout, Site.MLP_OUT)
+        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
         return self.dropout(self.down(self.activation(self.up(x_BTC))), noise)
@@ -195,7 +195,7 @@ class GPT(nnx.Module):
         self.embedding = Embedding(config, dtypes)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
         self.norm = layer_norm(config, dtypes)
-        self.dropout = Dropout(config.dropout, Site.EMBEDDING)
+        self.dropout = Dropout(config.dropout, DropoutSite.EMBEDDING)
 
     def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
         """Logits (B, T, V) in the compute dtype.

@@ -22,7 +22,7 @@ from jaxpar.comm.mesh import device_kind
 from jaxpar.evaluation import make_evaluation
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
-from jaxpar.measure.profile import Profile
+from jaxpar.measure.profile import StepProfiler
 from jaxpar.measure.usage import (
     PACKAGES,
     first_device,
@@ -37,19 +37,19 @@ from jaxpar.training_step import ShardedStep
 
 
 def observers_of(run: Run, recorder: Recorder, *, started_utc: str) -> Observers:
-    """What watches a training; its evaluation is compiled here.
+    """Observers of a training; its evaluation is compiled here.
 
     Args:
-        run: what is trained.
+        run: the training.
         recorder: writes.
         started_utc: when the run began.
     """
-    own = [Profile(run, recorder)] if run.request.profile else []
+    own = [StepProfiler(run, recorder)] if run.request.profile else []
     return recording.observers_of(RunSide(run), recorder, recorder.folder, started_utc=started_utc, own=own)
 
 
 class RunSide:
-    """A run, as the record asks for it: a `recording.Side`."""
+    """A run, as the record asks for it: a `RecordedSide`."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -61,14 +61,14 @@ class RunSide:
         return memory_in_use(first_device(self._run.state.params))
 
     def not_finite(self) -> str:
-        """Gradients never leave the step: it names what they made of the weights."""
+        """The first weight that is infinite or NaN: gradients stay inside the step."""
         first = first_not_finite(self.tensors(Rung.FINAL_WEIGHTS))
         if first:
             return f"the first weight that is not finite after the step is {first}"
         return "every weight is finite after the step"
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """Fetched from the devices."""
+        """A rung's tensors: canonical name -> full tensor, fetched from the devices."""
         run, state = self._run, self._run.state
         match rung:
             case Rung.BATCH:

@@ -24,7 +24,7 @@ def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformati
     and a `compare.numerics.optimizer.StepScalars` as a dict of scalars.
 
     Args:
-        spec: which one, and its hyperparameters.
+        spec: the optimizer's name and hyperparameters.
         decay: a tree of bools like the parameters: whether a leaf decays (`weights.decay_mask`).
     """
     rule = adamw(spec, decay=decay) if spec.name == "adamw" else sgd(spec, decay=decay)
@@ -60,7 +60,7 @@ def state_like(optimizer: optax.GradientTransformationExtraArgs, params: Any, tr
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm over all leaves, which must be whole on every device."""
+    """Euclidean norm over all leaves, a scalar; every device holds each leaf whole."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 

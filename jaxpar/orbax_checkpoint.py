@@ -54,7 +54,7 @@ def import_checkpoint(source: Path, target: Path) -> None:
     """Write a checkpoint of orbax, of these names, as one of ours.
 
     Args:
-        source: what `export_checkpoint` wrote, or another program with the same names and shapes.
+        source: a checkpoint of `export_checkpoint`, or of another program with its names and shapes.
         target: folder of the checkpoint; must not exist.
 
     Raises:

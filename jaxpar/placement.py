@@ -82,7 +82,7 @@ class Placement:
         return self._reordered(np.arange(self.shape[0]), self.chunks, self.degrees[PP]).tolist()
 
     def pad(self, x: np.ndarray) -> np.ndarray:
-        """The true array as it is stored: layers by the device that has them, zeros where a part is short."""
+        """The true array, `shape`, in `stored_shape`: layers in the order of devices, short parts padded."""
         x = self._reordered(x, self.chunks, self.degrees[PP])
         if (dim := self.dims.get(TP)) is not None:
             x = _pad(x, dim, self.degrees[TP] * self.part(dim, sharded=False))
@@ -92,7 +92,7 @@ class Placement:
         return x
 
     def unpad_shards(self, x: Any) -> Any:
-        """A whole array (NumPy or JAX) without dp_shard's padding; tp's stays."""
+        """An array of `stored_shape` (NumPy or JAX) without the padding of dp_shard; that of tp stays."""
         dim = self.dims.get(DP_SHARD)
         if dim is None:
             return x
@@ -102,7 +102,7 @@ class Placement:
         return _joined(_head(self._tp_parts(x, dim), dim + 1, size), dim)
 
     def unpad(self, x: Any) -> Any:
-        """The true array again: the inverse of `pad`."""
+        """The true array, `shape`, of one of `stored_shape`: the inverse of `pad`."""
         x = self._reordered(self.unpad_shards(x), self.degrees[PP], self.chunks)
         dim = self.dims.get(TP)
         return x if dim is None else _head(x, dim, self.shape[dim])

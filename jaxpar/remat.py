@@ -34,9 +34,9 @@ def apply_remat(
     """A scanned layer that keeps of its forward pass what `remat` allows.
 
     Args:
-        layer: what lax.scan runs.
+        layer: the body of a lax.scan.
         remat: none keeps all, dots matrix products and sums over devices, full nothing.
-        is_gather: which of its operations gather parameters; None if it gathers none.
+        is_gather: tells operations that gather parameters; None for a layer without any.
         keep_gathered: keep what was gathered until backward; otherwise it is gathered again, whatever
             `remat` says.
     """

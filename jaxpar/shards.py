@@ -46,8 +46,11 @@ def held(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.n
 
     Args:
         tree: placed weights, gradients or moments, with the parameters' structure.
-        placements: theirs.
+        placements: of its leaves.
         model: the sizes.
+
+    Yields:
+        A shard, and its values, of its shape.
     """
     leaves, how = flatten_dict(tree), flatten_dict(placements)
     for path, parameters in parameters_by_path(model).items():

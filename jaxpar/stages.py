@@ -78,7 +78,7 @@ def make_stage(
     """The function of a device at a tick: it picks the chunk whose turn it is, and applies it.
 
     Args:
-        chunk: (layers, x, turn) -> x.
+        chunk: (layers, x, turn) -> x, with layers (layers of a chunk, ...) and x (B, ...) of a microbatch.
         chunks, remat, is_gather: see `pipelined`.
     """
     if chunks == 1 and is_gather is None:

@@ -62,10 +62,10 @@ class Run:
         return self.request.experiment
 
     def program(self, number: int) -> jax.stages.Compiled:
-        """What runs as the step of this number."""
+        """The compiled step of this number."""
         return self.first if self.first and number == self.request.first_step else self.step
 
 
 def canonical(sharded: ShardedStep, tree: Any, experiment: Experiment) -> dict[str, np.ndarray]:
-    """A tree like the parameters, fetched from the devices, by canonical name."""
+    """A tree like the parameters, fetched from the devices: canonical name -> full tensor."""
     return weights.to_canonical(sharded.unpad(tree), experiment.model)

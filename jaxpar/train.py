@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import jax
 import numpy as np
 
-from compare.contract.observers import Done, Observer
+from compare.contract.observers import FinishedStep, Observer
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
@@ -49,7 +49,7 @@ def train(
         record = read_record(folder, requested=False)
 
     Args:
-        request: what to run.
+        request: experiment, engine and observers of the run.
         recorder: where to write.
         weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
         batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step. By default those of
@@ -78,9 +78,9 @@ def run_loop(run: Run, take: Take, tell: Observer, *, progress: Callable[..., No
     """Train to the end.
 
     Args:
-        run: what is trained.
+        run: the training.
         take: a step, from a placed batch to loss and grad_norm, scalars; puts the new state into `run.state`.
-        tell: what watches.
+        tell: the observers.
         progress: as of `train`.
 
     Raises:
@@ -104,8 +104,8 @@ def train_steps(run: Run, take: Take, tell: Observer) -> None:
     done = []
     with tell.around(first), clock:
         for arrays in drawn:
-            place, metrics = state.place, take(jax.device_put(arrays, run.sharded.batch))
-            done.append(Done(place, metrics["loss"], metrics["grad_norm"]))
+            start, metrics = state.snapshot, take(jax.device_put(arrays, run.sharded.batch))
+            done.append(FinishedStep(start, metrics["loss"], metrics["grad_norm"]))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None
             state.move_on(run.request.engine, run.experiment, grad_norm=norm)

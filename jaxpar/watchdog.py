@@ -40,7 +40,7 @@ class Watchdog:
         """Something was finished: start the clock again.
 
         Args:
-            in_step: what follows is a step.
+            in_step: a step follows.
         """
         self._in_step = in_step
         self._restart()

@@ -21,7 +21,7 @@ STACKED = "blocks"
 
 
 def from_canonical(named: Mapping[str, np.ndarray], model: Model) -> dict[str, Any]:
-    """The state tree, as NumPy arrays, of tensors given by canonical name."""
+    """The state tree, as NumPy arrays: (L, ...) of the stacked layers, from (...) of each canonical name."""
     return unflatten_dict(
         {
             path: np.stack([named[parameter.name] for parameter in parameters])
@@ -33,7 +33,7 @@ def from_canonical(named: Mapping[str, np.ndarray], model: Model) -> dict[str, A
 
 
 def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
-    """Tensors by canonical name, fetched to the host, from a tree that has the state tree's structure.
+    """Tensors (...) by canonical name, fetched to the host, from a tree like the state tree, layers (L, ...).
 
     Raises:
         KeyError: a leaf of the table is missing from the tree.

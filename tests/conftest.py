@@ -7,10 +7,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import durations
 import processes
 import pytest
 import quick_xla
 import warm
+from grid import Grid
 from hypothesis import HealthCheck, settings
 
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
@@ -31,72 +33,28 @@ CACHING = {
     "golden",
     "sweep",
 }  # commands that take --cache_dir
-SLOW_FIXTURES = {"shardpair", "ranks"}
-SLOW = {
-    "test_api",
-    "test_folder",
-    "test_golden",
-    "test_harness_faults",
-    "test_jaxpar_any_model",
-    "test_jaxpar_cache",
-    "test_jaxpar_compiler_pipeline",
-    "test_jaxpar_data_parallel",
-    "test_jaxpar_dynamic_counts",
-    "test_jaxpar_explicit",
-    "test_jaxpar_layouts",
-    "test_jaxpar_ledger",
-    "test_jaxpar_memory_profile",
-    "test_jaxpar_model",
-    "test_jaxpar_optimizer",
-    "test_jaxpar_peak",
-    "test_jaxpar_pipeline",
-    "test_jaxpar_pipeline_gpt",
-    "test_jaxpar_plain_jit",
-    "test_jaxpar_run",
-    "test_jaxpar_shards",
-    "test_own_weights",
-    "test_printed_commands",
-    "test_processes",
-    "test_progress",
-    "test_ranks",
-    "test_robustness",
-    "test_safe_path",
-    "test_source",
-    "test_standard_output",
-    "test_torchpar_compile",
-    "test_torchpar_double_backward",
-    "test_torchpar_examples",
-    "test_torchpar_host_memory",
-    "test_torchpar_launch",
-    "test_torchpar_memory_profile",
-    "test_torchpar_peers",
-    "test_torchpar_run",
-    "test_torchpar_timeline",
-    "test_torchpar_zero",
-    "test_torchrun",
-    "test_watching",
-}
-"""Files whose tests start processes, compile steps or draw long, beside those that use SLOW_FIXTURES."""
-REAL_PYTHONS = {
-    "test_bench_run",
-    "test_checkpoint_kills",
-    "test_collectives",
-    "test_golden",
-    "test_peers",
-    "test_registry",
-    "test_robustness",
-}
-"""Files whose `shardpair` starts interpreters as a user does: they are about signals or environments."""
+SLOW_FIXTURES = {"shardpair", "grid", "ranks"}
+"""What starts engines: beside tests that took long when `durations` were recorded."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option of `make durations`."""
+    parser.addoption("--record_durations", action="store_true", help="write tests/durations.json anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record how long tests take, or watch it."""
+    config.pluginmanager.register(durations.Durations(is_kept=config.getoption("--record_durations")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `slow` what `make test-fast` leaves out."""
     for item in items:
-        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or item.path.stem in SLOW:
+        if durations.is_slow(item.nodeid) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
 
@@ -122,12 +80,22 @@ no_process_left = pytest.fixture(autouse=True)(processes.no_process_left)
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def cache_dir(shared_folder: Path) -> str:
     """One compilation cache for all tests and workers: a step on one device is compiled once."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    return str(shared / "compiled")
+    return str(shared_folder / "compiled")
+
+
+@pytest.fixture(scope="session")
+def grid(shared_folder: Path, cache_dir: str) -> Grid:
+    """Every engine under the layouts that many tests read, trained as they are asked for."""
+    return Grid(shared_folder / "grid", Shardpair(shared_folder / "grid", cache_dir, warm.python()))
 
 
 @pytest.fixture
@@ -167,10 +135,15 @@ class Shardpair:
 
 
 @pytest.fixture
-def shardpair(request: pytest.FixtureRequest, tmp_path: Path, cache_dir: str) -> Shardpair:
+def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
     """The command line, run in a temporary folder."""
-    python = sys.executable if request.node.path.stem in REAL_PYTHONS else warm.python()
-    return Shardpair(tmp_path, cache_dir, python)
+    return Shardpair(tmp_path, cache_dir, warm.python())
+
+
+@pytest.fixture
+def warm_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sides of a study that the test calls in its own process are forks, as those of `shardpair` are."""
+    monkeypatch.setattr(sys, "executable", warm.python())
 
 
 @pytest.fixture(scope="module")

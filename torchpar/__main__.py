@@ -162,7 +162,7 @@ def time_collectives(folder: Path) -> None:
 
 
 def _attempt(folder: Path, work: Callable[[Path], None]) -> tuple[Failure | None, int]:
-    from torchpar.launcher.local import Interrupted
+    from torchpar.launcher.local import LaunchInterrupted
     from torchpar.launcher.supervisor import RanksFailed
 
     try:
@@ -176,7 +176,7 @@ def _attempt(folder: Path, work: Callable[[Path], None]) -> tuple[Failure | None
     except OSError as error:
         full = no_room(error, folder)
         return Failure(message=full or f"{folder}: {error}"), FAILED if full else BAD_REQUEST
-    except Interrupted as error:
+    except LaunchInterrupted as error:
         code = 128 + error.signal_number
         return Failure(message=describe_exit(code)), code
     return None, DONE

@@ -45,7 +45,7 @@ def run_bench(folder: Path) -> None:
     Raises:
         ExperimentError: a bad request.
         MissingDevicesError: too few GPUs.
-        RanksFailed, Interrupted: from `launch`.
+        RanksFailed, LaunchInterrupted: from `launch`.
     """
     request = read_collective_request(folder, side=TORCH.name)
     on_gpu = request.platform == "gpu"
@@ -104,8 +104,8 @@ def time_case(
 
     Args:
         name: of the implementation.
-        axis: that does it.
-        case: which.
+        axis: of the collective.
+        case: kind and size.
         request: for how long, and which fault.
         device: of this rank.
     """
@@ -132,7 +132,7 @@ def time_case(
 
 
 def make_call(kind: str, axis: Axis, given: torch.Tensor, result: torch.Tensor) -> Callable[[], object]:
-    """The collective as a function without arguments: from `given` into `result`, or on `result` in place."""
+    """The collective, called with (): from `given` (n,) into `result` (n,), or on `result` in place."""
     match kind:
         case "all_reduce":
             return lambda: axis.all_reduce(result)

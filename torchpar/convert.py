@@ -41,7 +41,7 @@ def convert(source: Path, target: Path, model: Model | None = None) -> None:
 
 
 def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str) -> dict[str, torch.Tensor]:
-    """nanoGPT's state dict by the names of the plain model's parameters, the tied head once.
+    """Tensors of nanoGPT's state dict, in its shapes, by the names of the plain model; the tied head once.
 
     Raises:
         ExperimentError: it is no state dict, or does not fit the model.
@@ -63,7 +63,7 @@ def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor of real numbers that are all there, one after the other."""
+    """Whether it is a dense floating-point tensor, of any shape, in the host's memory."""
     return (
         torch.is_tensor(value)
         and value.layout == torch.strided

@@ -18,7 +18,7 @@ from compare.numerics.dropout import (
     PARITY,
     ROTATIONS,
     ROUNDS,
-    Site,
+    DropoutSite,
     kept_scale,
     site_number,
     threshold,
@@ -33,13 +33,13 @@ class Dropout(nn.Module):
     Args:
         rate: of what is dropped.
         site: the place.
-        layer: which it is in, counted from 1; `OUTSIDE` if in none.
+        layer: its number, counted from 1; `OUTSIDE` for none.
 
     Attributes:
-        part: which of the equal parts of x's rows this rank has, in their order: see `split_rows`.
+        part: number of this rank's part among equal parts of x's rows: see `split_rows`.
     """
 
-    def __init__(self, rate: float, site: Site, layer: int = OUTSIDE):
+    def __init__(self, rate: float, site: DropoutSite, layer: int = OUTSIDE):
         super().__init__()
         self.rate, self.site, self.number = rate, site, site_number(layer, site)
         self.part = 0
@@ -57,7 +57,7 @@ class Dropout(nn.Module):
 def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
     """Say which rows a rank has that tensor parallelism gives some of the heads, or of the positions."""
     for module in model.modules():
-        if isinstance(module, Dropout) and (module.site == Site.ATTENTION or sequence_parallel):
+        if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
             module.part = part
 
 
@@ -65,7 +65,7 @@ def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
 def is_kept(
     keys_B2: torch.Tensor, site: int, shape: tuple[int, ...], *, rate: float, first_row: int = 0
 ) -> torch.Tensor:
-    """Which elements are kept: bool (B, *shape).
+    """Mask of the kept elements: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences: their words' bits as int32.
@@ -87,7 +87,7 @@ def is_kept(
 def threefry(
     key: tuple[torch.Tensor, torch.Tensor], first: torch.Tensor, second: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threefry-2x32 of every pair of counter words, all int32, broadcast against each other."""
+    """Threefry-2x32 of each pair of counter words: int32 of any shapes, broadcast against each other."""
     keys = [*key, key[0] ^ key[1] ^ _signed(PARITY)]
     x, y = torch.broadcast_tensors(first + keys[0], second + keys[1])
     x, y = x.clone(), y.clone()

@@ -27,7 +27,7 @@ class GPTStages(nn.Module):
 
     Args:
         model: its modules are shared, not copied; dropping it frees those of other ranks' stages.
-        own: which stages, along the model.
+        own: numbers of its stages, along the model.
         stages: of the whole pipeline; divides the blocks.
 
     Attributes:
@@ -122,7 +122,7 @@ class OneStage(nn.Module):
 
     Args:
         part: a `GPTStages`, or what a layout wrapped around it.
-        stage: which.
+        stage: its number along the model.
     """
 
     def __init__(self, part: nn.Module, stage: int):
@@ -130,6 +130,7 @@ class OneStage(nn.Module):
         self.part, self.stage = part, stage
 
     def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, T, C), or tokens (B, T) on the first stage -> the stage's output (B, T, C)."""
         return self.part(x, keys_B2, stage=self.stage)
 
 
@@ -169,14 +170,14 @@ def as_pipeline(
 
 
 def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:
-    """Make the gradients of two copies of one parameter, on two stages, the sum of both, on both.
+    """Replace the gradients of a parameter's two copies, on two stages, by their sum, on both.
 
     The copies must have started equal; they then stay so to the last bit, as a + b is b + a.
 
     Args:
-        parameter: this rank's copy; the other ranks need not call.
+        parameter: this rank's copy, any shape; only the two ranks with a copy call.
         axis: of the pipeline.
-        ranks: which of the axis have the copies.
+        ranks: the two ranks of the axis with a copy.
     """
     assert parameter.grad is not None
     (other,) = set(ranks) - {axis.rank}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from compare.numerics.dropout import Site
+from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, QKV
 from compare.spec.experiment import Model
 from torchpar.dropout import Dropout
@@ -45,7 +45,7 @@ class CausalAttention(nn.Module):
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
-        self.dropout = Dropout(config.dropout, Site.ATTENTION, layer)
+        self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION, layer)
 
     def forward(
         self,
@@ -86,7 +86,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, QKV * config.n_embd, bias=config.bias)
         self.core = CausalAttention(config, layer)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = Dropout(config.dropout, Site.ATTENTION_OUT, layer)
+        self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION_OUT, layer)
 
     def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
         qkv_BT3HD = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim))
@@ -103,7 +103,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, MLP_RATIO * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=config.bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.dropout = Dropout(config.dropout, Site.MLP_OUT, layer)
+        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, layer)
 
     def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
         x_BTC = self.c_proj(F.gelu(self.c_fc(x_BTC), approximate=self.approximate))
@@ -140,7 +140,7 @@ class GPT(nn.Module):
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": Dropout(config.dropout, Site.EMBEDDING),
+                "drop": Dropout(config.dropout, DropoutSite.EMBEDDING),
                 "h": nn.ModuleList(Block(config, layer) for layer in range(1, config.n_layer + 1)),
                 "ln_f": LayerNorm(config),
             }

@@ -35,7 +35,7 @@ from torchpar.weights import moment_keys, to_arrays
 
 
 def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
-    """What watches this rank's training.
+    """Observers of this rank's training.
 
     Args:
         run: this rank's.
@@ -46,9 +46,9 @@ def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
     instruments = Instruments(run)
     own: list[Observer] = [instruments]
     if run.request.profile:
-        from torchpar.measure.timeline import Profile  # what it marks is not imported for every run
+        from torchpar.measure.timeline import StepProfiler  # what it marks is not imported for every run
 
-        own.insert(0, Profile(run, recorder, instruments))
+        own.insert(0, StepProfiler(run, recorder, instruments))
     if run.request.silent:
         own.append(Silence(run))
     side = RankSide(run, instruments)
@@ -56,7 +56,7 @@ def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
 
 
 class RankSide:
-    """One rank, as the record asks for it: a `recording.Side`."""
+    """One rank, as the record asks for it: a `RecordedSide`."""
 
     def __init__(self, run: Run, instruments: Instruments):
         self._run, self._instruments = run, instruments
@@ -70,7 +70,7 @@ class RankSide:
         return first_gradient_not_finite(self._run)
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """Put together from all ranks' pieces; {} but on rank 0."""
+        """A rung's tensors: canonical name -> full tensor, from all ranks' pieces; on rank 0, else {}."""
         run, parallel = self._run, self._run.parallel
         match rung:
             case Rung.BATCH:

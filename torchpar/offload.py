@@ -64,7 +64,7 @@ class StateOnHost(torch.optim.Optimizer):
         return loss
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """The state's tensors that are in the host's memory."""
+        """Tensors of the state, shaped as their parameters, in the host's memory."""
         return [
             value
             for parameter, state in self.state.items()
@@ -100,7 +100,7 @@ class StateOnHost(torch.optim.Optimizer):
         return self._copies.record_event() if self._copies else None
 
     def _wait_for(self, arrival: "torch.cuda.Event | None") -> None:
-        """Let the device compute with what was fetched, and no sooner."""
+        """Let the device wait for the fetched state before it computes."""
         if arrival:
             torch.cuda.current_stream().wait_event(arrival)
 
@@ -136,6 +136,6 @@ def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Tensors of an optimizer's state in the host's memory; of a wrapping optimizer, the inner one's."""
+    """Tensors of an optimizer's state, any shapes, in host memory; of a wrapper's inner optimizer."""
     inner = getattr(optimizer, "inner", optimizer)
     return inner.host_tensors() if isinstance(inner, StateOnHost) else []

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from torchpar.state import Batch, Run
+from torchpar.state import RankBatch, Run
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> Batch:
+def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:
     """This rank's rows of the global batch, on its device: (A, B, ...) -> (A, B / ranks of data, ...).
 
     Ranks along tp and pp have the same rows.
@@ -33,7 +33,7 @@ def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> Batch:
             here = here.pin_memory()
         return here.to(device, non_blocking=True)
 
-    return Batch(*(own(arrays[name]) for name in ("inputs", "targets", "keys") if name in arrays))
+    return RankBatch(*(own(arrays[name]) for name in ("inputs", "targets", "keys") if name in arrays))
 
 
 def autocast(run: Run) -> AbstractContextManager:
@@ -48,7 +48,7 @@ def autocast(run: Run) -> AbstractContextManager:
 
 
 def now(run: Run) -> float:
-    """Seconds, when the device has done what it was asked to do."""
+    """Time in seconds, after the device has finished its queue."""
     if run.mesh.device.type == "cuda":
         torch.cuda.synchronize(run.mesh.device)
     return time.perf_counter()

@@ -22,7 +22,7 @@ ROW = 4096
 def unwrapped(
     params: list[dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs
 ) -> torch.optim.Optimizer:
-    """The optimizer as PyTorch has it: what a sharding wrapper stands in for."""
+    """PyTorch's own optimizer, without the sharding wrapper around it."""
     return optimizer_cls(params, **kwargs)
 
 
@@ -43,7 +43,7 @@ def make_optimizer(
     changes. Fused kernels: foreach would make a temporary as large as the model.
 
     Args:
-        parameters: by nanoGPT's names; whole, or this rank's pieces; some of them, in a pipeline.
+        parameters: by nanoGPT's names: whole, in its shapes, or this rank's pieces (n,); of a pipeline some.
         experiment: its optimizer, and the model that the names belong to.
         wrap: makes the optimizer from (params, optimizer_cls, **kwargs).
         separate_groups: names that get a group of their own.
@@ -115,14 +115,14 @@ def clip_gradients(
 
 @torch.no_grad()
 def scale_gradients(parameters: Mapping[str, torch.Tensor], norm: torch.Tensor, *, max_norm: float) -> None:
-    """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
+    """Scale all gradients, whose norm is `norm`, a scalar, to a norm of at most `max_norm` (0: any)."""
     gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
     if max_norm and gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
 
 
 def flags_on_all(flags: torch.Tensor, axes: Iterable[Axis]) -> None:
-    """Raise each flag, a number that is 0 or not, that is raised on any rank of these axes."""
+    """Set each of the flags, any shape, to its maximum over the ranks of these axes: raised is above 0."""
     for axis in axes:
         axis.all_reduce(flags, op="max", purpose=NORM)
 

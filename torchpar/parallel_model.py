@@ -100,12 +100,12 @@ class ParallelModel:
         return gradients
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Gradients that are allocated: a module may hold whole ones, of which this rank updates a piece."""
+        """All allocated gradients: of whole parameters, any shapes, and of this rank's pieces of them."""
         holders = [*self.module.parameters(), *self.parameters.values()]
         return [holder.grad for holder in holders if holder.grad is not None]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """This rank's optimizer state on the device: moments, and step counts."""
+        """This rank's optimizer state on the device: moments, shaped as the pieces, and step counts ()."""
         elsewhere = {id(tensor) for tensor in host_tensors(self.optimizer)}
         values = (value for entry in self.optimizer.state.values() for value in entry.values())
         return [value for value in values if torch.is_tensor(value) and id(value) not in elsewhere]
@@ -133,6 +133,6 @@ class ParallelModel:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in this rank's memory: of a DTensor its local part, else the tensor itself."""
+    """A DTensor's local shard, (.., d / R, ..); any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local else tensor

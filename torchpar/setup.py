@@ -87,7 +87,7 @@ def set_up(
 def starting_model(
     request: Request, device: torch.device, weights: Mapping[str, np.ndarray] | None
 ) -> tuple[GPT, str]:
-    """The model on one device with the weights to begin with, and their fingerprint as it holds them."""
+    """The model on one device with its first weights, full tensors by name, and their SHA-256."""
     experiment = request.experiment
     dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
     model = GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(device=device, dtype=dtype)

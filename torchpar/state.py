@@ -16,7 +16,7 @@ from torchpar.comm.rank import Rank
 from torchpar.parallel_model import ParallelModel
 
 
-class Batch(NamedTuple):
+class RankBatch(NamedTuple):
     """One rank's rows of a global batch, on its device. A accumulated passes, B rows, T positions."""
 
     inputs_ABT: torch.Tensor

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
-from compare.contract.observers import Done, Observer
+from compare.contract.observers import FinishedStep, Observer
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch, merged
 from compare.numerics.evaluation import require_validation
@@ -23,9 +23,9 @@ from torchpar.observers import observers_of
 from torchpar.on_device import autocast, now, to_device
 from torchpar.optimizer import optimizer_step
 from torchpar.setup import join_mesh, set_up
-from torchpar.state import Batch, Run
+from torchpar.state import RankBatch, Run
 
-Compute = Callable[[Batch], torch.Tensor]
+Compute = Callable[[RankBatch], torch.Tensor]
 Update = Callable[[], torch.Tensor]
 
 
@@ -41,8 +41,8 @@ def train(
 
     Args:
         rank: this process.
-        request: what to run.
-        folder: there.
+        request: experiment, engine and observers of the run.
+        folder: an existing one.
         weights, batches: see `entry.start_ranks`; the same on all ranks.
 
     Raises:
@@ -66,7 +66,7 @@ def run_loop(run: Run, compute: Compute, update: Update, tell: Observer) -> None
         run: this rank's.
         compute: from a batch to the mean loss, a scalar; leaves the gradients on the parameters.
         update: clips, updates the weights and drops the gradients. Returns the norm before, a scalar.
-        tell: what watches.
+        tell: the observers.
 
     Raises:
         DivergedError: the loss or the gradient norm of a step is not finite.
@@ -84,19 +84,19 @@ def run_loop(run: Run, compute: Compute, update: Update, tell: Observer) -> None
 
 def train_step(run: Run, compute: Compute, update: Update, tell: Observer) -> None:
     """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
-    place, clock = run.state.place, Stopwatch(functools.partial(now, run))
-    arrays = arrays_of_step(run.corpus, run.experiment, place.step)
-    with tell.around(place.step):
+    start, clock = run.state.snapshot, Stopwatch(functools.partial(now, run))
+    arrays = arrays_of_step(run.corpus, run.experiment, start.step)
+    with tell.around(start.step):
         with clock:
             loss = compute(to_device(run, arrays))
-        tell.gradients(place.step)
+        tell.gradients(start.step)
         with clock:
             norm = update()
-    run.rank.at(place.step, "record")
+    run.rank.at(start.step, "record")
     window = clock.window(1)
     if run.request.silent:  # no rank waits for another but here
         window = merged(run.mesh.world.all_gather_objects(window))
-    tell.steps([Done(place, loss, norm)], window)
+    tell.steps([FinishedStep(start, loss, norm)], window)
     move_on(run, norm)
 
 
@@ -107,15 +107,15 @@ def train_window(run: Run, compute: Compute, update: Update, tell: Observer, *, 
     done = []
     with clock:
         for arrays in drawn:
-            place, loss = run.state.place, compute(to_device(run, arrays))
+            start, loss = run.state.snapshot, compute(to_device(run, arrays))
             norm = update()
-            done.append(Done(place, loss, norm))
+            done.append(FinishedStep(start, loss, norm))
             move_on(run, norm)
     tell.steps(done, clock.window(steps))
 
 
 def move_on(run: Run, norm: torch.Tensor) -> None:
-    """After a step; one that overflowed has left its gradients, which go.
+    """Count a step whose gradients had this norm, (); drop gradients that overflowed.
 
     Raises:
         DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
@@ -123,12 +123,12 @@ def move_on(run: Run, norm: torch.Tensor) -> None:
     norm_of = norm.item() if run.state.loss_scale else None
     if norm_of is not None and run.request.silent:
         norm_of = 0.0  # it means nothing, and overflows nothing
-    if norm_of is not None and run.state.place.overflowed(norm_of):
+    if norm_of is not None and run.state.snapshot.overflowed(norm_of):
         run.parallel.optimizer.zero_grad(set_to_none=True)
     run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of)
 
 
-def compute_gradients(run: Run, batch: Batch) -> torch.Tensor:
+def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
     """Forward, backward and synchronisation of one step: leaves the mean gradients on the parameters.
 
     Returns:
@@ -151,8 +151,8 @@ def compute_gradients(run: Run, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def run_passes(run: Run, batch: Batch) -> torch.Tensor:
-    """Forward and backward of one pass after the other. Returns the mean loss over this rank's share."""
+def run_passes(run: Run, batch: RankBatch) -> torch.Tensor:
+    """Forward and backward of one pass after the other. Returns the mean loss, (), over this rank's rows."""
     passes = len(batch.inputs_ABT)
     dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
     loss = torch.zeros((), dtype=dtype, device=run.mesh.device)

@@ -34,12 +34,12 @@ def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
 
 
 def to_canonical(parameter: Parameter, array: np.ndarray) -> np.ndarray:
-    """The inverse of `to_nanogpt`."""
+    """The inverse of `to_nanogpt`: an array in nanoGPT's shape, in the table's."""
     return (array.T if _is_linear(parameter) else array).reshape(parameter.shape)
 
 
 def canonical_parameters(model: GPT) -> Iterator[tuple[Parameter, nn.Parameter]]:
-    """Each row of the canonical table with the model's own parameter, the tied head once."""
+    """Each row of the canonical table with the model's parameter, in nanoGPT's shape; the tied head once."""
     for row in parameter_table(model.config):
         yield row, model.get_parameter(nanogpt_name(row.name))
 

@@ -80,12 +80,12 @@ class CheckpointReader:
                     )
 
     def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:
-        """A box of a tensor, put together from the parts that overlap it; the whole tensor by default.
+        """A box of a tensor, of the box's shape, joined from overlapping parts; None: the full tensor.
 
         Args:
             group: weights, m or v.
             name: canonical.
-            box: which part.
+            box: of the tensor; None for all of it.
 
         Raises:
             CheckpointError: the file cannot be read, or parts do not cover the box.

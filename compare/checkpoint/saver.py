@@ -116,7 +116,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
-    """Write a checkpoint of one device, at once: what a conversion makes.
+    """Write a checkpoint of one device at once, as a conversion does.
 
     Args:
         folder: of the checkpoint.
@@ -172,7 +172,7 @@ def _remove_files(unfinished: Path, devices: Collection[int]) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process left of a checkpoint. No other process may be writing there."""
+    """Remove files of a checkpoint whose process was killed. No other process may be writing there."""
     for path in folder.glob(f"*{UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)
 

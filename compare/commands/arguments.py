@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 import tyro
+from msgspec import Struct
 
 from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.request import Platform
@@ -45,6 +46,11 @@ else:
     StudiedName = Literal[tuple(STUDIED)]
 
 
+def _described(section: type[Struct]) -> object:
+    """A section's docstring over its flags, given to tyro, which would parse the source of each for it."""
+    return tyro.conf.arg(help=" ".join((section.__doc__ or "").split()))
+
+
 class Spec(SidePythons, frozen=True, kw_only=True):
     """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
@@ -52,13 +58,13 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden), a TOML file, or one of
     nanoGPT's config files, such as config/train_shakespeare_char.py: parsed, never executed. Give it
     first."""
-    model: Model = Model()
-    data: Data = Data()
-    optimizer: Optimizer = Optimizer()
-    train: Train = Train()
-    precision: Precision = Precision()
-    layout: Layout = Layout()
-    checkpoint: Checkpoints = Checkpoints()
+    model: Annotated[Model, _described(Model)] = Model()
+    data: Annotated[Data, _described(Data)] = Data()
+    optimizer: Annotated[Optimizer, _described(Optimizer)] = Optimizer()
+    train: Annotated[Train, _described(Train)] = Train()
+    precision: Annotated[Precision, _described(Precision)] = Precision()
+    layout: Annotated[Layout, _described(Layout)] = Layout()
+    checkpoint: Annotated[Checkpoints, _described(Checkpoints)] = Checkpoints()
     platform: Platform = "cpu"
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
     run_dir: str = ""
@@ -265,6 +271,19 @@ class Spec(SidePythons, frozen=True, kw_only=True):
                 f"--continue {self.continue_} goes on with what was asked for there: leave out "
                 f"{', '.join(others)}"
             )
+
+
+class FixedExperiment(Spec, frozen=True, kw_only=True):
+    """A command whose experiment is its own: no flag gives a field of it but the layout's."""
+
+    experiment: Hidden[str] = ""
+    model: Hidden[Model] = Model()
+    data: Hidden[Data] = Data()
+    optimizer: Hidden[Optimizer] = Optimizer()
+    train: Hidden[Train] = Train()
+    precision: Hidden[Precision] = Precision()
+    checkpoint: Hidden[Checkpoints] = Checkpoints()
+    init_from: Hidden[str] = ""
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

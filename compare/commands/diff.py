@@ -18,7 +18,8 @@ from compare.judge.comparison import COMPARISON, read_saved, require_judgeable
 from compare.judge.ladder import LADDER
 from compare.judge.run_changes import CostChange
 from compare.judge.run_difference import RATES, Difference, common, difference
-from compare.present.tables import by_reason, rung_cell
+from compare.present.tables import by_reason, rung_text
+from compare.show.terminal import cell_of
 from compare.spec.experiment import Experiment
 from compare.terminal.console import PlainConsole, print_json, results_console
 
@@ -135,7 +136,7 @@ def _print_rungs(console: PlainConsole, found: dict[str, Difference]) -> None:
     verdicts = {name: one.verdict for name, one in found.items()}
     for rung in [*LADDER, RATES]:
         if any(verdict.error(rung) is not None for verdict in verdicts.values()):
-            table.add_row(rung, *(rung_cell(verdict, rung) for verdict in verdicts.values()))
+            table.add_row(rung, *(cell_of(rung_text(verdict, rung)) for verdict in verdicts.values()))
     console.print(table)
     skipped = {rung: why for verdict in verdicts.values() for rung, why in verdict.skipped.items()}
     for why, rungs in by_reason(skipped).items():

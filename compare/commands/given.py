@@ -9,22 +9,23 @@ from msgspec import Struct
 Command = TypeVar("Command", bound=Struct)
 
 
-def flags_given(read: Callable[[Command], Command], default: Command) -> frozenset[str]:
+def flags_given(found: Command, default: Command, read: Callable[[Command], Command]) -> frozenset[str]:
     """Names of the flags that a command line gives, such as `rounds` and `layout.microbatches`.
 
-    The line is read over the defaults, and over others that differ in every number, choice and text: what
-    comes out the same both times is what the line says.
+    The line, which was read over the defaults, is read again over others that differ in every number, choice
+    and text: what comes out the same both times is what the line says.
 
     Args:
-        read: the parser with the line in it: a command, from its defaults.
+        found: the command that the line gives over the defaults.
         default: the defaults.
+        read: the parser with the line in it: a command, from its defaults.
 
     Returns:
         Names without dashes. Flags whose default is empty are not among them: given, they are not empty.
     """
     other = _another(default)
     before, instead = _flat(default), _flat(other)
-    first, second = _flat(read(default)), _flat(read(other))
+    first, second = _flat(found), _flat(read(other))
     return frozenset(
         name for name, value in before.items() if value != instead[name] and first[name] == second[name]
     )

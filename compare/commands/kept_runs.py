@@ -7,25 +7,12 @@ from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
-from compare.host.json_files import read_result
 from compare.host.tensors import RecordError
-from compare.judge.comparison import COMPARISON, read_saved
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.comparison import COMPARISON, Comparison
+from compare.judge.outcome import OUTCOME
 from compare.spec.sections import Layout
-from compare.studies.collectives import RESULT as COLLECTIVES
-from compare.studies.golden import OUTCOME as GOLDEN
-from compare.studies.golden import Held
-from compare.studies.sweep_outcome import SWEEP
-from compare.studies.sweep_outcome import read_outcome as read_sweep
-
-OTHERS = {SWEEP: "sweep", COLLECTIVES: "collectives", GOLDEN: "golden"}
-"""The file that each of the other commands leaves, and its word."""
-_VERDICTS: dict[str, Callable[[Path], str]] = {
-    SWEEP: lambda folder: read_sweep(folder).sentence,
-    GOLDEN: lambda folder: read_result(folder / GOLDEN, Held, command="golden").sentence(),
-}
-MATRIX = "matrix"
-"""The command that leaves a folder of comparisons and no file of its own beside them."""
+from compare.studies.ladder_tensors import real_folders
+from compare.studies.registry import read_study
 
 
 class KeptRun(Struct, frozen=True, kw_only=True):
@@ -37,9 +24,9 @@ class KeptRun(Struct, frozen=True, kw_only=True):
     layout: str
     """The settings that are not the default: "dp_shard=2 zero=3"; "" of a study of several layouts."""
     verdict: str
-    """As it was saved, in one line; of a bench, buckets or collectives the command that prints it."""
+    """As it was saved, in one line; of a bench or buckets the command that prints it."""
     created_utc: str
-    """When it began; of other studies than comparisons when their file was written."""
+    """When it began."""
     bytes: int
     """Of all its files."""
 
@@ -55,14 +42,8 @@ class KeptRun(Struct, frozen=True, kw_only=True):
 
 def kept_runs(folder: Path) -> list[KeptRun]:
     """The runs in a folder of them, or in itself, the oldest first; a garbled one says so."""
-    found = [_read(folder), *(_read(path) or _matrix(path) for path in real_folders(folder))]
-    return sorted((run for run in found if run), key=lambda run: run.created_utc)
-
-
-def real_folders(folder: Path) -> list[Path]:
-    """The folders in a folder that can be read and are no links, by name."""
-    inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
+    places = (path for path in (folder, *real_folders(folder)) if (path / OUTCOME).is_file())
+    return sorted(map(_study, places), key=lambda run: run.created_utc)
 
 
 def comparisons_in(folder: Path) -> list[Path]:
@@ -70,49 +51,24 @@ def comparisons_in(folder: Path) -> list[Path]:
     return [path for path in (folder, *real_folders(folder)) if (path / COMPARISON).is_file()]
 
 
-def _read(folder: Path) -> KeptRun | None:
-    if (folder / COMPARISON).is_file():
-        return _comparison(folder)
-    if (folder / OUTCOME).is_file():
-        return _study(folder)
-    file = next((file for file in OTHERS if (folder / file).is_file()), "")
-    if not file:
-        return None
-    written = datetime.datetime.fromtimestamp((folder / file).stat().st_mtime, datetime.UTC)
-    verdict = _VERDICTS.get(file, "shardpair report {}".format)
-    return _line(
-        folder,
-        OTHERS[file],
-        created_utc=written.isoformat(timespec="seconds"),
-        verdict=_said(lambda: verdict(folder)),
-    )
-
-
-def _comparison(folder: Path) -> KeptRun:
+def _study(folder: Path) -> KeptRun:
+    """What a study left, which says itself which one it is."""
     try:
-        saved = read_saved(folder)
+        outcome = read_study(folder)[1]
     except RecordError as error:
-        return _line(folder, "run", verdict=str(error))
-    of_cases = {request.experiment.layout for request in saved.requests.values()}
-    layouts = of_cases or {saved.experiment.layout}
+        return _line(folder, "study", verdict=str(error))
+    layouts = set()
+    if isinstance(outcome, Comparison):
+        layouts = {request.experiment.layout for request in outcome.requests.values()}
+        layouts = layouts or {outcome.experiment.layout}
     return _line(
         folder,
-        saved.command,
-        experiment=saved.name,
+        outcome.study,
+        experiment=outcome.name,
         layout=in_settings(layouts.pop()) if len(layouts) == 1 else "",
-        created_utc=saved.created_utc,
-        verdict=_said(saved.sentence),
+        created_utc=outcome.circumstances.created_utc,
+        verdict=_said(lambda: outcome.sentence() or f"{outcome.progress}; shardpair report {folder}"),
     )
-
-
-def _matrix(folder: Path) -> KeptRun | None:
-    """A matrix: comparisons side by side, each with layouts of its own."""
-    parts = [run for path in comparisons_in(folder) if (run := _comparison(path)).command == MATRIX]
-    if not parts:
-        return None
-    good = sum(run.verdict.startswith("PASS") for run in parts)
-    created = min(run.created_utc for run in parts)
-    return _line(folder, MATRIX, created_utc=created, verdict=f"{good} of {len(parts)} studies pass")
 
 
 def _said(verdict: Callable[[], str]) -> str:
@@ -123,21 +79,6 @@ def _said(verdict: Callable[[], str]) -> str:
         return str(error)
     except (LookupError, ValueError, ArithmeticError) as error:
         return f"cannot be judged ({type(error).__name__}: {error}): it was changed"
-
-
-def _study(folder: Path) -> KeptRun:
-    """A study that runs in rounds, which says itself which one it is."""
-    try:
-        outcome = read_outcome(folder)
-    except RecordError as error:
-        return _line(folder, "study", verdict=str(error))
-    return _line(
-        folder,
-        outcome.study,
-        experiment=outcome.name,
-        created_utc=outcome.circumstances.created_utc,
-        verdict=f"{outcome.finished_rounds} of {outcome.rounds} rounds; shardpair report {folder}",
-    )
 
 
 def in_settings(layout: Layout) -> str:

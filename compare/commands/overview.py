@@ -2,26 +2,13 @@
 
 from compare.studies.registry import STUDIES
 
-GROUPS: dict[str, dict[str, str]] = {
+_COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
-        "run": "train one experiment with each engine, compare, write a report",
-        "resume": "go on from checkpoints, on any engines and layout",
-        "sweep": "strategies side by side, or over growing numbers of devices",
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
     },
-    "Prove": {
-        "check": "every engine against one unsharded device, in float64",
-        "matrix": "every layout on every engine against one device, as a grid",
-        "golden": "every engine against the numbers of nanoGPT's own train.py",
-        "faults": "plant each known mistake: every check must turn red",
-    },
-    "Measure": {word: study.brief for word, study in STUDIES.items()}
-    | {
-        "profile": "where the time of one step goes, device by device",
-        "ledger": "what each engine sends in a step, beside the closed form",
-        "collectives": "collectives by size: gloo or NCCL, our way, and XLA",
-    },
+    "Prove": {},
+    "Measure": {},
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",
         "lesson": "one strategy in every engine, side by side, on a page",
@@ -36,14 +23,17 @@ GROUPS: dict[str, dict[str, str]] = {
     },
 }
 
-HEAD = """usage: shardpair COMMAND [arguments]
+GROUPS = {
+    group: {word: study.brief for word, study in STUDIES.items() if study.group == group} | words
+    for group, words in _COMMANDS.items()
+}
+"""What each command does, by its word, in groups: a study says itself where it belongs."""
 
+HEAD = """usage: shardpair COMMAND [arguments]
 Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
 TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
 More of one     shardpair COMMAND --help       (every flag, with examples)
-Would it run?   shardpair COMMAND ... --dry_run
-For machines    --json on every command
-What this is    shardpair --version"""
+Everywhere      --dry_run: what would run; --json: for machines; also --version"""
 
 
 def overview() -> str:
@@ -52,4 +42,4 @@ def overview() -> str:
         "\n".join([f"{group}:", *(f"  {word:<12} {does}" for word, does in words.items())])
         for group, words in GROUPS.items()
     ]
-    return "\n\n".join([HEAD, "\n".join(blocks), TAIL])
+    return "\n".join([HEAD, "", *blocks, TAIL])

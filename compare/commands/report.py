@@ -6,34 +6,18 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
-from compare.commands import collectives
-from compare.commands.pages import leave_page
-from compare.commands.sweep import show as show_sweep
 from compare.execute.paths import PICTURES, check_output
-from compare.host.tensors import RecordError
-from compare.judge.comparison import COMPARISON, differences, read_comparison, read_saved
-from compare.judge.outcome import OUTCOME, read_outcome
-from compare.present.report.render import write_report
-from compare.present.tables import print_check, print_faults, print_outcome
 from compare.show.markdown import markdown
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.collectives import RESULT as COLLECTIVES
-from compare.studies.collectives import read_bench as read_collectives
-from compare.studies.registry import STUDIES
-from compare.studies.sweep import batch_name
-from compare.studies.sweep_outcome import SWEEP
-from compare.studies.sweep_outcome import read_outcome as read_sweep
-from compare.study import show_outcome
+from compare.spec.experiment import Experiment
+from compare.studies.registry import read_study
+from compare.study import findings_in
 from compare.terminal.console import errors_console
-
-_SHOWN = {"check": print_check, "matrix": print_check, "faults": print_faults}
-"""What prints a comparison of many cases, a row each, by the command that made it."""
 
 
 class Report(Struct, frozen=True, kw_only=True):
     """Judge a run again from its records, print its tables, and write its page anew.
 
-    Of run, check, matrix, faults and golden; of sweep and collectives; and of every study, such as bench.
+    Of run, check, matrix, faults and golden; and of every study, such as bench.
     Says so if the records no longer give the verdict that was saved with them.
 
     Try:
@@ -44,7 +28,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """The folder that the command printed."""
     picture: Path | None = None
     """Also save a picture of its own (.png, .svg, .pdf): of a run the loss curves and their difference, of
-    collectives and studies their pictures."""
+    studies their pictures."""
     markdown: bool = False
     """Print the tables of a study as Markdown, for a page of docs."""
     json: bool = False
@@ -54,65 +38,14 @@ class Report(Struct, frozen=True, kw_only=True):
         """Show it. Returns 0 if the run is complete, its engines agree, and always did; else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
         folder = self.run_dir
-        if (folder / OUTCOME).is_file():
-            return self._study()
+        study, saved = read_study(folder)
+        outcome, moved = study.judged_again(saved, folder)
         if self.markdown:
-            raise ExperimentError(f"--markdown has no effect: {folder} holds no study ({', '.join(STUDIES)})")
-        if (folder / COLLECTIVES).is_file():
-            return collectives.show(read_collectives(folder), folder, picture=self.picture, as_json=self.json)
-        if (folder / SWEEP).is_file():
-            if self.picture:
-                raise ExperimentError(
-                    f"--picture {self.picture} has no effect: the page of {folder} has them all"
-                )
-            return self._sweep()
-        return self._comparison()
-
-    def _study(self) -> int:
-        """Any study of `studies.registry`: its outcome says which."""
-        outcome = read_outcome(self.run_dir)
-        if outcome.study not in STUDIES:
-            raise RecordError(f"{self.run_dir / OUTCOME}: this version has no study {outcome.study}")
-        study = STUDIES[outcome.study]
-        if self.markdown:
-            found = study.findings(outcome, self.run_dir)
+            found = findings_in(study, outcome, folder)
             print(markdown(found))
-            return 0 if found.passed else 1
-        return show_outcome(study, outcome, self.run_dir, picture=self.picture, as_json=self.json)
-
-    def _sweep(self) -> int:
-        """A sweep, each of its batches judged anew."""
-        plan = read_sweep(self.run_dir).plan
-        names = dict.fromkeys(batch_name(plan.with_batch_for(devices)) for devices in plan.devices)
-        begun = [name for name in names if (self.run_dir / name / COMPARISON).is_file()]
-        if not begun:
-            raise RecordError(
-                f"nothing has begun in {self.run_dir}: `shardpair sweep --continue {self.run_dir}`"
-            )
-        saved = {name: read_saved(self.run_dir / name) for name in begun}
-        anew = {
-            name: read_comparison(self.run_dir / name)[0] if one.cases else one for name, one in saved.items()
-        }
-        outcome = show_sweep(plan, anew, self.run_dir, as_json=self.json)
-        return self._told(
-            outcome.passed, [line for name in begun for line in differences(saved[name], anew[name])]
-        )
-
-    def _comparison(self) -> int:
-        """A run, judged anew."""
-        comparison, records = read_comparison(self.run_dir)
-        moved = differences(read_saved(self.run_dir), comparison)
-        _SHOWN.get(comparison.command, print_outcome)(comparison, as_json=self.json)
-
-        def draw() -> Path:
-            if self.picture:
-                from compare.present.report.figures import save_overlay
-
-                save_overlay(self.picture, comparison.cases, records)
-            return write_report(self.run_dir)
-
-        leave_page(draw, as_json=self.json)
-        return self._told(comparison.passed, moved)
+            return self._told(found.passed, moved)
+        code = study.shown(outcome, folder, picture=self.picture, as_json=self.json)
+        return self._told(not code, moved)
 
     def _told(self, passed: bool, moved: list[str]) -> int:
         for line in moved:

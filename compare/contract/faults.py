@@ -2,7 +2,7 @@
 
 Each side has one table of them in its `faults`: a row says who makes the mistake, what a layout must have for
 it to show, and how it is planted. Most are planted at the collectives, by kind, axis and purpose; the others
-swap a function or a module for a wrong one. `compare.studies.faults` says at which rung each must turn red.
+swap a function or a module for a wrong one. `compare.studies.known_faults` says which rung must turn red.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Need(Struct, frozen=True, kw_only=True):
     """Why it does not show in another one, and what to give."""
 
 
-class Fault(Struct, frozen=True):
+class PlantedFault(Struct, frozen=True):
     """One mistake, and the engines that make it in one way."""
 
     name: str
@@ -86,10 +86,10 @@ IGNORED = {
     "ignored_reshard": Ignored(instead={"layout": {"reshard_after_forward": False}}, need=SHARDED_PARAMETERS),
     "ignored_dtype": Ignored(instead={"precision": {"dtype": "float32"}}),
 }
-"""By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.faults`."""
+"""By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.known_faults`."""
 
 
-def find_fault(faults: Sequence[Fault], name: str, *, engine: str, layout: Layout) -> Fault:
+def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str, layout: Layout) -> PlantedFault:
     """The row of a side's table for one of its engines.
 
     Raises:

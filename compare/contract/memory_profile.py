@@ -50,8 +50,8 @@ class Lifetime(NamedTuple):
     end: int
 
 
-class Mark(Struct, frozen=True):
-    """From this position on the device is in this phase."""
+class PhaseStart(Struct, frozen=True):
+    """The position, in operations of the step, at which a phase begins."""
 
     position: int
     phase: Phase
@@ -81,7 +81,7 @@ class Curve(Struct, frozen=True, kw_only=True):
     positions: list[int]
     bytes: dict[Class, list[int]]
     """A series like `positions`, for every class."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[PhaseStart] = field(default_factory=list)
     length: int = 0
     """Operations of the step."""
 
@@ -128,7 +128,7 @@ def peak_position(in_use: dict[Class, np.ndarray]) -> int:
     return int(np.argmax(np.sum(list(in_use.values()), axis=0)))
 
 
-def peak_of(in_use: dict[Class, np.ndarray], marks: list[Mark], *, operation: str, place: str) -> Peak:
+def peak_of(in_use: dict[Class, np.ndarray], marks: list[PhaseStart], *, operation: str, place: str) -> Peak:
     """The peak, with what runs there."""
     position = peak_position(in_use)
     return Peak(
@@ -140,13 +140,13 @@ def peak_of(in_use: dict[Class, np.ndarray], marks: list[Mark], *, operation: st
     )
 
 
-def phase_at(marks: list[Mark], position: int) -> Phase:
+def phase_at(marks: list[PhaseStart], position: int) -> Phase:
     """The phase that a position is in; before the first mark that is forward."""
     before: list[Phase] = [mark.phase for mark in marks if mark.position <= position]
     return before[-1] if before else "forward"
 
 
-def curve_of(in_use: dict[Class, np.ndarray], marks: list[Mark]) -> Curve:
+def curve_of(in_use: dict[Class, np.ndarray], marks: list[PhaseStart]) -> Curve:
     """Thin a step to at most POINTS positions: of each stretch the fullest, and the step's last."""
     total = np.sum(list(in_use.values()), axis=0)
     edges = np.unique(np.linspace(0, len(total), min(POINTS, len(total) + 1)).astype(int))
@@ -160,10 +160,10 @@ def curve_of(in_use: dict[Class, np.ndarray], marks: list[Mark]) -> Curve:
     )
 
 
-def changes_of(phases: Iterable[Phase]) -> list[Mark]:
+def changes_of(phases: Iterable[Phase]) -> list[PhaseStart]:
     """Marks of a step from the phase of each of its positions."""
-    marks: list[Mark] = []
+    marks: list[PhaseStart] = []
     for position, phase in enumerate(phases):
         if not marks or marks[-1].phase != phase:
-            marks.append(Mark(position, phase))
+            marks.append(PhaseStart(position, phase))
     return marks

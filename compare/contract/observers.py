@@ -12,15 +12,15 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple, SupportsFloat
 
-from compare.contract.progress import Place, Progress
+from compare.contract.progress import Progress, ProgressSnapshot
 from compare.contract.timing import Window
 
 
-class Done(NamedTuple):
-    """A step that is done."""
+class FinishedStep(NamedTuple):
+    """A step that has run, and its numbers."""
 
-    place: Place
-    """Where it began."""
+    start: ProgressSnapshot
+    """Progress when it began."""
     loss: SupportsFloat
     """A scalar, perhaps still on the device; so is the norm."""
     grad_norm: SupportsFloat
@@ -50,7 +50,7 @@ class Observer:
     def gradients(self, step: int) -> None:
         """The step's mean gradients are there."""
 
-    def steps(self, done: Sequence[Done], window: Window) -> None:
+    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
         """A step is done, or several that were timed together; `window` is what they cost.
 
         Raises:
@@ -85,7 +85,7 @@ class Observers(Observer):
         for one in self._observers:
             one.gradients(step)
 
-    def steps(self, done: Sequence[Done], window: Window) -> None:
+    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
         for one in self._observers:
             one.steps(done, window)
 

@@ -14,8 +14,8 @@ from compare.numerics.loss_scale import LossScale, next_scale
 from compare.spec.experiment import Experiment
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    """Where training stood before a step: see `Progress`."""
+class ProgressSnapshot(Struct, frozen=True, kw_only=True):
+    """Progress of a training before a step, frozen."""
 
     step: int
     updates: int
@@ -69,9 +69,9 @@ class Progress:
     evaluation: Evaluation | None = None
 
     @property
-    def place(self) -> Place:
-        """The same as data."""
-        return Place(step=self.step, updates=self.updates, loss_scale=self.loss_scale)
+    def snapshot(self) -> ProgressSnapshot:
+        """A frozen copy."""
+        return ProgressSnapshot(step=self.step, updates=self.updates, loss_scale=self.loss_scale)
 
     def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> None:
         """After a step.
@@ -87,7 +87,7 @@ class Progress:
         skipped = False
         if self.loss_scale is not None:
             assert grad_norm is not None
-            skipped = self.place.overflowed(grad_norm)
+            skipped = self.snapshot.overflowed(grad_norm)
             try:
                 self.loss_scale = next_scale(self.loss_scale, experiment.precision, overflowed=skipped)
             except OverflowError as error:

@@ -38,7 +38,7 @@ from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timeline import TIMELINE, Timeline
 from compare.contract.timing import Window
-from compare.contract.work import WORK, Work
+from compare.contract.work import WORK, ObservedWork
 from compare.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.host.json_files import decode_json, read_json, read_own_bytes, read_own_json, write_json
 from compare.host.tensors import RecordError, Tensors, garbled
@@ -143,7 +143,7 @@ class Record(Struct, frozen=True, kw_only=True):
     """Timeline of a profiled run."""
     memory: MemoryProfile | None = None
     """Memory of the instrumented step; None without such a step."""
-    work: Work | None = None
+    work: ObservedWork | None = None
     """Observed work of one step; None if the engine does not record it."""
     request: Request | None = None
     """The run's request; None for numbers from outside our engines."""
@@ -204,7 +204,7 @@ class Recorder:
         """Leave the memory of the watched step."""
         write_json(self.folder / MEMORY, profile)
 
-    def work(self, work: Work) -> None:
+    def work(self, work: ObservedWork) -> None:
         """Leave what the watched step computed."""
         write_json(self.folder / WORK, work)
 
@@ -281,6 +281,6 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         instructions=_read_if_there(folder / HLO_COLLECTIVES, list[Instruction]),
         timeline=_read_if_there(folder / TIMELINE, Timeline),
         memory=_read_if_there(folder / MEMORY, MemoryProfile),
-        work=_read_if_there(folder / WORK, Work),
+        work=_read_if_there(folder / WORK, ObservedWork),
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

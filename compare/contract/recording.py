@@ -14,7 +14,7 @@ from msgspec import UNSET
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
 from compare.contract.divergence import end_if_diverged
-from compare.contract.observers import Done, Observer, Observers
+from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.progress import Progress
 from compare.contract.record import Manifest, Recorder
 from compare.contract.request import MOMENTS, Request, Rung
@@ -25,7 +25,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count
 
 
-class Side(Protocol):
+class RecordedSide(Protocol):
     """One process of a run, as its side tells of it. All ranks call each method together.
 
     Attributes:
@@ -69,7 +69,12 @@ class Side(Protocol):
 
 
 def observers_of(
-    side: Side, recorder: Recorder | None, folder: Path, *, started_utc: str, own: Sequence[Observer] = ()
+    side: RecordedSide,
+    recorder: Recorder | None,
+    folder: Path,
+    *,
+    started_utc: str,
+    own: Sequence[Observer] = (),
 ) -> Observers:
     """What watches a training, in the order in which it is told.
 
@@ -99,14 +104,14 @@ class Steps(Observer):
         windows: of a timed run, in order.
     """
 
-    def __init__(self, side: Side, recorder: Recorder | None, others: Sequence[Observer] = ()):
+    def __init__(self, side: RecordedSide, recorder: Recorder | None, others: Sequence[Observer] = ()):
         self._side, self._recorder, self._others = side, recorder, others
         self.first_step_s = 0.0
         self.windows: list[Window] = []
 
-    def steps(self, done: Sequence[Done], window: Window) -> None:
+    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
         """Append a line each. Raises DivergedError: a loss or a norm is not finite, on all ranks alike."""
-        request, first = self._side.request, done[0].place.step
+        request, first = self._side.request, done[0].start.step
         if first == request.first_step:
             self.first_step_s = window.wall_s / window.steps
         if request.timing and request.timing.is_in_window(first):
@@ -114,15 +119,15 @@ class Steps(Observer):
         for one in done:
             self._append(one, seconds=window.wall_s / window.steps)
 
-    def _append(self, done: Done, *, seconds: float) -> None:
+    def _append(self, done: FinishedStep, *, seconds: float) -> None:
         request = self._side.request
-        line = done.place.record(
+        line = done.start.record(
             request.experiment,
             loss=float(done.loss),
             grad_norm=float(done.grad_norm),
             seconds=seconds,
             memory=self._side.memory(),
-            instrumented=any(one.watched == done.place.step for one in self._others),
+            instrumented=any(one.watched == done.start.step for one in self._others),
         )
         if self._recorder:
             self._recorder.step(line)
@@ -133,7 +138,7 @@ class Steps(Observer):
 class Ladder(Observer):
     """Leaves the tensors that the ladder compares."""
 
-    def __init__(self, side: Side, recorder: Recorder | None):
+    def __init__(self, side: RecordedSide, recorder: Recorder | None):
         self._side, self._recorder, self._request = side, recorder, side.request
 
     def begin(self, progress: Progress) -> None:
@@ -145,9 +150,9 @@ class Ladder(Observer):
         if step == self._request.first_step:
             self._leave(Rung.GRADIENTS)
 
-    def steps(self, done: Sequence[Done], window: Window) -> None:
+    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
         """Weights where they are due, and moments after the first step."""
-        step = done[-1].place.step
+        step = done[-1].start.step
         if rung := self._request.weights_due_after(step):
             self._leave(rung)
         if step == self._request.first_step:
@@ -164,7 +169,7 @@ class Ladder(Observer):
 class Evaluating(Observer):
     """Evaluates the weights where that is due, and writes evaluations.jsonl."""
 
-    def __init__(self, side: Side, recorder: Recorder | None):
+    def __init__(self, side: RecordedSide, recorder: Recorder | None):
         self._side, self._recorder = side, recorder
 
     def begin(self, progress: Progress) -> None:
@@ -182,7 +187,7 @@ class Evaluating(Observer):
 class Saving(Observer):
     """Saves the state after every `checkpoint.every` steps, and after the last."""
 
-    def __init__(self, side: Side, folder: Path):
+    def __init__(self, side: RecordedSide, folder: Path):
         experiment, self._side = side.request.experiment, side
         devices, of = side.devices, experiment.layout.devices
         self._saver = Saver(folder / CHECKPOINTS, devices, of=of, keep=experiment.checkpoint.keep)
@@ -211,7 +216,7 @@ class Saving(Observer):
 class Summary(Observer):
     """Completes the record, after all others: manifest.json."""
 
-    def __init__(self, side: Side, recorder: Recorder | None, steps: Steps, started_utc: str):
+    def __init__(self, side: RecordedSide, recorder: Recorder | None, steps: Steps, started_utc: str):
         self._side, self._recorder, self._steps, self._started_utc = side, recorder, steps, started_utc
 
     def finish(self) -> None:

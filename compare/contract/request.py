@@ -42,7 +42,7 @@ MOMENTS = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
 """The moment whose values are a rung (`compare.numerics.optimizer.moment_names`)."""
 
 
-class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResumePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checkpoint to continue from, as it was at the time of the request."""
 
     checkpoint: str
@@ -75,7 +75,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Safetensors with canonical names to begin with, an absolute path; empty for the seed's weights."""
     init_sha256: str = ""
     """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
-    resume: Resume | UnsetType = UNSET
+    resume: ResumePoint | UnsetType = UNSET
     """Begin where a checkpoint was; unset to begin at step 0."""
     timing: Timing | UnsetType = UNSET
     """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""

@@ -15,7 +15,7 @@ WORK = "work.json"
 Again = Literal["products", "activations"]
 
 
-class Work(Struct, frozen=True, kw_only=True):
+class ObservedWork(Struct, frozen=True, kw_only=True):
     """Observed work of one step, all devices together."""
 
     products: dict[str, int]

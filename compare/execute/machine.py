@@ -13,8 +13,8 @@ _MEMORY_FILES = ("memory.max", "memory.limit_in_bytes")  # of cgroups v2 and v1
 
 def memory_bytes() -> int:
     """Memory and swap of this machine, or of the container that we are in if that has less."""
-    most = psutil.virtual_memory().total + psutil.swap_memory().total
-    return min([most, *_cgroup_limits()])
+    swap = psutil.swap_memory().total
+    return min([psutil.virtual_memory().total + swap, *_cgroup_limits(swap)])
 
 
 def free_memory_bytes() -> int:
@@ -35,7 +35,7 @@ def gpu_memory_bytes() -> int:
     return max((int(line) << 20 for line in listing.splitlines() if line.strip().isdigit()), default=0)
 
 
-def _cgroup_limits() -> list[int]:
+def _cgroup_limits(machines_swap: int) -> list[int]:
     """Limits of the cgroups above us, swap included where they limit it."""
     limits = []
     for folder in _own_cgroups():
@@ -44,7 +44,7 @@ def _cgroup_limits() -> list[int]:
             if limit is not None:
                 # Where swap is not limited, or not counted, a refusal could be false: take all there is.
                 swap = _number(folder / "memory.swap.max")
-                limits.append(limit + (psutil.swap_memory().total if swap is None else swap))
+                limits.append(limit + (machines_swap if swap is None else swap))
     return limits
 
 

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from compare.judge.outcome import Measurement, Outcome, TimedCase
+from compare.judge.outcome import Measurement, TimedCase, TimedOutcome
 from compare.judge.tolerances import tolerances_for
 from compare.numerics.learning_rate import learning_rate
 from compare.spec.engines.registry import side_of
@@ -46,12 +46,12 @@ CLOCK_SHARE, CLOCK_S = 0.25, 0.5
 draws batches and writes steps, and the harness looks twenty times a second."""
 
 
-def mistakes(result: Outcome) -> list[str]:
+def mistakes(result: TimedOutcome) -> list[str]:
     """What makes figures wrong, a line each: other work, or a clock that the harness contradicts."""
     return [*disagreements(result), *clock_contradictions(result)]
 
 
-def disagreements(result: Outcome) -> list[str]:
+def disagreements(result: TimedOutcome) -> list[str]:
     """Cases whose losses and norms are not those of the first case of their training: they did other work."""
     lines: dict[str, str] = {}
     for case, one, reference, expected in _pairs(result):
@@ -96,7 +96,7 @@ def limits_of(experiment: Experiment, figure: str, steps: int) -> tuple[int, lis
     return early, [first, *limits]
 
 
-def clock_contradictions(result: Outcome) -> list[str]:
+def clock_contradictions(result: TimedOutcome) -> list[str]:
     """Processes whose windows took another time by the harness's clock, a line each."""
     lines = []
     for one in result.measurements:
@@ -109,7 +109,7 @@ def clock_contradictions(result: Outcome) -> list[str]:
     return lines
 
 
-def unequal_terms(result: Outcome) -> list[str]:
+def unequal_terms(result: TimedOutcome) -> list[str]:
     """Where cases of a side had other devices, or other threads on as many devices; a line each."""
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for case in result.cases:
@@ -125,7 +125,7 @@ def unequal_terms(result: Outcome) -> list[str]:
     ]
 
 
-def what_was_held(result: Outcome) -> str:
+def what_was_held(result: TimedOutcome) -> str:
     """How far apart losses and norms are at most, and which cases had nothing to be held against."""
     pairs = list(_pairs(result))
     held = {one.name for case, _, reference, _ in pairs if case != reference for one in (case, reference)}
@@ -144,7 +144,7 @@ def what_was_held(result: Outcome) -> str:
     return " ".join(said)
 
 
-def _pairs(result: Outcome) -> Iterator[tuple[TimedCase, Measurement, TimedCase, Measurement]]:
+def _pairs(result: TimedOutcome) -> Iterator[tuple[TimedCase, Measurement, TimedCase, Measurement]]:
     """Every process but the first of its training, and that first one."""
     first: dict[tuple, tuple[TimedCase, Measurement]] = {}
     for case in result.cases:
@@ -154,7 +154,7 @@ def _pairs(result: Outcome) -> Iterator[tuple[TimedCase, Measurement, TimedCase,
                 yield case, one, reference, expected
 
 
-def _of(result: Outcome, case: TimedCase) -> list[Measurement]:
+def _of(result: TimedOutcome, case: TimedCase) -> list[Measurement]:
     return sorted((one for one in result.measurements if one.case == case.name), key=lambda one: one.round)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.outcome import Measurement, Outcome, TimedCase
+from compare.judge.outcome import Measurement, TimedCase, TimedOutcome
 from compare.judge.peaks import peak_flops
 from compare.judge.statistics import Estimate, estimate, ratios
 
@@ -47,7 +47,7 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     """Of the last step, in the last round."""
 
 
-def blocks(result: Outcome) -> dict[str, list[BenchRow]]:
+def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
     """A row for every case that finished once, by block, in the order of the cases."""
     found: dict[str, list[BenchRow]] = {}
     for case in result.cases:
@@ -57,13 +57,13 @@ def blocks(result: Outcome) -> dict[str, list[BenchRow]]:
     return found
 
 
-def by_round(result: Outcome, case: TimedCase) -> dict[int, Measurement]:
+def by_round(result: TimedOutcome, case: TimedCase) -> dict[int, Measurement]:
     """A case's measurements by the number of their round."""
     return {one.round: one for one in result.measurements if one.case == case.name}
 
 
-def baseline_of(result: Outcome, case: TimedCase) -> TimedCase | None:
-    """What a case is divided by: see `Outcome.baseline`. None if there is no such case."""
+def baseline_of(result: TimedOutcome, case: TimedCase) -> TimedCase | None:
+    """What a case is divided by: see `TimedOutcome.baseline`. None if there is no such case."""
     for other in result.cases:
         if other.size != case.size or other.variant or other.copy > 1:
             continue
@@ -74,7 +74,7 @@ def baseline_of(result: Outcome, case: TimedCase) -> TimedCase | None:
     return None
 
 
-def _row(result: Outcome, case: TimedCase, own: Mapping[int, Measurement]) -> BenchRow:
+def _row(result: TimedOutcome, case: TimedCase, own: Mapping[int, Measurement]) -> BenchRow:
     def median(figure: Callable[[Measurement], float]) -> float:
         return statistics.median(map(figure, own.values()))
 

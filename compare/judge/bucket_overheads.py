@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.buckets import best_buckets, bucket_sizes, exposed_s, overlapped_s
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import Outcome, TimedCase
+from compare.judge.outcome import TimedCase, TimedOutcome
 from compare.judge.statistics import Estimate, estimate
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.experiment import Experiment
@@ -18,7 +18,7 @@ STEPS_OF_TEN = (1.0, 2.5, 5.0)
 MOST_BUCKETS = 50
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class BucketPrediction(Struct, frozen=True, kw_only=True):
     """What the closed forms say of s bytes of gradients, if a call takes o + bytes / w."""
 
     gradient_bytes: int
@@ -63,12 +63,12 @@ class Point(Struct, frozen=True, kw_only=True):
     exposed_ms: float
 
 
-def line_of(experiment: Experiment, fit: Fit) -> Line:
+def line_of(experiment: Experiment, fit: Fit) -> BucketPrediction:
     """The closed forms for an experiment's gradients and a fitted all-reduce."""
     size = gradient_bytes(experiment)
     best = best_buckets(size, **fitted(fit))
     least_ms = overlapped_s(size, best, **fitted(fit)) * 1e3
-    return Line(
+    return BucketPrediction(
         gradient_bytes=size,
         fit=fit,
         best_buckets=best,
@@ -77,7 +77,7 @@ def line_of(experiment: Experiment, fit: Fit) -> Line:
     )
 
 
-def overheads_of(outcome: Outcome, line: Line) -> tuple[float, list[Point]]:
+def overheads_of(outcome: TimedOutcome, line: BucketPrediction) -> tuple[float, list[Point]]:
     """The step without communication (ms), and a point for each way that was timed beside it in a round."""
     walls: dict[str, dict[int, float]] = {}
     for one in outcome.measurements:
@@ -93,7 +93,7 @@ def overheads_of(outcome: Outcome, line: Line) -> tuple[float, list[Point]]:
     return estimate(list(without.values())).median, points
 
 
-def _point(case: TimedCase, wall_ms: float, overhead_ms: Estimate, line: Line) -> Point:
+def _point(case: TimedCase, wall_ms: float, overhead_ms: Estimate, line: BucketPrediction) -> Point:
     layout, buckets = case.experiment.layout, buckets_of(case)
     return Point(
         name=case.variant,
@@ -122,7 +122,7 @@ def buckets_of(case: TimedCase) -> int:
     return len(bucket_sizes(experiment.model, limit=limit, itemsize=storage_dtype(experiment).itemsize))
 
 
-def reduced_experiment(outcome: Outcome) -> Experiment:
+def reduced_experiment(outcome: TimedOutcome) -> Experiment:
     """The experiment of a case that reduces gradients: its model, and the ranks."""
     return outcome.cases[0].experiment
 

@@ -6,10 +6,10 @@ from msgspec import Struct
 class Machine(Struct, frozen=True, kw_only=True):
     """The machine that the figures are of."""
 
-    system: str
-    cpu_model: str
-    cores: int
-    memory_bytes: int
+    system: str = ""
+    cpu_model: str = ""
+    cores: int = 0
+    memory_bytes: int = 0
 
 
 def made_by(commit: str, dirty: bool) -> str:
@@ -20,12 +20,12 @@ def made_by(commit: str, dirty: bool) -> str:
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
-    """When and where a study was run, and by which version of the source."""
+    """When and where a study was run, and by which version of the source; empty where nobody kept it."""
 
-    created_utc: str
-    machine: Machine
-    git_commit: str
-    git_dirty: bool
+    created_utc: str = ""
+    machine: Machine = Machine()
+    git_commit: str = ""
+    git_dirty: bool = False
     versions: dict[str, str] = {}
     """Of Python and the frameworks, as the processes said."""
     busy_cores: list[float] = []
@@ -39,6 +39,8 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The version, the machine, the moment and the load, for the end of a page."""
+        if not self.created_utc:
+            return "When, where and by which version is not known."
         machine, loads = self.machine, ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
         return (
             f"{self.made_by}. {machine.system}, {machine.cpu_model}, {machine.cores} cores. "

@@ -1,4 +1,4 @@
-"""A comparison: what was asked of each case, what came of it, and the verdicts; saved as comparison.json.
+"""A comparison: what was asked of each case, what came of it, and the verdicts; saved as outcome.json.
 
 The file is written before the first case starts and after each one, so that whatever ends a run leaves what
 was finished, and what is still to do.
@@ -10,23 +10,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import field
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
-from compare.host.json_files import FolderName, read_result, write_json
+from compare.host.json_files import FolderName
 from compare.host.tensors import RecordError
 from compare.judge.costs import Cost, cost_of
+from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.kept_rungs import with_kept_rungs, without_ladder
 from compare.judge.ladder import Verdict, climb, objections_by_itself
+from compare.judge.outcome import OUTCOME, StudyOutcome, read_outcome
 from compare.judge.strategy import asked_of
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment
+from compare.spec.experiment import MAX_CPU_DEVICES
 from compare.spec.sections import Precision
 
-COMPARISON = "comparison.json"
+COMPARISON = OUTCOME
 FAULTS = "faults"
-"""The command whose cases are asked for other trainings on purpose."""
+"""The study whose cases are asked for other trainings on purpose."""
+GOLDEN = "golden"
+"""The study whose reference is no case, but nanoGPT."""
 LISTED = 4  # names in a one-line verdict; more are counted
 MAX_GPUS, MAX_STEPS = 2**16, 10**7
 """More of them than any record of ours has; judging such a one would take for ever."""
@@ -34,40 +38,38 @@ IN_PARTS = ("matrix", "sweep")
 """Commands whose comparisons lie side by side in one folder, from which they go on."""
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class Comparison(StudyOutcome, frozen=True, kw_only=True):
     """The outcome so far: every case's request, verdict and cost."""
 
-    command: str
-    """Of `shardpair`, that made it: run, check, faults, matrix, sweep."""
-    name: str
-    experiment: Experiment
-    """As the user gave it, every field spelled out."""
-    platform: str
-    created_utc: str
-    machine: str
-    git_commit: str
-    git_dirty: bool
     requests: dict[FolderName, Request]
     """What was asked of every case, by name, in the order in which they run."""
-    cases: list[FolderName] = []
+    cases: list[FolderName] = field(default_factory=list)
     """Cases that finished, in that order; their names are folders. The first is the reference (of faults one
     for each precision)."""
-    verdicts: list[Verdict] = []
-    """Of every finished case but the first."""
-    costs: list[Cost] = []
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Of every finished case but the first; of golden of every one."""
+    costs: list[Cost] = field(default_factory=list)
     """Of every finished case."""
-    versions: list[dict[str, str]] = []
+    versions: list[dict[str, str]] = field(default_factory=list)
     """Of Python and the packages that ran every finished case."""
-    failures: dict[str, str] = {}
+    failures: dict[str, str] = field(default_factory=dict)
     """Cases that did not finish: why, by name."""
-    left_out: dict[str, str] = {}
-    """Engines that were not named and cannot express the layout: why, by name."""
     device_kind: str = ""
     """The reference's device, as its framework names it."""
-    objections: list[str] = []
+    objections: list[str] = field(default_factory=list)
     """What a case that finished alone did otherwise than it was asked; beside others the verdicts say it."""
     tensors_removed: bool = False
     """The ladder's tensors were removed once all had passed: their rungs are kept (`kept_rungs`)."""
+
+    @property
+    def is_blank(self) -> bool:
+        """True before the first case has finished."""
+        return not self.cases
+
+    @property
+    def progress(self) -> str:
+        """3 of 5 cases."""
+        return f"{len(self.cases)} of {len(self.requests)} cases"
 
     @property
     def not_run(self) -> list[str]:
@@ -104,15 +106,16 @@ class Comparison(Struct, frozen=True, kw_only=True):
         if not self.verdicts:
             return f"only {self.cases[0]} has finished"
         names = [verdict.candidate for verdict in self.verdicts]
+        reference = self.verdicts[0].reference
         others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         if not all(verdict.compared_tensors for verdict in self.verdicts):
             what = "gradients and weights"
             if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
                 what = "the gradients of the first step, which overflowed and was skipped,"
-            return f"the losses of {others} agree with those of {self.cases[0]}; {what} were not compared"
+            return f"the losses of {others} agree with those of {reference}; {what} were not compared"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        return f"{others} {agree} with {self.cases[0]} on {rungs} rungs"
+        return f"{others} {agree} with {reference} on {rungs} rungs"
 
     def _what_is_missing(self) -> str:
         failed = [
@@ -128,8 +131,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 def how_to_go_on(comparison: Comparison, folder: Path) -> str:
     """The command that runs what a comparison still lacks."""
-    whole = folder.parent if comparison.command in IN_PARTS else folder
-    return f"shardpair {comparison.command} --continue {shlex.quote(str(whole))}"
+    whole = folder.parent if comparison.study in IN_PARTS else folder
+    return f"shardpair {comparison.study} --continue {shlex.quote(str(whole))}"
 
 
 def judged(
@@ -155,11 +158,11 @@ def judged(
         verdicts=[
             found.get(name)
             or climb(
-                records[references[name]],
+                _golden(comparison, name) if comparison.study == GOLDEN else records[references[name]],
                 records[name],
                 reference_name=references[name],
                 name=name,
-                same_training=comparison.command != FAULTS,
+                same_training=comparison.study != FAULTS,
             )
             for name in cases
             if name != references[name]
@@ -174,15 +177,17 @@ def judged(
 def _references(comparison: Comparison, cases: list[str]) -> dict[str, str]:
     """What each case is held against: the first. Of faults, some of which show in 16 bits alone, the first in
     the precision that the case was asked for."""
-    if comparison.command != FAULTS:
+    if comparison.study == GOLDEN:
+        return dict.fromkeys(cases, NANOGPT)
+    if comparison.study != FAULTS:
         return dict.fromkeys(cases, cases[0]) if cases else {}
     first: dict[Precision, str] = {}
     return {name: first.setdefault(comparison.requests[name].experiment.precision, name) for name in cases}
 
 
-def save(comparison: Comparison, folder: Path) -> None:
-    """Write comparison.json."""
-    write_json(folder / COMPARISON, comparison)
+def _golden(comparison: Comparison, name: str) -> Record:
+    """nanoGPT's record of the training that a case was asked for. Raises RecordError: it is damaged."""
+    return read_golden(folder_of(comparison.requests[name].experiment.optimizer.name))[0]
 
 
 def read_saved(folder: Path) -> Comparison:
@@ -191,7 +196,7 @@ def read_saved(folder: Path) -> Comparison:
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    return read_result(folder / COMPARISON, Comparison, command="run")
+    return read_outcome(folder, Comparison)
 
 
 def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:

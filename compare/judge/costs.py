@@ -7,6 +7,8 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record, Step
+from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.judge.peaks import model_flops_utilization
 from compare.judge.strategy import done_words
 
 
@@ -30,6 +32,12 @@ class Cost(Struct, frozen=True, kw_only=True):
     step_time_ms_p95: float
     tokens_per_s: float
     """Over all devices, at the median step time."""
+    tokens_seen: int = 0
+    """In all steps of this run."""
+    model_flops_per_s: float = 0.0
+    """Floating-point operations of the model a second, over all devices; none that is computed anew."""
+    mfu: float | UnsetType = UNSET
+    """`model_flops_per_s` as a fraction of the devices' peak; unset where no vendor gives a peak."""
     compile_s: float
     first_step_s: float
     cpu_time_s: float
@@ -46,13 +54,16 @@ class Cost(Struct, frozen=True, kw_only=True):
     """At rest, per device: see `Manifest.resident_bytes`."""
 
 
-def steady_times_ms(record: Record) -> list[float]:
-    """Wall times of the steps that count; of all steps where a run is too short to have any."""
+def steady_steps(record: Record) -> list[Step]:
+    """The steps whose time counts: not the first, nor one that was watched; all where a run has no other."""
     watched = record.timeline.step if record.timeline else None
-    steady = [
-        step.step_time_ms for step in record.steps[1:] if not step.instrumented and step.step != watched
-    ]
-    return steady or [step.step_time_ms for step in record.steps]
+    steady = [step for step in record.steps[1:] if not step.instrumented and step.step != watched]
+    return steady or record.steps
+
+
+def steady_times_ms(record: Record) -> list[float]:
+    """Wall times of the steady steps."""
+    return [step.step_time_ms for step in steady_steps(record)]
 
 
 def cost_of(record: Record) -> Cost:
@@ -60,6 +71,8 @@ def cost_of(record: Record) -> Cost:
     manifest, times_ms, done = record.manifest, steady_times_ms(record), done_words(record)
     sent = of_busiest_stage(record.ledger.rows)
     median_ms = statistics.median(times_ms)
+    tokens_per_s = manifest.experiment.tokens_per_step / (median_ms / 1000)
+    mfu = model_flops_utilization(manifest, tokens_per_s)
     return Cost(
         engine=manifest.engine,
         devices=manifest.devices,
@@ -72,7 +85,10 @@ def cost_of(record: Record) -> Cost:
         skipped_steps=_skipped_steps(record.steps),
         step_time_ms_median=median_ms,
         step_time_ms_p95=sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
-        tokens_per_s=manifest.experiment.tokens_per_step / (median_ms / 1000),
+        tokens_per_s=tokens_per_s,
+        tokens_seen=len(record.steps) * manifest.experiment.tokens_per_step,
+        model_flops_per_s=model_flops_per_token(manifest.experiment) * tokens_per_s,
+        mfu=UNSET if mfu is None else mfu,
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,
         cpu_time_s=manifest.cpu_time_s,

@@ -1,11 +1,13 @@
-"""The outcome of a study: every single value that was measured, and how; saved as outcome.json.
+"""The outcome of a study: what was asked, every single value that was found, and how; saved as outcome.json.
 
-A case is an engine under a layout, at a size, perhaps with other settings (a variant). Cases that do the same
-work, under the same layout and at the same size, stand in a block.
+`TimedOutcome` is of processes that were timed in rounds. A case is an engine under a layout, at a size,
+perhaps with other settings (a variant). Cases that do the same work, under the same layout and at the same
+size, stand in a block. `PartsOutcome` is of a study whose parts were each measured once.
 """
 
 import statistics
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,9 +22,85 @@ from compare.judge.strategy import done_words
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
 
+R = TypeVar("R")
 OUTCOME = "outcome.json"
 MOST_FAILURES = 2
 """Of a case: the first may be bad luck, and is tried again in the next round."""
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """Outcome of any study so far: which study, of what, and under which circumstances."""
+
+    study: str
+    """The word of its command."""
+    name: str
+    """For people, and of its folder."""
+    platform: Platform
+    circumstances: Circumstances
+    left_out: dict[str, str] = {}
+    """What could not be a case, by name, and why."""
+
+    @property
+    def is_blank(self) -> bool:
+        """True if nothing was measured yet."""
+        raise NotImplementedError
+
+    @property
+    def progress(self) -> str:
+        """How much of it is there: 3 of 5 rounds."""
+        raise NotImplementedError
+
+    def sentence(self) -> str:
+        """The verdict in a line; '' where `Findings` alone tell it."""
+        return ""
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why something was not measured, a line each."""
+        return []
+
+
+class StudyOutcome(Outcome, frozen=True, kw_only=True):
+    """Outcome of a study of an experiment."""
+
+    experiment: Experiment
+    """As the user gave it."""
+
+
+AnyOutcome = TypeVar("AnyOutcome", bound=Outcome)
+
+
+class PartsOutcome(StudyOutcome, Generic[R], frozen=True, kw_only=True):
+    """Outcome of a study whose parts are each measured once: see `compare.study.Survey`."""
+
+    options: dict[str, Any] = {}
+    """The study's own flags, by name: with the experiment they say what its parts are."""
+    parts: list[str]
+    """In the order in which they are measured."""
+    results: dict[str, R] = {}
+    """By part."""
+    failures: dict[str, str] = {}
+    """Parts that did not finish, and why."""
+
+    @property
+    def is_blank(self) -> bool:
+        """True before the first result."""
+        return not self.results
+
+    @property
+    def progress(self) -> str:
+        """3 of 5 parts."""
+        return f"{len(self.results)} of {len(self.parts)} parts"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Parts that did not finish, and why."""
+        return [f"{name}: {why}" for name, why in self.failures.items()]
+
+    @property
+    def missing(self) -> list[str]:
+        """Parts that have no result."""
+        return [name for name in self.parts if name not in self.results]
 
 
 class TimedCase(Struct, frozen=True, kw_only=True):
@@ -125,16 +203,9 @@ class HowItRan(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """Outcome of a study so far."""
+class TimedOutcome(StudyOutcome, frozen=True, kw_only=True):
+    """Outcome of a study that times its cases in rounds."""
 
-    study: str
-    """The word of its command."""
-    name: str
-    experiment: Experiment
-    """As the user gave it."""
-    platform: Platform
-    circumstances: Circumstances
     rounds: int
     """As many as were asked for."""
     timing: Timing
@@ -147,14 +218,27 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Compiled programs were kept between processes: what stands for compilation may be reading one."""
     corpus_sha256: str = ""
     cases: list[TimedCase]
-    left_out: dict[str, str] = {}
-    """What could not be a case, by name, and why."""
     measurements: list[Measurement] = []
     failures: list[FailedLaunch] = []
     how: dict[str, HowItRan] = {}
     """How every case ran that has finished once."""
     ceilings: dict[str, Ceiling] = {}
     """The fastest matrix product on all cores, or on one GPU, by `TimedCase.products`."""
+
+    @property
+    def is_blank(self) -> bool:
+        """True before the first measurement."""
+        return not self.measurements
+
+    @property
+    def progress(self) -> str:
+        """3 of 5 rounds."""
+        return f"{self.finished_rounds} of {self.rounds} rounds"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Processes that did not finish, and why."""
+        return [f"{one.case} failed in round {one.round}: {one.why}" for one in self.failures]
 
     @property
     def finished_rounds(self) -> int:
@@ -233,10 +317,14 @@ def save(result: Outcome, folder: Path) -> None:
     write_json(folder / OUTCOME, result)
 
 
-def read_outcome(folder: Path) -> Outcome:
+def read_outcome(folder: Path, kind: type[AnyOutcome]) -> AnyOutcome:
     """A study as it was saved.
+
+    Args:
+        folder: of its results.
+        kind: its study's `kept`; `Outcome` itself for what all have.
 
     Raises:
         RecordError: there is none, or it is garbled.
     """
-    return read_result(folder / OUTCOME, Outcome, command="bench")
+    return read_result(folder / OUTCOME, kind, command="run")

@@ -1,8 +1,7 @@
-"""A profile: where the time of one step goes, engine by engine; saved as profile.json."""
+"""A profile: where the time of one step goes, engine by engine; written as profile.json."""
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -16,7 +15,6 @@ from compare.contract.timeline import (
     exposed_us,
     idle_us,
 )
-from compare.host.json_files import write_json
 from compare.judge.comparison import Comparison
 from compare.judge.costs import steady_times_ms
 from compare.pipeline.schedules import make_schedule
@@ -87,18 +85,10 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
 class Profile(Struct, frozen=True, kw_only=True):
     """Result of `shardpair profile`."""
 
-    name: str
-    experiment: Experiment
-    platform: str
-    created_utc: str
-    machine: str
-    device_kind: str
-    git_commit: str
-    git_dirty: bool
+    comparison: Comparison
+    """Of the runs in which a step was watched."""
     engines: list[EngineProfile]
     """Steps of the engines that finished."""
-    failures: dict[str, str] = {}
-    left_out: dict[str, str] = {}
     verdict: str = ""
     """Whether every engine finished, and their losses agree; and who left no timeline."""
     passed: bool = False
@@ -119,25 +109,11 @@ def profile_of(
     without = [engine.name for engine in engines if not engine.devices]
     missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
     return Profile(
-        name=comparison.name,
-        experiment=comparison.experiment,
-        platform=comparison.platform,
-        created_utc=comparison.created_utc,
-        machine=comparison.machine,
-        device_kind=comparison.device_kind,
-        git_commit=comparison.git_commit,
-        git_dirty=comparison.git_dirty,
+        comparison=comparison,
         engines=engines,
-        failures=comparison.failures,
-        left_out=comparison.left_out,
         verdict=missing + comparison.sentence(),
         passed=comparison.passed and not without,
     )
-
-
-def save(profile: Profile, folder: Path) -> None:
-    """Write profile.json."""
-    write_json(folder / PROFILE, profile)
 
 
 def _engine(name: str, record: Record, twin: Record | str) -> EngineProfile:

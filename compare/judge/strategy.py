@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
-from compare.contract.work import Work, name_of
+from compare.contract.work import ObservedWork, name_of
 from compare.judge.closed_forms.communication import WIDE
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
@@ -112,10 +112,10 @@ def with_remat_resolved(engine: str, experiment: Experiment) -> Experiment:
     return replace(experiment, layout=replace(experiment.layout, remat=remat))
 
 
-Read = Callable[[Record, Work, Engine, Experiment], Iterator[Finding]]
+Read = Callable[[Record, ObservedWork, Engine, Experiment], Iterator[Finding]]
 
 
-def _dtype(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _dtype(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     asked = experiment.precision.product_dtype
     if asked == "tf32" and record.manifest.platform == "cpu":
         asked = "float32"  # tf32 is a permission, which a CPU has no use for
@@ -129,12 +129,14 @@ def _dtype(record: Record, work: Work, engine: Engine, experiment: Experiment) -
         yield Finding(setting="dtype of the gradients that are sent", asked=stored, found=", ".join(sent))
 
 
-def _remat(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _remat(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     found = "full" if "products" in work.again else "dots" if work.again else "none"
     yield Finding(setting="layout.remat", asked=engine.remat_for(experiment.layout), found=found)
 
 
-def _loss_chunks(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _loss_chunks(
+    record: Record, work: ObservedWork, engine: Engine, experiment: Experiment
+) -> Iterator[Finding]:
     length = experiment.model.block_size
     found = [f"{length / positions:g}" for positions in work.logits_positions if positions]
     yield Finding(
@@ -142,7 +144,9 @@ def _loss_chunks(record: Record, work: Work, engine: Engine, experiment: Experim
     )
 
 
-def _schedule(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _schedule(
+    record: Record, work: ObservedWork, engine: Engine, experiment: Experiment
+) -> Iterator[Finding]:
     layout = experiment.layout
     if layout.pp == 1:
         return
@@ -164,7 +168,9 @@ def _order(schedule: str, experiment: Experiment) -> list[list[str]] | None:
     return [[name_of(task) for task in rank] for rank in tasks]
 
 
-def _gradient_sync(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _gradient_sync(
+    record: Record, work: ObservedWork, engine: Engine, experiment: Experiment
+) -> Iterator[Finding]:
     """Only where the layout's choice is carried out: not by FSDP, which reduces unit by unit."""
     asked = experiment.layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
     expected = {
@@ -197,7 +203,7 @@ def _calls_by_stage(record: Record) -> list[int]:
     return counted
 
 
-def _at_rest(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _at_rest(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     expected = closed_form(engine.name, experiment)
     held = record.manifest.resident_bytes
     far = {
@@ -210,7 +216,7 @@ def _at_rest(record: Record, work: Work, engine: Engine, experiment: Experiment)
     yield Finding(setting="bytes at rest", asked=asked, found=words or asked)
 
 
-def _sent(record: Record, work: Work, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _sent(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     """What we send is held to the byte. What a compiler or a library sends may be something else for reasons
     of its own (`shardpair ledger` looks for them): it must not be what another layout sends."""
     if record.ledger.problems:
@@ -257,16 +263,16 @@ def _other_layouts(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
             yield f"layout.{key} = {value}", replace(experiment, layout=replace(layout, **{key: value}))
 
 
-def done_words(record: Record) -> "Done":
+def done_words(record: Record) -> "ObservedSettings":
     """A run's settings for the tables: as observed, else as its engine declares."""
     engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
     strategy = strategy_of(record)
     sync = strategy.found("layout.gradient_sync").split(" of ")[0]
     declared = engine.gradient_sync_for(experiment.layout) if engine else ""
-    return Done(gradient_sync=sync or declared, remat=strategy.found("layout.remat") or "untold")
+    return ObservedSettings(gradient_sync=sync or declared, remat=strategy.found("layout.remat") or "untold")
 
 
-class Done(Struct, frozen=True, kw_only=True):
+class ObservedSettings(Struct, frozen=True, kw_only=True):
     """Observed settings, in words."""
 
     gradient_sync: str

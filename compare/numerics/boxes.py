@@ -53,18 +53,21 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    """A device's part of a tensor, box by box; nothing for an empty shard.
+    """A device's shard of a tensor, box by box; an empty shard has no box.
 
     Args:
-        shard: describes it.
-        held: of `shard.held_shape`.
+        shard: its description.
+        held: its values, of shape `shard.held_shape`.
+
+    Yields:
+        A box, and its values, of the box's shape.
     """
     for box, part, shape, back in _boxes(shard):
         yield box, held if part is None else held[part].reshape(shape).transpose(back)
 
 
 def from_boxes(shard: Shard, read: Callable[[Box], np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """Inverse of `to_boxes`: a device's part of a tensor, `shard.held_shape`, from `read` of each box."""
+    """Inverse of `to_boxes`: a shard, of shape `shard.held_shape`, from `read` of each box, of its shape."""
     held = np.zeros(shard.held_shape, dtype)
     for box, part, _, back in _boxes(shard):
         if part is None:

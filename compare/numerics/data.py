@@ -73,10 +73,10 @@ class Corpus:
             experiment: as for `batch`.
             split: one of `SPLITS`.
             step: optimizer steps already taken.
-            index: which of the evaluation's batches.
+            index: number of the evaluation's batch.
 
         Returns:
-            As `batch`.
+            Inputs and targets, int32 (A, B, T), as `batch`.
         """
         tokens = self.train if split == "train" else self.validation
         return self._draw(experiment, tokens, [0, index, step, EVALUATION + SPLITS.index(split)])

@@ -34,7 +34,7 @@ OUTSIDE = 0
 Words = tuple[np.ndarray, np.ndarray]
 
 
-class Site(IntEnum):
+class DropoutSite(IntEnum):
     """Dropout sites in nanoGPT's order."""
 
     EMBEDDING = 0
@@ -44,9 +44,9 @@ class Site(IntEnum):
     MLP_OUT = 3
 
 
-def site_number(layer: Any, site: Site) -> Any:
+def site_number(layer: Any, site: DropoutSite) -> Any:
     """The first word of a counter. A layer is a number or an array of them, counted from 1, or `OUTSIDE`."""
-    return layer * len(Site) + site
+    return layer * len(DropoutSite) + site
 
 
 def kept_scale(rate: float) -> float:
@@ -69,7 +69,7 @@ def sequence_keys(seed: int, step: int, passes: int, sequences: int) -> np.ndarr
 
 
 def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-    """Which elements are kept: bool (B, *shape).
+    """Mask of the kept elements: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences.
@@ -89,8 +89,8 @@ def threefry(key: np.ndarray | Sequence[np.ndarray], first: ArrayLike, second: A
     """Threefry-2x32: two words of random bits for each pair of counter words.
 
     Args:
-        key: two words, or two arrays of them.
-        first, second: the counters; all uint32, and broadcast against each other.
+        key: two words, or two arrays of them, any shape.
+        first, second: the counters; all uint32, of shapes that broadcast against each other.
     """
     keys = [np.asarray(key[0], np.uint32), np.asarray(key[1], np.uint32)]
     keys.append(keys[0] ^ keys[1] ^ np.uint32(PARITY))

@@ -22,7 +22,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
-    """Whether weights are evaluated after so many steps of the whole training."""
+    """Whether an evaluation is due after this many steps of the whole training."""
     train = experiment.train
     return bool(train.eval_interval) and (step % train.eval_interval == 0 or step == train.max_iters)
 

@@ -26,7 +26,7 @@ LISTED = 3
 
 
 def read_weights(path: Path, experiment: Experiment) -> dict[str, np.ndarray]:
-    """Weights from a safetensors file with canonical names. Raises ExperimentError: see `checked_weights`."""
+    """Weights of a safetensors file: canonical name -> full tensor. Errors as of `checked_weights`."""
     if why := why_not_readable(path):
         raise ExperimentError(f"init_from: {path} {why}")
     try:
@@ -42,7 +42,7 @@ def checked_weights(
 
     Args:
         weights: by canonical name, of `parameter_table(experiment.model)`'s shapes, of any float dtype.
-        origin: what to call them in a message.
+        origin: their name in messages.
 
     Raises:
         ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.
@@ -89,7 +89,7 @@ def require_fit(
 
 
 def write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
-    """Write weights by canonical name as safetensors, atomically."""
+    """Write weights, canonical name -> full tensor, as safetensors, atomically."""
     write_atomically(path, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
 
 

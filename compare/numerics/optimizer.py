@@ -73,9 +73,9 @@ def reference_step(
     """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
 
     Args:
-        optimizer: which one, and its hyperparameters.
+        optimizer: its name and hyperparameters.
         table: the canonical parameters; decides what decays.
-        weights: by canonical name.
+        weights: canonical name -> tensor of the table's shape; gradients and moments have equal shapes.
         gradients: by canonical name, before clipping.
         moments: m and v by name of the moment, then by canonical name; {} before the first step.
         step: optimizer steps already taken.

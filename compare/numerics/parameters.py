@@ -91,7 +91,7 @@ def decays(parameter: Parameter, decay: str) -> bool:
 
 
 def initial_parameters(experiment: Experiment) -> dict[str, np.ndarray]:
-    """The initial weights by canonical name, in the dtype the experiment keeps its weights in.
+    """The initial weights: canonical name -> tensor of the table's shape, in the dtype of stored weights.
 
     Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the
     value does not depend on the order of the table, the layout, or the framework.

@@ -21,7 +21,7 @@ Logits = Callable[[np.ndarray], np.ndarray]
 
 
 class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be drawn."""
+    """A request for samples of a checkpoint's model."""
 
     checkpoint: str
     """Its folder, an absolute path."""
@@ -49,7 +49,7 @@ def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> l
     """Draw every sample, token by token. Returns their token ids, each with the prompt before it.
 
     Args:
-        request: what.
+        request: prompt, counts and temperature.
         logits_of: the model.
         block_size: T, how many tokens it looks back on.
     """

@@ -61,12 +61,12 @@ class Shard(Struct, frozen=True, kw_only=True):
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """Shape of what the device holds: the box's, or 1-D for a range of its elements."""
+        """Shape of the device's shard: the box's, or (elements,) for a range of them."""
         return self.shape if self.elements is None else (self.elements[1] - self.elements[0],)
 
 
 def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
-    """Copy of a device's part of a full tensor, `shard.held_shape`. ShardError if it reaches beyond it."""
+    """Copy of a device's shard, `shard.held_shape`, of a full tensor. ShardError if it reaches beyond."""
     box = _box(tensor, shard)
     return box.copy() if shard.elements is None else box.flat[slice(*shard.elements)]
 

@@ -54,7 +54,7 @@ def arrays_of_step(stream: Corpus | OwnBatches, experiment: Experiment, step: in
 
 
 def keys_of_step(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
-    """The keys of a step's sequences, by the name keys; {} without dropout."""
+    """Keys of a step's sequences: {"keys": uint32 (A, B, 2)}; {} without dropout."""
     if not experiment.model.dropout:
         return {}
     train = experiment.train

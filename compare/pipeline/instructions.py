@@ -9,11 +9,11 @@ from msgspec import Struct
 HLO_COLLECTIVES = "collectives.hlo.json"
 
 
-class Place(Struct, frozen=True):
-    """A line of the program."""
+class SourceLine(Struct, frozen=True):
+    """A line of a source file."""
 
     file: str
-    """Relative to the folder that has the packages: jaxpar/manual/fully_sharded.py."""
+    """Its path; in the file relative to the folder of the packages: jaxpar/manual/fully_sharded.py."""
     line: int
     function: str = ""
 
@@ -43,6 +43,6 @@ class Instruction(Struct, frozen=True, kw_only=True):
     """Number of runs in a step."""
     bytes: int
     """Logical bytes of all its calls."""
-    stack: tuple[Place, ...] = ()
+    stack: tuple[SourceLine, ...] = ()
     """The side's own lines that caused it, the innermost first, without what starts any step; () if the
     compiler does not tell."""

@@ -111,5 +111,5 @@ def _maker(action: Action) -> Task:
 
 
 def _meet(action: Action, other: Action) -> bool:
-    """Whether one rank's action is the other end of another's."""
+    """Whether two ranks' actions are the two ends of one message."""
     return _is_receive(action) != _is_receive(other) and _maker(action) == _maker(other)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from compare.execute.load import is_busy
 from compare.judge.bench_agreement import mistakes, unequal_terms, what_was_held
 from compare.judge.bench_rows import BenchRow, baseline_of, blocks
-from compare.judge.outcome import MOST_FAILURES, Outcome, TimedCase
+from compare.judge.outcome import MOST_FAILURES, TimedCase, TimedOutcome
 from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
 from compare.show.findings import written
 from compare.terminal.layout_words import layout_in_words
@@ -34,7 +34,7 @@ def told_in(rows: Sequence[BenchRow]) -> str:
     )
 
 
-def block_title(result: Outcome, block: str) -> str:
+def block_title(result: TimedOutcome, block: str) -> str:
     """A block's name, what is split over what, and the tokens of a step."""
     case = next(case for case in result.cases if case.block == block)
     words = layout_in_words(case.experiment, result.platform)
@@ -42,7 +42,7 @@ def block_title(result: Outcome, block: str) -> str:
     return f"{block}: {words}, {tokens:,} tokens a step, {dtype}"
 
 
-def in_one_line(result: Outcome) -> str:
+def in_one_line(result: TimedOutcome) -> str:
     """The best and the worst ratio to the baseline; or that there is none."""
     compared = [row for rows in blocks(result).values() for row in rows if row.wall_ratio]
     if not compared:
@@ -56,7 +56,7 @@ def in_one_line(result: Outcome) -> str:
     return f"Wall time over that of {result.baseline}, {_rounds(result)}: {'; '.join(map(said, ends))}"
 
 
-def sentences(result: Outcome) -> list[str]:
+def sentences(result: TimedOutcome) -> list[str]:
     """What must be known to read the table: how it was timed, where, and what is missing."""
     timing, machine = result.timing, result.circumstances.machine
     windows = f"{timing.windows} windows of {timing.window} steps, inside of which nothing waits for a step"
@@ -75,7 +75,7 @@ def sentences(result: Outcome) -> list[str]:
     ]
 
 
-def warnings(result: Outcome) -> list[str]:
+def warnings(result: TimedOutcome) -> list[str]:
     """What spoils the figures, a line each: load, failures, other work, wrong times, unequal terms."""
     busy = [
         f"round {number} ({cores:.1f} cores)"
@@ -101,19 +101,19 @@ def warnings(result: Outcome) -> list[str]:
     return [*lines, *mistakes(result), *unequal_terms(result)]
 
 
-def _rounds(result: Outcome) -> str:
+def _rounds(result: TimedOutcome) -> str:
     done = result.finished_rounds
     plural = "" if result.rounds == 1 else "s"
     return f"{result.rounds} round{plural}" if done == result.rounds else f"{done} of {result.rounds} rounds"
 
 
-def _baseline(result: Outcome) -> str:
+def _baseline(result: TimedOutcome) -> str:
     without = dict.fromkeys(case.block for case in result.cases if not baseline_of(result, case))
     missing = f" (which is not in {', '.join(without)})" if without else ""
     return f"{result.baseline}{missing}"
 
 
-def _interval(result: Outcome) -> str:
+def _interval(result: TimedOutcome) -> str:
     if result.rounds < MIN_ROUNDS:
         return f"the median over rounds. Fewer than {MIN_ROUNDS} rounds: no interval can be told."
     rows = [row for rows in blocks(result).values() for row in rows]
@@ -121,7 +121,7 @@ def _interval(result: Outcome) -> str:
     return f"the median over rounds, and two of the rounds' own ratios around it: {intervals}."
 
 
-def _ceilings(result: Outcome) -> str:
+def _ceilings(result: TimedOutcome) -> str:
     if not result.ceilings:
         return ""
     where = "on one GPU" if result.platform == "gpu" else "on all cores"
@@ -129,12 +129,12 @@ def _ceilings(result: Outcome) -> str:
     return f" Their ceiling is the fastest matrix product {where}: {', '.join(each)}."
 
 
-def _versions(result: Outcome) -> str:
+def _versions(result: TimedOutcome) -> str:
     found = result.circumstances.versions
     return ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "torch") if name in found)
 
 
-def circumstances_rows(result: Outcome) -> list[tuple[TimedCase, list[str]]]:
+def circumstances_rows(result: TimedOutcome) -> list[tuple[TimedCase, list[str]]]:
     """Every case that finished: synchronisation, recomputation, threads, device, how memory was measured."""
     return [
         (case, [one.gradient_sync, one.remat, one.threads, one.device_kind, one.peak_memory_method])

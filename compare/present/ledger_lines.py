@@ -1,4 +1,4 @@
-"""Ledgers beside their closed forms, on stdout and as Markdown: unmatched lines first."""
+"""Ledgers beside their closed forms, a table for each layout, unmatched lines first; a Markdown page."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
-from rich.table import Table
-from rich.text import Text
 
+from compare.contract.communication import Communication
 from compare.contract.record import read_record
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import ORDER, Line
 from compare.present.tables import by_reason
+from compare.show.findings import Column, Findings, Row, Table, Text, table_of
+from compare.show.markdown import markdown_of
 from compare.spec.engines.registry import ENGINES
 from compare.studies.ledgers import EngineLedger, LedgerStudy
-from compare.terminal.console import coloured, results_console
 from compare.terminal.layout_words import layout_in_words
 
 NONE, AS_EXPECTED = "\N{EN DASH}", "="
@@ -27,24 +27,24 @@ PyTorch's. A pattern explains a figure only if it gives its bytes, at any size o
 none explains is marked unexplained, with the version that it was seen in (`compare/judge/unexplained.json`).
 Numbers that go alone, such as the loss, are left out. One step is watched, the third of a run: of the others
 this says nothing."""
-ROW_COLUMNS = (
-    "operation",
-    "axis",
-    "for",
-    "stage",
-    "phase",
-    "ranks",
-    "dtype",
-    "calls",
-    "turns",
-    "bytes",
-    "from",
+PLACES = (
+    Column[Communication]("operation", lambda row: row.kind),
+    Column[Communication]("axis", lambda row: row.axis),
+    Column[Communication]("for", lambda row: row.purpose),
+    Column[Communication]("stage", lambda row: str(row.stage)),
+    Column[Communication]("phase", lambda row: row.phase),
+    Column[Communication]("ranks", lambda row: str(row.group_size)),
+    Column[Communication]("dtype", lambda row: row.dtype),
+    Column[Communication]("calls", lambda row: row.calls, ",d"),
+    Column[Communication]("turns", lambda row: " x ".join(map(str, row.loops))),
+    Column[Communication]("bytes", lambda row: row.bytes, ",d"),
+    Column[Communication]("from", lambda row: row.source),
 )
 
 Key = tuple[str, str, str]
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class LedgerRow(Struct, frozen=True, kw_only=True):
     """One line of all engines under one layout."""
 
     key: Key
@@ -74,7 +74,7 @@ def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
     return list(groups.values())
 
 
-def rows_of(ledgers: Sequence[EngineLedger]) -> list[Row]:
+def rows_of(ledgers: Sequence[EngineLedger]) -> list[LedgerRow]:
     """The lines of one layout's engines side by side."""
     found: dict[tuple[Key, int], dict[str, Line]] = {}
     for ledger in ledgers:
@@ -85,48 +85,43 @@ def rows_of(ledgers: Sequence[EngineLedger]) -> list[Row]:
     for (key, stage), lines in found.items():
         alike.setdefault((key, tuple(sorted(lines.items(), key=lambda item: item[0]))), []).append(stage)
     rows = [
-        Row(key=key, stages=tuple(sorted(stages)), lines=dict(lines))
+        LedgerRow(key=key, stages=tuple(sorted(stages)), lines=dict(lines))
         for (key, lines), stages in alike.items()
     ]
     return sorted(rows, key=lambda row: row.rank)
 
 
-def print_ledgers(found: LedgerStudy, folder: Path) -> None:
-    """A table for each layout, then what explains its lines, who has none, and a sentence."""
-    console = results_console()
-    for of_layout in layouts_of(found.ledgers):
-        engines = [ledger.engine for ledger in of_layout]
-        table = Table(title=layout_in_words(of_layout[0].experiment, "cpu"), title_justify="left")
-        for column in (*_columns(of_layout), *engines):
-            table.add_column(column, justify="right" if column in ("closed form", *engines) else "left")
-        for row in rows_of(of_layout):
-            table.add_row(*_head(row, of_layout), *(_coloured(row.lines.get(engine)) for engine in engines))
-        console.print(table)
-        for ledger in of_layout:
-            for problem in ledger.problems:
-                console.print(f"{ledger.engine} is incomplete: {problem}", style="red", soft_wrap=True)
-    for name in used(found.ledgers):
-        console.print(f"{name}: {PATTERNS[name]}", soft_wrap=True)
-    for why, names in by_reason(found.left_out).items():
-        console.print(f"left out: {', '.join(names)}: {why}", soft_wrap=True)
-    for name, why in found.missing.items():
-        console.print(f"MISSING: {name}: {why}", style="red", soft_wrap=True)
-    console.print(found.sentence(), style="bold green" if found.passed else "bold red", soft_wrap=True)
-    console.print(f"records: {folder}", soft_wrap=True)
+def findings_of_ledgers(found: LedgerStudy, folder: Path, *, places: bool) -> Findings:
+    """A table for each layout, what explains its lines, who has none, and a sentence.
 
-
-def print_rows(ledgers: Sequence[EngineLedger], folder: Path) -> None:
-    """Every row of every ledger, with its place in the program."""
-    console = results_console()
-    for ledger in ledgers:
-        table = Table(title=f"{ledger.case}: every place", title_justify="left")
-        for column in ROW_COLUMNS:
-            table.add_column(column, overflow="fold")
-        for row in read_record(folder / ledger.case).ledger.rows:
-            numbers = f"{row.calls:,}", " x ".join(map(str, row.loops)), f"{row.bytes:,}"
-            words = row.kind, row.axis, row.purpose, str(row.stage), row.phase, str(row.group_size), row.dtype
-            table.add_row(*words, *numbers, row.source)
-        console.print(table)
+    Args:
+        found: the ledgers of a run.
+        folder: of its records.
+        places: also a table of every row of every ledger, with its place in the program.
+    """
+    every = found.ledgers if places else ()
+    return Findings(
+        title="The ledger",
+        sentence=found.sentence(),
+        value=found,
+        passed=found.passed,
+        tables=[
+            *map(table_of_layout, layouts_of(found.ledgers)),
+            *(
+                table_of(
+                    f"{ledger.case}: every place",
+                    PLACES,
+                    read_record(folder / ledger.case).ledger.rows,
+                    look="words",
+                )
+                for ledger in every
+            ),
+        ],
+        notes=[*(f"{name}: {PATTERNS[name]}" for name in used(found.ledgers)), f"records: {folder}"],
+        missing={name: f"is MISSING: {why}" for name, why in found.missing.items()},
+        left_out=found.left_out,
+        warnings=[line for ledger in found.ledgers for line in _incomplete(ledger)],
+    )
 
 
 def used(ledgers: Iterable[EngineLedger]) -> list[str]:
@@ -144,44 +139,33 @@ def page(found: LedgerStudy) -> str:
     parts += ["", "## Known patterns", ""]
     parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(found.ledgers)]
     for of_layout in layouts_of(found.ledgers):
-        words = layout_in_words(of_layout[0].experiment, "cpu")
-        engines = [ledger.engine for ledger in of_layout]
-        columns = (*_columns(of_layout), *engines)
-        marks = ["---:" if column in ("closed form", *engines) else "---" for column in columns]
-        parts += ["", f"## {words[0].upper()}{words[1:]}", ""]
-        parts += [f"| {' | '.join(columns)} |", f"| {' | '.join(marks)} |"]
-        for row in rows_of(of_layout):
-            cells = (_text(row.lines.get(engine)) for engine in engines)
-            parts.append(f"| {' | '.join((*_head(row, of_layout), *cells))} |")
-        for ledger in of_layout:
-            parts += [f"\n{ledger.engine} is incomplete: {problem}." for problem in ledger.problems]
+        table = table_of_layout(of_layout)
+        parts += ["", f"## {table.name[0].upper()}{table.name[1:]}", "", markdown_of(table)]
+        parts += [f"\n{line}." for ledger in of_layout for line in _incomplete(ledger)]
     if found.left_out:
         left_out = by_reason(found.left_out).items()
         parts += ["", "## Left out", "", *(f"- {', '.join(names)}: {why}." for why, names in left_out)]
     return "\n".join(parts) + "\n"
 
 
-def _columns(ledgers: Sequence[EngineLedger]) -> tuple[str, ...]:
-    stage = ("stage",) if ledgers[0].experiment.layout.pp > 1 else ()
-    return "operation", "axis", "for", *stage, "closed form"
-
-
-def _head(row: Row, ledgers: Sequence[EngineLedger]) -> tuple[str, ...]:
-    pp = ledgers[0].experiment.layout.pp
-    stages = "all" if len(row.stages) == pp else ", ".join(map(str, row.stages))
-    by_side = {ENGINES[engine].side: line.expected for engine, line in sorted(row.lines.items())}
-    expected = " / ".join(dict.fromkeys(f"{size:,.0f}" if size else NONE for size in by_side.values()))
-    return *row.key, *((stages,) if pp > 1 else ()), expected
-
-
-def _text(line: Line | None) -> str:
-    """One engine's cell."""
-    if line is None:
-        return NONE
-    if line.state == "expected":
-        return AS_EXPECTED
-    found = f"{line.found:,}" if line.found else "nothing"
-    return f"**{found}**" if line.is_new else f"{found}: {line.why or unexplained(line)}"
+def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
+    """The lines of one layout: a column for the closed form, and one for each engine."""
+    pp, engines = ledgers[0].experiment.layout.pp, [ledger.engine for ledger in ledgers]
+    columns = ["axis", "for", *(["stage"] if pp > 1 else [])]
+    rows = []
+    for row in rows_of(ledgers):
+        kind, *words = row.key
+        if pp > 1:
+            words.append("all" if len(row.stages) == pp else ", ".join(map(str, row.stages)))
+        cells = (_cell(row.lines.get(engine)) for engine in engines)
+        rows.append(Row(Text(kind), [*map(Text, (*words, _closed_form(row))), *cells]))
+    return Table(
+        name=layout_in_words(ledgers[0].experiment, "cpu"),
+        corner="operation",
+        columns=[*columns, "closed form", *engines],
+        rows=rows,
+        words=len(columns),
+    )
 
 
 def unexplained(line: Line) -> str:
@@ -189,7 +173,21 @@ def unexplained(line: Line) -> str:
     return f"unexplained ({line.seen or 'not seen before'})"
 
 
-def _coloured(line: Line | None) -> Text:
+def _closed_form(row: LedgerRow) -> str:
+    """Bytes of the closed form; JAX's / PyTorch's where they differ."""
+    by_side = {ENGINES[engine].side: line.expected for engine, line in sorted(row.lines.items())}
+    return " / ".join(dict.fromkeys(f"{size:,.0f}" if size else NONE for size in by_side.values()))
+
+
+def _cell(line: Line | None) -> Text:
+    """What one engine sent, and what explains it."""
     if line is None or line.state == "expected":
-        return coloured(_text(line), "green")
-    return coloured(_text(line).strip("*"), "red" if line.is_new else "yellow" if line.why else "magenta")
+        return Text(AS_EXPECTED if line else NONE, news="pass")
+    found = f"{line.found:,}" if line.found else "nothing"
+    if line.is_new:
+        return Text(found, news="fail")
+    return Text(f"{found}: {line.why or unexplained(line)}", news="known" if line.why else "unexplained")
+
+
+def _incomplete(ledger: EngineLedger) -> list[str]:
+    return [f"{ledger.engine} is incomplete: {problem}" for problem in ledger.problems]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from compare.judge.closed_forms.memory import KINDS, TOLERANCE
 from compare.spec.engines.registry import REFERENCE
-from compare.studies.matrix import SHOWN, STUDIES, Cell
+from compare.studies.matrix_cells import SHOWN, STUDIES, Cell
 from compare.studies.presets import PRESETS
 
 PREAMBLE = """Written by `make matrix`, not by hand. Every engine under every layout, {steps} steps, against

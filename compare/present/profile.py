@@ -1,18 +1,15 @@
-"""What a profile found: where the time of a step goes, engine by engine and device by device."""
+"""What a profile says: where the time of a step goes, engine by engine and device by device."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from compare.contract.record import Record
-from compare.judge.circumstances import made_by
-from compare.judge.profile import PROFILE, DeviceTime, EngineProfile, Profile
-from compare.show.findings import NONE, Column, Findings, Picture, Row, Table, Text, table_of
+from compare.judge.profile import DeviceTime, EngineProfile, Profile
+from compare.show.findings import NONE, Column, Picture, Row, Table, Text
 from compare.terminal.layout_words import layout_in_words
 
-PAGE = "profile.html"
 ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "step, unwatched (ms)": lambda engine: engine.step_ms,
     "step, watched (ms)": lambda engine: engine.watched_ms,
@@ -33,7 +30,6 @@ SHARES: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
 }
 """Rows that are a share; of pipelines the last two."""
 
-
 DEVICE = (
     Column[DeviceTime]("device", lambda one: f"device {one.device}"),
     Column[DeviceTime]("forward", lambda one: one.forward_ms, ".2f"),
@@ -45,49 +41,17 @@ DEVICE = (
 )
 
 
-def findings_of_profile(profile: Profile, records: Mapping[str, Record], folder: Path) -> Findings:
-    """The table of all engines, every device's figures, and the measured and planned timelines.
-
-    Args:
-        profile: put together from the records.
-        records: of each engine that finished.
-        folder: of the profile, where each engine's trace is.
-    """
-    traces = [
-        f"trace for Perfetto: {folder / engine.name / 'trace.json'}"
-        for engine in profile.engines
-        if engine.devices
-    ]
-    return Findings(
-        title=f"{profile.name}: {title(profile)[0].lower()}{title(profile)[1:]}",
-        sentence=profile.verdict,
-        value=profile,
-        passed=profile.passed,
-        about=[
-            f"{profile.machine}, {profile.device_kind}. {profile.created_utc[:16].replace('T', ' ')} UTC."
-        ],
-        tables=[_figures(profile)],
-        details=[
-            table_of(f"{engine.name}: every device of step {engine.step} (ms)", DEVICE, engine.devices)
-            for engine in profile.engines
-            if engine.devices
-        ],
-        drawn=lambda: _timelines(list(records), list(records.values())),
-        notes=[*notes(profile), *traces],
-        source=f"{made_by(profile.git_commit, profile.git_dirty)}. Every single figure is in {PROFILE}, "
-        f"beside this page.",
-    )
-
-
-def _timelines(names: list[str], records: list[Record]) -> list[Picture]:
+def timelines(records: Mapping[str, Record]) -> list[Picture]:
+    """The watched steps as they were measured, and pipelines as they were planned."""
     from compare.present.report.lanes import measured_steps
-    from compare.present.report.pictures import timelines
+    from compare.present.report.pictures import timelines as planned
 
-    found = [*measured_steps(names, records), *timelines(records)]
+    every = list(records.values())
+    found = [*measured_steps(list(records), every), *planned(every)]
     return [msgspec.structs.replace(picture, is_wide=True) for picture in found]
 
 
-def _figures(profile: Profile) -> Table:
+def figures_of(profile: Profile) -> Table:
     """A column for each engine; rows that nobody has a figure for are left out."""
     found = {label: [_ms(value(engine)) for engine in profile.engines] for label, value in ROWS.items()}
     found |= {label: [_share(value(engine)) for engine in profile.engines] for label, value in SHARES.items()}
@@ -105,7 +69,7 @@ def _figures(profile: Profile) -> Table:
 
 def title(profile: Profile) -> str:
     """What was watched."""
-    return f"One step, {layout_in_words(profile.experiment, profile.platform)}"
+    return f"One step, {layout_in_words(profile.comparison.experiment, profile.comparison.platform)}"
 
 
 def notes(profile: Profile) -> list[str]:
@@ -123,7 +87,7 @@ def notes(profile: Profile) -> list[str]:
             twins.setdefault(engine.no_twin, []).append(engine.name)
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
     lines += [f"{', '.join(names)}: no silent twin: {why}" for why, names in twins.items()]
-    lines += [f"{name} did not finish: {why}" for name, why in profile.failures.items()]
+    lines += [f"{name} did not finish: {why}" for name, why in profile.comparison.failures.items()]
     impossible = {
         "the silent twin took longer than the step": [e.exposed_by_twin_ms for e in profile.engines],
         "the watched step was shorter than the others": [e.overhead for e in profile.engines],
@@ -134,7 +98,7 @@ def notes(profile: Profile) -> list[str]:
                 f"{', '.join(names)}: {what}: the machine was busy with something else, and these times say "
                 f"little."
             )
-    if profile.platform == "cpu":
+    if profile.comparison.platform == "cpu":
         lines.append("CPU timings: devices that share cores take them from each other.")
     return lines
 

@@ -8,9 +8,7 @@ from compare.contract.record import Record
 from compare.judge.comparison import Comparison
 from compare.present.tables import how_peaks
 from compare.show.findings import Figure, Picture, Series
-from compare.studies.sweep import FIRST, SINGLE, SweepPlan
-from compare.studies.sweep_outcome import Row as Strategy
-from compare.studies.sweep_outcome import SweepOutcome
+from compare.studies.sweep_outcome import FIRST, SINGLE, StrategyRow, SweepOutcome
 from compare.terminal.units import human_bytes
 
 
@@ -18,7 +16,7 @@ def figures_of(outcome: SweepOutcome, by_engine: Mapping[str, Record]) -> list[F
     """Bars of strategies, or lines over devices."""
     if not outcome.rows:
         return []
-    if outcome.plan.scaling != "none":
+    if outcome.scaling != "none":
         return _of_scaling(outcome)
     peaks = how_peaks(list(by_engine), list(by_engine.values()))
     return [
@@ -42,11 +40,11 @@ def figures_of(outcome: SweepOutcome, by_engine: Mapping[str, Record]) -> list[F
 
 
 def _bars(
-    rows: Sequence[Strategy],
+    rows: Sequence[StrategyRow],
     title: str,
     caption: str,
     axis: str,
-    value: Callable[[Strategy], float],
+    value: Callable[[StrategyRow], float],
     text: Callable[[float], str],
 ) -> Figure:
     """Bars in groups, one for each strategy, one device first; and in each a bar for each engine."""
@@ -72,14 +70,14 @@ def _bars(
 
 
 def losses(
-    plan: SweepPlan, comparisons: Mapping[str, Comparison], records: Mapping[str, Sequence[Record]]
+    outcome: SweepOutcome, comparisons: Mapping[str, Comparison], records: Mapping[str, Sequence[Record]]
 ) -> list[Picture]:
     """The loss curves of each engine's strategies over the reference's; none where devices are scaled."""
     from compare.present.report.figures import loss_curves
     from compare.present.report.pictures import how_close
 
     drawn = []
-    for batch, comparison in comparisons.items() if plan.scaling == "none" else ():
+    for batch, comparison in comparisons.items() if outcome.scaling == "none" else ():
         named = dict(zip(comparison.cases, records[batch], strict=True))
         engines = dict.fromkeys(record.manifest.engine for name, record in named.items() if name != FIRST)
         for engine in engines or dict.fromkeys(record.manifest.engine for record in named.values()):
@@ -95,7 +93,7 @@ def losses(
 
 
 def _of_scaling(outcome: SweepOutcome) -> list[Figure]:
-    lines, fewest = _lines(outcome), outcome.plan.devices[0]
+    lines, fewest = _lines(outcome), outcome.devices[0]
     base = "one device" if fewest == 1 else f"{fewest} devices"
     counts = sorted({row.devices for rows in lines.values() for row in rows})
     best = max(rows[0].tokens_per_s for rows in lines.values()) / counts[0]
@@ -123,7 +121,9 @@ def _of_scaling(outcome: SweepOutcome) -> list[Figure]:
     return [throughput, efficiency]
 
 
-def _curves(lines: Mapping[str, list[Strategy]], value: Callable[[Strategy], float | None]) -> list[Series]:
+def _curves(
+    lines: Mapping[str, list[StrategyRow]], value: Callable[[StrategyRow], float | None]
+) -> list[Series]:
     curves = []
     for place, (name, rows) in enumerate(lines.items()):
         points = [(row.devices, found) for row in rows if (found := value(row)) is not None]
@@ -132,9 +132,9 @@ def _curves(lines: Mapping[str, list[Strategy]], value: Callable[[Strategy], flo
     return curves
 
 
-def _lines(outcome: SweepOutcome) -> dict[str, list[Strategy]]:
+def _lines(outcome: SweepOutcome) -> dict[str, list[StrategyRow]]:
     """The rows of each engine and strategy by devices, each begun by its engine's one device."""
-    lines: dict[str, list[Strategy]] = {}
+    lines: dict[str, list[StrategyRow]] = {}
     alone = {row.engine: row for row in outcome.rows if row.devices == 1}
     for row in outcome.rows:
         if row.devices > 1:

@@ -17,16 +17,16 @@ Value = Estimate | float | str | None
 R = TypeVar("R")
 
 
-class Text(Struct, frozen=True):
+class Text(Struct, frozen=True, omit_defaults=True):
     """A cell: its text, a small note beside it, and whether it is good or bad news."""
 
     text: str
     note: str = ""
     news: str = ""
-    """pass, fail or ''."""
+    """pass, fail, known (a difference that is explained), unexplained (one that was seen before) or ''."""
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, omit_defaults=True):
     """A row: its header, and its cells."""
 
     head: Text
@@ -34,7 +34,7 @@ class Row(Struct, frozen=True):
     is_total: bool = False
 
 
-class Table(Struct, frozen=True, kw_only=True):
+class Table(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A table whose rows and columns have headers."""
 
     name: str
@@ -47,6 +47,8 @@ class Table(Struct, frozen=True, kw_only=True):
     """Headers over as many columns each, where columns come in groups."""
     look: str = ""
     """`words` for text that is set to the left, `upright` for one that was turned; '' for numbers."""
+    words: int = 0
+    """Columns of text before those of numbers."""
     below: str = ""
     """A sentence under the table."""
 
@@ -89,7 +91,13 @@ def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
 
 
 def table_of(
-    name: str, columns: Sequence[Column[R]], rows: Sequence[R], *, below: str = "", look: str = ""
+    name: str,
+    columns: Sequence[Column[R]],
+    rows: Sequence[R],
+    *,
+    below: str = "",
+    look: str = "",
+    words: int = 0,
 ) -> Table:
     """A table of rows; the first column names them, and one without any figure is left out.
 
@@ -97,7 +105,7 @@ def table_of(
         name: its title.
         columns: at least one.
         rows: what the columns read.
-        below, look: as of `Table`.
+        below, look, words: as of `Table`.
     """
     head, *figures = columns
     cells = {column.name: [column.cell(row) for row in rows] for column in figures}
@@ -111,6 +119,7 @@ def table_of(
         ],
         below=below,
         look=look,
+        words=words,
     )
 
 

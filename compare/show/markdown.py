@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from compare.show.findings import Findings, Table
+from compare.show.findings import Findings, Table, Text
 
 
 def markdown(findings: Findings) -> str:
@@ -14,15 +14,19 @@ def markdown(findings: Findings) -> str:
 
 def markdown_table(table: Table) -> str:
     """A table under its title, in bold."""
-    cells = (
-        [row.head.text, *(f"{cell.text} {cell.note}".strip() for cell in row.cells)] for row in table.rows
-    )
-    drawn = markdown_rows(
-        [table.corner, *table.columns],
-        cells,
-        numbers_from=len(table.columns) + 1 if table.look == "words" else 1,
-    )
-    return f"**{table.name}**\n\n{drawn}"
+    return f"**{table.name}**\n\n{markdown_of(table)}"
+
+
+def markdown_of(table: Table) -> str:
+    """A table without its title; bad news in bold."""
+    words = len(table.columns) if table.look == "words" else table.words
+    cells = ([row.head.text, *map(_text, row.cells)] for row in table.rows)
+    return markdown_rows([table.corner, *table.columns], cells, numbers_from=1 + words)
+
+
+def _text(cell: Text) -> str:
+    text = f"{cell.text} {cell.note}".strip()
+    return f"**{text}**" if cell.news == "fail" else text
 
 
 def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int = 1) -> str:

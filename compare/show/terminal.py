@@ -8,7 +8,7 @@ from compare.present.tables import by_reason
 from compare.show.findings import Findings, Table, Text
 from compare.terminal.console import coloured, print_json, results_console
 
-COLOURS = {"pass": "green", "fail": "red"}
+COLOURS = {"pass": "green", "fail": "red", "known": "yellow", "unexplained": "magenta"}
 
 
 def print_findings(findings: Findings, *, as_json: bool) -> None:
@@ -40,12 +40,13 @@ def terminal_table(table: Table) -> RichTable:
     drawn = RichTable(
         title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    side = "left" if table.look == "words" else "right"
+    words = len(table.columns) if table.look == "words" else table.words
     drawn.add_column(_header(table.corner))
-    for name in table.columns:
-        drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name)
+    for place, name in enumerate(table.columns):
+        side = "left" if place < words else "right"
+        drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name, overflow="fold")
     for row in table.rows:
-        drawn.add_row(_text(row.head), *map(_text, row.cells))
+        drawn.add_row(cell_of(row.head), *map(cell_of, row.cells))
     return drawn
 
 
@@ -54,6 +55,7 @@ def _header(name: str) -> str:
     return name.replace(" (", "\n(")
 
 
-def _text(cell: Text) -> str | RichText:
+def cell_of(cell: Text) -> str | RichText:
+    """A cell as rich prints it: good news green, bad news red."""
     text = f"{cell.text} {cell.note}" if cell.note else cell.text
     return coloured(text, COLOURS[cell.news]) if cell.news else text

@@ -10,17 +10,17 @@ from msgspec import Struct
 
 from compare.commands.arguments import StudiedName
 from compare.judge.bench_rows import by_round
-from compare.judge.outcome import Measurement, Outcome, TimedCase
+from compare.judge.outcome import Measurement, TimedCase, TimedOutcome
 from compare.judge.statistics import Estimate, estimate
 from compare.show.findings import Column, Figure, Findings, Series, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.study import Cases, Study, findings_of
+from compare.timed_study import Cases, TimedStudy, timed_findings
 
 ABOUT = "Loss is the mean over the last eighth of all tokens; time is that of a median update, times updates."
 
 
-class Accumulation(Study, frozen=True, kw_only=True):
+class Accumulation(TimedStudy, frozen=True, kw_only=True):
     """Train on equal tokens in many small updates or few large ones, and hold loss against wall time.
 
     An update sums the gradients of 1, 2, 4 or 8 passes over batch_size sequences. More passes share one
@@ -56,7 +56,7 @@ class Accumulation(Study, frozen=True, kw_only=True):
         return cases, {}
 
     @classmethod
-    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+    def findings(cls, outcome: TimedOutcome, folder: Path) -> Findings:
         """Loss and time of every case, and when each has the loss that all of them reach."""
         rows = [row_of(case, own) for case in outcome.cases if (own := by_round(outcome, case))]
         target = max(row.loss for row in rows)
@@ -67,7 +67,7 @@ class Accumulation(Study, frozen=True, kw_only=True):
             for place, row in enumerate(rows)
         ]
         figure = Figure(title="Loss over time", caption=ABOUT, x="time (s)", y="loss", series=lines)
-        return findings_of(
+        return timed_findings(
             outcome,
             title=f"Passes of an update, {outcome.cases[0].engine} under {outcome.cases[0].layout}",
             sentence=f"loss {target:.3f} after {said}",

@@ -7,7 +7,7 @@ from compare.commands.arguments import EngineName
 from compare.commands.chosen_layout import DEVICES
 from compare.commands.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
-from compare.judge.outcome import Outcome
+from compare.judge.outcome import TimedOutcome
 from compare.judge.statistics import Estimate
 from compare.present.bench_words import block_title, circumstances_rows, in_one_line, sentences, told_in
 from compare.show.findings import Column, Figure, Findings, Row, Series, Table, Text, table_of
@@ -15,11 +15,11 @@ from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import Choice, bench_cases
 from compare.studies.fitting import installed
-from compare.study import Cases, Study, findings_of
 from compare.terminal.units import human_bytes
+from compare.timed_study import Cases, TimedStudy, timed_findings
 
 
-class Bench(Study, frozen=True, kw_only=True):
+class Bench(TimedStudy, frozen=True, kw_only=True):
     """Time engines, layouts, sizes and settings against each other, and say how sure the ratios are.
 
     Each case is a fresh process, or the ranks that it starts; all of them run in rounds, whose order rotates.
@@ -85,11 +85,11 @@ class Bench(Study, frozen=True, kw_only=True):
         return cases, {**missing, **refused}
 
     @classmethod
-    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+    def findings(cls, outcome: TimedOutcome, folder: Path) -> Findings:
         """A table for each block, the ratios with their intervals, and what goes before the steps."""
         found = blocks(outcome)
         rows = [row for of_block in found.values() for row in of_block]
-        return findings_of(
+        return timed_findings(
             outcome,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
             sentence=in_one_line(outcome) if found else "nothing was measured",
@@ -122,7 +122,7 @@ COLUMNS = (
 )
 
 
-def how_each_ran(outcome: Outcome) -> Table:
+def how_each_ran(outcome: TimedOutcome) -> Table:
     """Every case's synchronisation, recomputation, threads and device, as its manifest says."""
     return Table(
         name="How each case ran",
@@ -136,12 +136,12 @@ def how_each_ran(outcome: Outcome) -> Table:
     )
 
 
-def figures_of(outcome: Outcome, rows: Sequence[BenchRow]) -> list[Figure]:
+def figures_of(outcome: TimedOutcome, rows: Sequence[BenchRow]) -> list[Figure]:
     """Ratios with intervals, step times over rounds, and what goes before the steps."""
     return [*_ratios(outcome, [row for row in rows if row.wall_ratio]), _step_times(rows), _before(rows)]
 
 
-def _ratios(outcome: Outcome, rows: Sequence[BenchRow]) -> list[Figure]:
+def _ratios(outcome: TimedOutcome, rows: Sequence[BenchRow]) -> list[Figure]:
     if not rows:
         return []
     whiskers = any(row.wall_ratio and row.wall_ratio.has_interval for row in rows)

@@ -13,7 +13,7 @@ from compare.execute.load import busy_cores
 from compare.judge.bucket_overheads import (
     ALONE,
     BUCKETED,
-    Line,
+    BucketPrediction,
     Point,
     best_of,
     default_bucket_mb,
@@ -23,16 +23,22 @@ from compare.judge.bucket_overheads import (
     reduced_experiment,
 )
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import Outcome, TimedCase
+from compare.judge.outcome import OUTCOME, TimedCase, TimedOutcome, read_outcome
 from compare.judge.statistics import interval_words
 from compare.show.findings import Column, Figure, Findings, Series, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.cases import Settings, with_layout
-from compare.studies.collectives import RESULT, Order, read_bench, requests_of, run_requests, sizes_between
+from compare.studies.collective_runs import (
+    CollectiveBench,
+    Order,
+    requests_of,
+    run_requests,
+    sizes_between,
+)
 from compare.studies.presets import spread
-from compare.study import Cases, Study, findings_of
 from compare.terminal.units import human_bytes
+from compare.timed_study import Cases, TimedStudy, timed_findings
 
 OTHERS = ("flat", "naive", "overlapped")
 """Of the first the losses are what others are held to."""
@@ -43,7 +49,7 @@ COLLECTIVES = "collectives"
 """Folder of its times, in that of the study."""
 
 
-class Buckets(Study, frozen=True, kw_only=True):
+class Buckets(TimedStudy, frozen=True, kw_only=True):
     """Time data parallelism over bucket sizes, and hold the best one against a closed form.
 
     torch-manual's step with its gradients flat, naive, overlapped and in buckets, each in fresh processes, in
@@ -62,8 +68,8 @@ class Buckets(Study, frozen=True, kw_only=True):
     """Ranks of data parallelism."""
 
     brief = "sizes of gradient buckets, beside a closed form"
-    layouts = "the study has layouts of its own, on --devices"
-    decided: ClassVar = {**Study.decided, "layout.bucket_mb": "--bucket_mb"}
+    own_layouts = "the study has layouts of its own, on --devices"
+    decided: ClassVar = {**TimedStudy.decided, "layout.bucket_mb": "--bucket_mb"}
 
     def cases(self, experiment: Experiment) -> Cases:
         """Every way of reducing gradients, and the step without communication, in one block."""
@@ -90,14 +96,14 @@ class Buckets(Study, frozen=True, kw_only=True):
         ], {}
 
     @classmethod
-    def measure_beside(cls, outcome: Outcome, folder: Path, *, settings: Settings, quiet: bool) -> None:
+    def measure_beside(cls, outcome: TimedOutcome, folder: Path, *, settings: Settings, quiet: bool) -> None:
         """Time our all-reduce up to the size of all gradients, unless the folder has its times.
 
         Raises:
             EngineError: it did not finish, or gave wrong results.
         """
         place, reduced = folder / COLLECTIVES, reduced_experiment(outcome)
-        if not (place / RESULT).is_file() or not read_bench(place).passed:
+        if not (place / OUTCOME).is_file() or not read_outcome(place, CollectiveBench).passed:
             shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
             order = Order(
                 kinds=("all_reduce",),
@@ -112,7 +118,7 @@ class Buckets(Study, frozen=True, kw_only=True):
         kept_fit(folder)
 
     @classmethod
-    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+    def findings(cls, outcome: TimedOutcome, folder: Path) -> Findings:
         """Overheads over bucket sizes, beside the closed forms."""
         timed = {one.case for one in outcome.measurements}
         if len(timed) < 2 or outcome.cases[-1].name not in timed:  # there is no overhead to tell
@@ -121,7 +127,7 @@ class Buckets(Study, frozen=True, kw_only=True):
         alone_ms, points = overheads_of(outcome, line)
         ranks = line.fit.ranks
         title = f"Data parallelism over {ranks} ranks, {human_bytes(line.gradient_bytes)} of gradients"
-        return findings_of(
+        return timed_findings(
             outcome,
             title=title,
             sentence=sentence_of(points, line, alone_ms),
@@ -149,7 +155,7 @@ COLUMNS = (
 )
 
 
-def sentence_of(points: list[Point], line: Line, alone_ms: float) -> str:
+def sentence_of(points: list[Point], line: BucketPrediction, alone_ms: float) -> str:
     """The outcome in a line."""
     predicted = f"predicted best bucket {mb_text(line.best_bucket_mb)}"
     if (best := best_of(points)) is None:
@@ -161,7 +167,7 @@ def sentence_of(points: list[Point], line: Line, alone_ms: float) -> str:
     )
 
 
-def figure_of(points: list[Point], line: Line) -> Figure:
+def figure_of(points: list[Point], line: BucketPrediction) -> Figure:
     """Measured overheads over bucket size, and the closed forms' curves."""
     size_mb, most = line.gradient_bytes / 1e6, max([1.0, *(point.buckets for point in points)])
     counts = np.geomspace(1, max(most, line.best_buckets) if math.isfinite(line.best_buckets) else 100, 200)
@@ -223,7 +229,7 @@ def kept_fit(folder: Path) -> Fit:
         RecordError: it was not timed.
         EngineError: it did not finish, or gave wrong results.
     """
-    bench = read_bench(folder / COLLECTIVES)
+    bench = read_outcome(folder / COLLECTIVES, CollectiveBench)
     if not bench.passed or not bench.fits:
         raise EngineError(f"all_reduce: {bench.sentence()}", exit_code=1)
     return bench.fits[0]

@@ -5,14 +5,23 @@ gradient synchronisation.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from compare.contract.request import Platform
 from compare.spec.engines.registry import ENGINES, REFERENCE
-from compare.spec.experiment import Experiment, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.presets import spread
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
+
+    def __init__(self, message: str, folder: Path = Path()):
+        super().__init__(message)
+        self.folder = folder
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -40,6 +49,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """A file of weights to begin with; see `freeze_weights`."""
     tensorboard: str = ""
     """A folder for TensorBoard's event files; empty for none."""
+    later_step: int = 0
+    """After which step the ladder has weights once more; 0 for step `LATER_STEP`, or the last but one."""
     resume: str = ""
     """Where checkpoints are to go on from; see `resuming.checkpoints_for`."""
 
@@ -71,3 +82,12 @@ def with_layout(experiment: Experiment, **fields: object) -> Experiment:
     """The experiment under a layout with other fields. Raises ExperimentError if that cannot work."""
     layout = msgspec.structs.replace(experiment.layout, **fields)
     return revalidate(msgspec.structs.replace(experiment, layout=layout))
+
+
+def why_not(engine: str, experiment: Experiment, platform: Platform) -> str:
+    """Why an engine refuses an experiment; '' if it does not."""
+    try:
+        ENGINES[engine].require_experiment(experiment, platform=platform)
+    except ExperimentError as error:
+        return str(error)
+    return ""

@@ -1,270 +1,224 @@
-"""The benchmark of collectives: its rows, timed by each side in fresh processes, and their fits."""
+"""`shardpair collectives`: time collectives as nccl-tests does, on every way that this machine has."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import msgspec
-from msgspec import Struct, field
-
-from compare.contract.collective_bench import (
-    IMPLEMENTATIONS,
-    ROWS,
-    SIDE,
-    CollectiveCase,
-    CollectiveRequest,
-    CollectiveRow,
-    CollectiveSide,
-    Kind,
-    bytes_held,
+from compare.commands.arguments import check_timeout
+from compare.commands.pythons import SidePythons, checked_pythons
+from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, CollectiveRow, Kind
+from compare.contract.request import Platform
+from compare.execute.launch import visible_gpus
+from compare.execute.load import busy_cores, is_busy, require_idle
+from compare.execute.paths import PICTURES, check_output
+from compare.judge.collective_fit import Fit
+from compare.judge.outcome import OUTCOME, read_outcome
+from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of
+from compare.show.findings import Column, Findings, table_of
+from compare.spec.experiment import Experiment, ExperimentError
+from compare.studies.cases import Interrupted
+from compare.studies.collective_runs import (
+    RANKS,
+    CollectiveBench,
+    Order,
+    requests_of,
+    run_requests,
+    sizes_between,
 )
-from compare.contract.request import REQUEST, Platform
-from compare.contract.run_lock import lock_folder
-from compare.execute.launch import EngineError, require_gpu, run_side
-from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
-from compare.execute.paths import create_run_dir
-from compare.execute.tally import Tally
-from compare.host.json_files import FolderName, read_json, read_own_bytes, read_result, write_json
-from compare.judge.circumstances import Circumstances
-from compare.judge.collective_fit import Fit, fits_of
-from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
-from compare.studies.rounds import here_and_now
-from compare.terminal.units import human_bytes
+from compare.studies.presets import check_names
+from compare.study import Question
+from compare.terminal.console import errors_console
 
-RESULT = "collectives.json"
-RANKS = (2, 4, 6)
+if TYPE_CHECKING:
+    Way = str
+else:
+    Way = Literal[tuple(IMPLEMENTATIONS)]
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+MOST_ROW_S = 60.0
 
 
-class CollectiveBench(Struct, frozen=True, kw_only=True):
-    """Outcome of the benchmark: collectives.json."""
+class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=True):
+    """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
-    command: str
-    """That makes it again."""
-    circumstances: Circumstances
-    """With the load before the first row."""
-    platform: Platform
-    requests: dict[FolderName, CollectiveRequest]
-    """By the folder in which each ran."""
-    rows: list[CollectiveRow] = field(default_factory=list)
-    fits: list[Fit] = field(default_factory=list)
-    sides: dict[str, CollectiveSide] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    """What this machine's memory cannot hold, a line each."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Why a folder has not all of its rows."""
+    On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
+    about five minutes. `shardpair bench collectives` is the same.
 
-    @property
-    def wrong(self) -> int:
-        """Elements that were not what they should be, over all rows."""
-        return sum(row.wrong for row in self.rows)
+    Try:
+      shardpair collectives --kinds all_reduce --ranks 2 --max_size 4M
+      shardpair collectives --ranks 2 4 --picture collectives.png
+    """
 
-    @property
-    def passed(self) -> bool:
-        """True if every row that was asked for is there, and right."""
-        return not self.failures and not self.wrong and bool(self.rows)
-
-    def sentence(self) -> str:
-        """The outcome in a line."""
-        if self.failures:
-            return f"did not finish: {'; '.join(self.failures.values())}"
-        if self.wrong:
-            bad = dict.fromkeys(f"{row.implementation} {row.kind}" for row in self.rows if row.wrong)
-            return f"wrong results: {self.wrong:,} elements in {', '.join(bad)}"
-        return f"{len(self.rows)} rows, every element of every result as it should be"
-
-
-class Order(Struct, frozen=True, kw_only=True):
-    """A benchmark asked for."""
-
-    kinds: tuple[Kind, ...]
-    implementations: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ranks: tuple[int, ...]
-    platform: Platform = "cpu"
+    kinds: tuple[Kind, ...] = ()
+    """Which collectives. permute is a ring of send and receive. Default: all."""
+    implementations: tuple[Way, ...] = ()
+    """gloo or nccl (PyTorch's stock operation), ours (torch-manual's way over the same), xla (shard_map).
+    Default: all that the platform has."""
+    ranks: tuple[int, ...] = ()
+    """On how many ranks or devices. Default: 2 4 6; on GPUs those of them that there are."""
+    min_size: str = "1K"
+    """Smallest size in bytes; K, M, G are powers of 1024, as in nccl-tests."""
+    max_size: str = "64M"
+    """Largest size, the total of a gather or scatter. What memory cannot hold is left out by name."""
+    factor: int = 4
+    """From one size to the next."""
     row_s: float = 0.2
+    """Seconds that the calls of a row take together, about; there are at least five of them."""
+    platform: Platform = "cpu"
+    """cpu: gloo ranks of one thread each, and XLA host devices. gpu: one rank or device for each GPU."""
+    fault: Kind | Literal[""] = ""
+    """Check the checker: falsify one value of this collective's result; #wrong and the exit code say so."""
+    anyway: bool = False
+    """Time on a busy machine, too; the record then says so."""
+    run_dir: str = ""
+    """Folder of the results; must not exist. Default: runs/collectives-TIME."""
+    picture: Path | None = None
+    """Also save the picture of times and bandwidths (.png, .svg, .pdf)."""
     timeout_s: float = 600.0
-    fault: str = ""
+    """A call that hangs for this long is ended."""
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Print the outcome as one JSON object on stdout instead of tables."""
 
+    brief: ClassVar = "collectives by size: gloo or NCCL, our way, and XLA"
+    kept: ClassVar = CollectiveBench
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; every process was ended. The finished rows are in `folder`."""
+    def __call__(self, default: Experiment) -> int:
+        """Answer it. Returns 0 if every row is there and every result right, else 1."""
+        check_output("--picture", self.picture, kinds=PICTURES)
+        try:
+            bench, folder = self.outcome()
+        except Interrupted as interrupt:
+            so_far = read_outcome(interrupt.folder, CollectiveBench)
+            self.shown(so_far, interrupt.folder, picture=self.picture, as_json=self.json)
+            raise
+        return self.shown(bench, folder, picture=self.picture, as_json=self.json)
 
-    def __init__(self, message: str, folder: Path):
-        super().__init__(message)
-        self.folder = folder
+    def outcome(self) -> tuple[CollectiveBench, Path]:
+        """The rows with their fits, and the folder of the results; nothing is printed on stdout."""
+        pythons, order = checked_pythons(self), self.order()
+        requests, left_out = requests_of(order)
+        busy = busy_cores()
+        require_idle(busy, anyway=self.anyway)
+        for name, why in left_out.items() if not self.quiet else ():
+            errors_console().print(f"left out: {name}: {why}", style="yellow")
+        how = {"run_dir": self.run_dir, "busy": busy, "pythons": pythons, "quiet": self.quiet}
+        return run_requests(requests, left_out, command=self.command_line(order), **how)
 
-
-def sizes_between(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Sizes from `smallest` up to `largest`, each `factor` times the last one. Raises ExperimentError."""
-    if smallest < 4 or largest < smallest:
-        raise ExperimentError(
-            f"--min_size {smallest} and --max_size {largest}: sizes begin with 4 bytes, and the largest is "
-            f"not below the smallest"
-        )
-    if factor < 2:
-        raise ExperimentError(f"--factor {factor} must be at least 2")
-    sizes = [smallest]
-    while sizes[-1] * factor <= largest:
-        sizes.append(sizes[-1] * factor)
-    return tuple(sizes)
-
-
-def requests_of(order: Order) -> tuple[dict[str, CollectiveRequest], list[str]]:
-    """A request for each side and number of ranks, by folder; and what memory leaves out, a line each.
-
-    Raises:
-        ExperimentError: too few or too many ranks, or nothing fits into memory.
-        EnvironmentMissing: platform gpu without one.
-    """
-    _require_devices(order)
-    memory = (gpu_memory_bytes() or free_memory_bytes()) if order.platform == "gpu" else free_memory_bytes()
-    requests, left_out = {}, []
-    for ranks in order.ranks:
-        share = ranks if order.platform == "gpu" else 1  # each GPU has a memory of its own
-        fits = [
-            CollectiveCase(kind, size)
-            for kind in order.kinds
-            for size in order.sizes
-            if bytes_held(kind, size, ranks) / share <= memory
+    @classmethod
+    def findings(cls, outcome: CollectiveBench, folder: Path) -> Findings:
+        """A table for each collective and number of ranks, the fits, two figures for each collective."""
+        kinds = list(dict.fromkeys(row.kind for row in outcome.rows))
+        groups = [(kind, ranks) for kind in kinds for ranks in ranks_of(outcome.rows)]
+        tables = [
+            table_of(f"{kind} on {ranks} ranks", COLUMNS, rows)
+            for kind, ranks in groups
+            if (rows := in_order(row for row in outcome.rows if (row.kind, row.ranks) == (kind, ranks)))
         ]
-        left_out += _left_out(order, ranks, fits, share, memory)
-        for side in SIDES if fits else ():
-            mine = tuple(name for name in order.implementations if IMPLEMENTATIONS[name].side == side)
-            if mine:
-                requests[f"{side}-{ranks}"] = CollectiveRequest(
-                    implementations=mine,
-                    cases=tuple(fits),
-                    ranks=ranks,
-                    platform=order.platform,
-                    row_s=order.row_s,
-                    timeout_s=order.timeout_s,
-                    fault=order.fault,
-                )
-    if not requests:
-        raise ExperimentError(f"nothing is left to time: {'; '.join(left_out)}")
-    return requests, left_out
-
-
-def run_requests(
-    requests: Mapping[str, CollectiveRequest],
-    left_out: Sequence[str],
-    *,
-    command: str,
-    run_dir: str,
-    busy: float,
-    pythons: Mapping[str, str],
-    quiet: bool,
-) -> tuple[CollectiveBench, Path]:
-    """Run every request in fresh processes, one after another; collectives.json is saved after each.
-
-    Args:
-        requests, left_out: from `requests_of`.
-        command: that asks for them.
-        run_dir: folder of the results, which must not exist; '' names one.
-        busy: cores in use by others.
-        pythons: side -> its interpreter.
-        quiet: no progress on stderr.
-
-    Returns:
-        The outcome, and its folder.
-
-    Raises:
-        Interrupted: Ctrl-C. Finished rows are saved.
-    """
-    folder = create_run_dir("collectives", run_dir)
-    bench = CollectiveBench(
-        command=command,
-        circumstances=here_and_now(busy),
-        platform=next(iter(requests.values())).platform,
-        requests=dict(requests),
-        left_out=list(left_out),
-    )
-    tally = Tally(sum(map(_rows_asked_for, requests.values())), "rows", quiet=quiet)
-    failures: dict[str, str] = {}
-    with lock_folder(folder):
-        for name, request in requests.items():
-            try:
-                _run(name, request, folder / name, tally, pythons)
-            except EngineError as error:
-                failures[name] = str(error)
-                tally.say(failures[name], style="red")
-            except KeyboardInterrupt:
-                bench = _collected(bench, folder, failures | {name: f"{name}: interrupted"})
-                raise Interrupted(
-                    f"interrupted; every process was ended. {len(bench.rows)} finished rows are kept in "
-                    f"{folder / RESULT}",
-                    folder,
-                ) from None
-            bench = _collected(bench, folder, failures)
-    return bench, folder
-
-
-def read_bench(folder: Path) -> CollectiveBench:
-    """A benchmark that was made before. Raises RecordError: there is none, or it is garbled."""
-    return read_result(folder / RESULT, CollectiveBench, command="collectives")
-
-
-def _run(
-    name: str, request: CollectiveRequest, folder: Path, tally: Tally, pythons: Mapping[str, str]
-) -> None:
-    side = SIDES[IMPLEMENTATIONS[request.implementations[0]].side]
-    folder.mkdir()
-    write_json(folder / REQUEST, request)
-    ways = " and ".join(request.implementations)
-    with tally.part(f"{ways} on {request.ranks} ranks", lambda: len(_rows(folder))):
-        run_side(
-            side,
-            folder,
-            name=name,
-            platform=request.platform,
-            timeout_s=request.timeout_s,
-            options=["--collectives"],
-            pythons=pythons,
+        fits = sorted(outcome.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
+        if fits:
+            tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
+        sides = outcome.sides.values()
+        devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
+        versions = (f"{name} {version}" for name, version in outcome.circumstances.versions.items())
+        return Findings(
+            title="Collectives: latency and bandwidth",
+            sentence=outcome.sentence(),
+            value=outcome,
+            passed=outcome.passed,
+            about=[
+                f"{'; '.join(devices)} {', '.join(versions)}",
+                "Columns of nccl-tests: size is the total, count one rank's elements, the time that of the "
+                "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share "
+                "the cores.",
+            ],
+            warnings=_busy(outcome),
+            tables=tables,
+            figures=[figure for kind in kinds for figure in figures_of(outcome.rows, kind)],
+            notes=[
+                *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways_of(outcome.rows)),
+                *dict.fromkeys(f"{note}." for side in sides for note in side.notes),
+                "Each time weighs by its own size in the fit; misfit is the median distance of a time from "
+                "the line.",
+            ],
+            left_out=outcome.left_out,
+            command=outcome.command,
+            source=f"{outcome.circumstances.words} Every single figure is in {OUTCOME}, beside this page.",
         )
 
-
-def _collected(bench: CollectiveBench, folder: Path, failures: dict[str, str]) -> CollectiveBench:
-    """The benchmark with all rows that are there by now; saved."""
-    rows = [row for name in bench.requests for row in _rows(folder / name)]
-    sides = {
-        name: read_json(folder / name / SIDE, CollectiveSide)
-        for name in bench.requests
-        if (folder / name / SIDE).is_file()
-    }
-    bench = msgspec.structs.replace(bench, rows=rows, fits=fits_of(rows), sides=sides, failures=failures)
-    write_json(folder / RESULT, bench)
-    return bench
-
-
-def _rows(folder: Path) -> list[CollectiveRow]:
-    """The rows of a folder that are whole."""
-    path = folder / ROWS
-    lines: Iterable[bytes] = read_own_bytes(path).split(b"\n")[:-1] if path.exists() else ()
-    return [msgspec.json.decode(line, type=CollectiveRow) for line in lines]
-
-
-def _rows_asked_for(request: CollectiveRequest) -> int:
-    return len(request.cases) * len(request.implementations)
-
-
-def _require_devices(order: Order) -> None:
-    for ranks in order.ranks:
-        if not 2 <= ranks <= MAX_CPU_DEVICES:
-            raise ExperimentError(f"--ranks {ranks}: give between 2 and {MAX_CPU_DEVICES}")
-    if order.platform == "gpu" and (gpus := require_gpu()) < max(order.ranks):
-        raise ExperimentError(
-            f"--ranks {max(order.ranks)}: {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and each rank "
-            f"needs one of its own: lower --ranks, or use --platform cpu"
+    def order(self) -> Order:
+        """What is asked for, checked. Raises ExperimentError."""
+        check_names("--kinds", "collective", self.kinds, KINDS)
+        here = [name for name, one in IMPLEMENTATIONS.items() if self.platform in one.platforms]
+        check_names("--implementations", f"way on platform {self.platform}", self.implementations, here)
+        if not 0 < self.row_s <= MOST_ROW_S:
+            raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
+        check_timeout(self.timeout_s)
+        kinds = self.kinds or KINDS
+        if self.fault and self.fault not in kinds:
+            raise ExperimentError(f"--fault {self.fault} has no effect: it is not among --kinds")
+        return Order(
+            kinds=kinds,
+            implementations=self.implementations or tuple(here),
+            sizes=sizes_between(
+                _bytes("--min_size", self.min_size), _bytes("--max_size", self.max_size), self.factor
+            ),
+            ranks=self._ranks(),
+            platform=self.platform,
+            row_s=self.row_s,
+            timeout_s=self.timeout_s,
+            fault=self.fault,
         )
 
+    def _ranks(self) -> tuple[int, ...]:
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ExperimentError(f"--ranks {' '.join(map(str, self.ranks))}: give each number once")
+        if self.ranks or self.platform == "cpu":
+            return self.ranks or RANKS
+        return tuple(ranks for ranks in RANKS if ranks <= visible_gpus()) or RANKS[:1]
 
-def _left_out(order: Order, ranks: int, fits: list[CollectiveCase], share: int, memory: int) -> Iterable[str]:
-    """A line for each kind that loses sizes."""
-    for kind in order.kinds:
-        lost = [size for size in order.sizes if CollectiveCase(kind, size) not in fits]
-        if lost:
-            needed = human_bytes(bytes_held(kind, lost[0], ranks) / share)
-            yield (
-                f"{kind} on {ranks} ranks from {lost[0]:,} bytes on: it needs {needed}, and "
-                f"{human_bytes(memory)} are free"
-            )
+    def command_line(self, order: Order) -> str:
+        """The command that asks for an order, every flag spelled out."""
+        asked = {name: getattr(order, name) for name in ("kinds", "implementations", "ranks")}
+        asked |= {name: (getattr(self, name),) for name in ("min_size", "max_size", "factor", "row_s")}
+        asked |= {"platform": (self.platform,), **({"fault": (self.fault,)} if self.fault else {})}
+        words = [word for flag, values in asked.items() for word in (f"--{flag}", *map(str, values))]
+        return shlex.join(["shardpair", "collectives", *words])
+
+
+def _bytes(flag: str, text: str) -> int:
+    """A size as nccl-tests takes it: 1048576, 1024K or 1M. Raises ExperimentError, naming the flag."""
+    found = re.fullmatch(r"(\d{1,15})([KMG]?)B?", text.upper())
+    if not found:
+        raise ExperimentError(f"{flag} {text}: give bytes, such as 1048576, 1024K, 1M or 1G")
+    return int(found[1]) * UNITS[found[2]]
+
+
+COLUMNS = (
+    Column[CollectiveRow]("size (B)", lambda row: row.size, ",d"),
+    Column[CollectiveRow]("count", lambda row: row.count, ",d"),
+    Column[CollectiveRow]("type", lambda row: row.type),
+    Column[CollectiveRow]("way", lambda row: row.implementation),
+    Column[CollectiveRow]("time (us)", lambda row: row.time_us, ",.1f"),
+    Column[CollectiveRow]("algbw (GB/s)", lambda row: row.algbw_gb_s, ".3f"),
+    Column[CollectiveRow]("busbw (GB/s)", lambda row: row.busbw_gb_s, ".3f"),
+    Column[CollectiveRow](
+        "#wrong", lambda row: row.wrong, ",d", news=lambda row: "fail" if row.wrong else ""
+    ),
+)
+FIT_COLUMNS = (
+    Column[Fit]("collective", lambda fit: fit.kind),
+    Column[Fit]("ranks", lambda fit: fit.ranks, "d"),
+    Column[Fit]("way", lambda fit: fit.implementation),
+    Column[Fit]("latency (us)", lambda fit: fit.latency_us, ",.1f"),
+    Column[Fit]("bandwidth (GB/s)", lambda fit: fit.bandwidth_gb_s or None, ".3f"),
+    Column[Fit]("misfit", lambda fit: fit.misfit, ".0%"),
+)
+
+
+def _busy(bench: CollectiveBench) -> list[str]:
+    cores = max(bench.circumstances.busy_cores, default=0.0)
+    if not is_busy(cores):
+        return []
+    return [f"other processes used {cores:.1f} cores when the first row was timed: no time holds"]

@@ -1,299 +1,140 @@
-"""The mistakes that people make, and the rung of the ladder that must catch each.
+"""`shardpair faults`: plant every known mistake, and show which rung of the ladder catches it."""
 
-Most are a wrong value somewhere in the spec, given to one engine only. The others are rows of a table in a
-side's own `faults` (`contract.faults`), because no spec can express them: a collective that is missing.
-"""
+import shutil
+from pathlib import Path
 
-from collections.abc import Mapping
-
-from msgspec import Struct
-
+from compare.commands.arguments import StudiedName, chosen_engines
 from compare.judge.comparison import Comparison
-from compare.spec.engines.registry import ENGINES, REFERENCE
-from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.judge.ladder import Verdict
+from compare.paired_study import Cases, PairedStudy, paired_findings
+from compare.show.findings import Column, Findings, table_of
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Case
-from compare.studies.presets import PRESETS, check_names, spread
+from compare.studies.harness_faults import PAIR, SINGLE, Caught, plant_all
+from compare.studies.known_faults import FAULTS, fault_cases, planted
+from compare.studies.presets import spread
+from compare.terminal.units import error_text
+
+DEVICES = 4
 
 
-class Fault(Struct, frozen=True, kw_only=True):
-    """One mistake."""
+class Faults(PairedStudy, frozen=True, kw_only=True):
+    """Check the checker: plant each known mistake in each engine; the ladder must turn red at the right rung.
 
-    name: str
-    rung: str
-    """The first rung that it must turn red."""
-    description: str
-    """What went wrong, in a few words."""
-    edit: Mapping[str, Mapping[str, object]] | None = None
-    """Sections and fields with the wrong value; None if the side plants it in its code."""
-    preset: str = ""
-    """The layout in which it shows; empty for data parallelism over the devices asked for."""
-    asks: Mapping[str, Mapping[str, object]] | None = None
-    """Sections and fields that the case is asked for, beyond that layout."""
-
-
-SIXTEEN_BITS = {"precision": {"dtype": "bfloat16"}}
-SMALL_BUCKETS = 0.02  # MB: several of them, in a model of a few ten thousand parameters
-
-FAULTS = {
-    fault.name: fault
-    for fault in (
-        Fault(
-            name="different_seed",
-            rung="batch",
-            description="one engine draws other rows",
-            edit={"train": {"seed": 1338}},
-        ),
-        Fault(name="moved_weight", rung="initial_weights", description="one weight starts 1e-3 away"),
-        Fault(
-            name="gelu_tanh",
-            rung="loss",
-            description="the tanh approximation, JAX's default GELU",
-            edit={"model": {"activation": "gelu_tanh"}},
-        ),
-        Fault(
-            name="norm_eps_1e-6",
-            rung="loss",
-            description="flax's default LayerNorm epsilon",
-            edit={"model": {"norm_eps": 1e-6}},
-        ),
-        Fault(
-            name="dropped_all_reduce",
-            rung="gradients",
-            description="each replica keeps its own gradients",
-        ),
-        Fault(
-            name="sum_for_mean",
-            rung="gradients",
-            description="gradients are summed over replicas, not averaged",
-        ),
-        Fault(
-            name="no_clip",
-            rung="first_weights",
-            description="gradients are not clipped",
-            edit={"optimizer": {"grad_clip": 0.0}},
-        ),
-        Fault(
-            name="decay_on_vectors",
-            rung="first_weights",
-            description="LayerNorm scales and biases decay too",
-            edit={"optimizer": {"decay": "all"}},
-        ),
-        Fault(
-            name="warmup_off_by_one",
-            rung="first_weights",
-            description="one warm-up step too few",
-            edit={"optimizer": {"warmup_iters": -1}},
-        ),
-        Fault(
-            name="wrong_beta2",
-            rung="first_moments",
-            description="PyTorch's default beta2 = 0.999",
-            edit={"optimizer": {"beta2": 0.999}},
-        ),
-        Fault(
-            name="kept_gradients",
-            rung="final_weights",
-            description="gradients are not cleared between steps",
-        ),
-        Fault(
-            name="dropped_tp_all_reduce",
-            rung="loss",
-            description="a row-parallel product stays one rank's part",
-            preset="tp",
-        ),
-        Fault(
-            name="doubled_row_bias",
-            rung="gradients",
-            description="a row-parallel bias is added before the sum, once a rank",
-            preset="tp_sp",
-        ),
-        Fault(
-            name="missing_norm_psum",
-            rung="gradients",
-            description="LayerNorm gradients are not summed under sequence parallelism",
-            preset="tp_sp",
-        ),
-        Fault(
-            name="norm_counts_replicas_twice",
-            rung="grad_norm",
-            description="the global norm counts what every rank has once a rank",
-            preset="tp",
-        ),
-        Fault(
-            name="wrong_optimizer_shard",
-            rung="first_weights",
-            description="a shard is updated with another rank's gradients",
-            preset="fsdp",
-        ),
-        Fault(
-            name="overwritten_microbatch",
-            rung="gradients",
-            description="a microbatch's gradient replaces those before it",
-            preset="pp",
-        ),
-        Fault(
-            name="stale_tied_copy",
-            rung="gradients",
-            description="the two ends of a pipeline do not add their gradients of the tied embedding",
-            preset="pp",
-        ),
-        Fault(
-            name="unscaled_dropout",
-            rung="loss",
-            description="what dropout keeps is not scaled up",
-        ),
-        Fault(
-            name="same_dropout_on_every_rank",
-            rung="loss",
-            description="each rank of tp drops in its heads what the first drops in its own",
-            preset="tp",
-        ),
-        Fault(
-            name="reversed_update",
-            rung="first_weights",
-            description="in 16 bits every update goes the other way",
-            asks=SIXTEEN_BITS,
-        ),
-        Fault(
-            name="rounded_weights",
-            rung="first_update",
-            description="in 16 bits the optimizer's own weights are rounded, too",
-            asks=SIXTEEN_BITS,
-        ),
-        Fault(
-            name="skipped_last_update",
-            rung="final_weights",
-            description="the last step updates nothing",
-        ),
-        Fault(
-            name="ignored_gradient_sync",
-            rung="strategy",
-            description="one flat all-reduce instead of buckets",
-            asks={"layout": {"gradient_sync": "bucketed", "bucket_mb": SMALL_BUCKETS}},
-        ),
-        Fault(
-            name="ignored_bucket_mb",
-            rung="strategy",
-            description="buckets of 25 MB instead of small ones",
-            asks={"layout": {"bucket_mb": SMALL_BUCKETS}},
-        ),
-        Fault(
-            name="ignored_schedule",
-            rung="strategy",
-            description="GPipe instead of 1F1B",
-            preset="pp",
-        ),
-        Fault(
-            name="ignored_remat",
-            rung="strategy",
-            description="blocks are kept instead of recomputed",
-            asks={"layout": {"remat": "full"}},
-        ),
-        Fault(
-            name="ignored_loss_chunks",
-            rung="strategy",
-            description="all logits at once instead of a quarter",
-            asks={"train": {"loss_chunks": 4}},
-        ),
-        Fault(
-            name="ignored_offload",
-            rung="strategy",
-            description="moments stay on the device",
-            asks={"layout": {"offload": "optimizer"}},
-        ),
-        Fault(
-            name="ignored_sequence_parallel",
-            rung="strategy",
-            description="tensor parallelism with whole sequences",
-            preset="tp_sp",
-        ),
-        Fault(
-            name="ignored_zero",
-            rung="strategy",
-            description="ZeRO-2 instead of 3: parameters stay whole",
-            preset="fsdp",
-        ),
-        Fault(
-            name="ignored_reshard",
-            rung="strategy",
-            description="gathered blocks are kept for backward",
-            preset="fsdp",
-        ),
-        Fault(
-            name="ignored_dtype",
-            rung="strategy",
-            description="float32 instead of 16 bits",
-            asks=SIXTEEN_BITS,
-        ),
-    )
-}
-DROPOUT = 0.2
-"""With which everything is run, unless the experiment has its own."""
-
-
-def fault_cases(experiment: Experiment, engines: list[str], *, names: list[str], devices: int) -> list[Case]:
-    """The unsharded reference (and one in 16 bits for faults that show there alone), then one case for each
-    fault in each engine that can make it.
-
-    Two optimizer steps are enough: every rung up to the moments is climbed in the first. Without dropout some
-    faults would change nothing.
-
-    Raises:
-        ExperimentError: an unknown fault, none that these engines can make, or a batch that the devices do
-            not divide.
+    Try:
+      shardpair faults
+      shardpair faults --engines torch-manual --names dropped_all_reduce sum_for_mean
+      shardpair faults --harness
     """
-    check_names("--names", "fault", names, FAULTS)
-    if devices < 2:
-        raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
-    dropout = experiment.model.dropout or DROPOUT
-    short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
-    chosen = [FAULTS[name] for name in names or FAULTS]
-    cases = [Case(name="reference", engine=REFERENCE, experiment=spread(short, "single"))]
-    if any(fault.asks is SIXTEEN_BITS for fault in chosen):
-        rounded = spread(edited(short, SIXTEEN_BITS), "single")
-        cases.append(Case(name="reference-16-bits", engine=REFERENCE, experiment=rounded))
-    for fault in chosen:
-        preset, of_preset = (
-            (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
+
+    engines: tuple[StudiedName, ...] = ()
+    """Engines to plant faults in. Default: all four."""
+    names: tuple[str, ...] = ()
+    """Which faults. Default: all."""
+    devices: int | None = None
+    """Devices of data parallelism; faults of other layouts have devices of their own. Default: 4."""
+    harness: bool = False
+    """Plant faults of the harness instead: train the first two engines, damage copies of their records,
+    mostly both alike, and hold them against each other; every one must turn red."""
+
+    brief = "plant each known mistake: every check must turn red"
+    default = "check"
+    own_layouts = "every fault has a layout of its own"
+    own_weights = "faults are measured with the seed's weights"
+
+    @property
+    def title(self) -> str:
+        """Whatever the experiment."""
+        return "faults"
+
+    def cases(self, experiment: Experiment) -> Cases:
+        """The reference, and a case for each fault in each engine; or the runs that are damaged later."""
+        engines, devices = chosen_engines(self.engines), DEVICES if self.devices is None else self.devices
+        if self.harness:
+            return self._to_be_damaged(experiment, engines, devices), {}
+        own_layouts = self.names and all(name in FAULTS and FAULTS[name].preset for name in self.names)
+        if self.devices is not None and own_layouts:
+            raise ExperimentError(
+                f"--devices {self.devices} has no effect on {', '.join(self.names)}, which show in a "
+                f"layout of their own: leave it out"
+            )
+        return fault_cases(experiment, engines, names=list(self.names), devices=devices), {}
+
+    def _to_be_damaged(self, experiment: Experiment, engines: list[str], devices: int) -> list[Case]:
+        if self.names:
+            raise ExperimentError(f"--names {self.names[0]} has no effect with --harness: leave it out")
+        if len(engines) < len(PAIR):
+            raise ExperimentError("--harness holds two engines against each other: name two, or none")
+        if not experiment.train.eval_interval:  # evaluations are damaged, too
+            experiment = edited(experiment, {"train": {"eval_interval": 2, "eval_iters": 1}})
+        sharded = spread(experiment, "ddp", devices)
+        cases = [Case(name=n, engine=e, experiment=sharded) for n, e in zip(PAIR, engines, strict=False)]
+        return [*cases, Case(name=SINGLE, engine=engines[1], experiment=spread(experiment, "single"))]
+
+    @classmethod
+    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+        """Every planted fault, and the rung that caught it."""
+        if SINGLE in outcome.requests:
+            return _of_harness(outcome, folder)
+        total = sum("." in name for name in outcome.requests)  # the others are references
+        caught = sum(is_right(verdict) for verdict in outcome.verdicts)
+        return paired_findings(
+            outcome,
+            title="Planted faults",
+            sentence=f"{caught} of {total} faults caught at the right rung",
+            tables=[table_of("Planted faults, and the rung that caught each", COLUMNS, outcome.verdicts)],
+            warnings=[] if outcome.is_complete else [outcome.sentence()],
+            passed=caught_as_expected(outcome),
         )
-        sharded = revalidate(edited(spread(short, preset, of_preset), fault.asks or {}))
-        for engine in engines:
-            if fault.name not in ENGINES[engine].impossible_faults:
-                ENGINES[engine].require_experiment(sharded)
-                cases.append(_plant(fault, engine, sharded))
-    if not any(case.name.rpartition(".")[0] for case in cases):
-        whys = {
-            f"{fault.name}: {e}: {ENGINES[e].impossible_faults[fault.name]}"
-            for fault in chosen
-            for e in engines
-        }
-        raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
-    return cases
 
 
-def _plant(fault: Fault, engine: str, experiment: Experiment) -> Case:
-    name = f"{fault.name}.{engine}"
-    if fault.edit is None:
-        return Case(name=name, engine=engine, experiment=experiment, fault=fault.name)
-    edit = fault.edit
-    if fault.name == "warmup_off_by_one":  # relative to the experiment's own
-        edit = {"optimizer": {"warmup_iters": experiment.optimizer.warmup_iters - 1}}
-    return Case(name=name, engine=engine, experiment=revalidate(edited(experiment, edit)))
+COLUMNS = (
+    Column[Verdict]("fault", lambda one: planted(one.candidate)[0].name),
+    Column[Verdict]("engine", lambda one: planted(one.candidate)[1]),
+    Column[Verdict]("expected rung", lambda one: planted(one.candidate)[0].rung),
+    Column[Verdict]("caught at", lambda one: one.failure.rung if one.failure else "nothing"),
+    Column[Verdict]("where", lambda one: one.failure.worst if one.failure else ""),
+    Column[Verdict]("error", lambda one: error_text(one.failure.error) if one.failure else ""),
+    Column[Verdict](
+        "",
+        lambda one: "ok" if is_right(one) else "WRONG",
+        news=lambda one: "pass" if is_right(one) else "fail",
+    ),
+)
+HARNESS_COLUMNS = (
+    Column[Caught]("fault", lambda one: one.fault),
+    Column[Caught]("records", lambda one: "both" if one.both else "one"),
+    Column[Caught]("expected", lambda one: one.expected or "passes"),
+    Column[Caught]("caught at", lambda one: one.rung or "nothing"),
+    Column[Caught]("verdict", lambda one: one.sentence),
+)
 
 
-def planted(case_name: str) -> tuple[Fault, str]:
-    """The fault and the engine of a case made by `fault_cases`."""
-    fault, _, engine = case_name.rpartition(".")
-    return FAULTS[fault], engine
+def _of_harness(outcome: Comparison, folder: Path) -> Findings:
+    """Damage copies of the records, and hold them against each other."""
+    if not outcome.is_complete:
+        raise ExperimentError(outcome.sentence())
+    scratch = folder / "planted"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a run that is continued
+    caught = plant_all(folder, scratch)
+    wrong = [one.fault for one in caught if not one.is_right]
+    sentence = f"{len(caught) - 1} faults of the harness are red, and the control passes"
+    title = "Records that are not what was asked for, and what the harness says of each"
+    return paired_findings(
+        outcome,
+        title=title,
+        sentence=f"WRONG: {', '.join(wrong)}" if wrong else sentence,
+        tables=[table_of(title, HARNESS_COLUMNS, caught, look="words")],
+        value=caught,
+        passed=not wrong,
+    )
+
+
+def is_right(verdict: Verdict) -> bool:
+    """True if a fault failed first at the rung that it belongs to."""
+    return verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
 
 
 def caught_as_expected(comparison: Comparison) -> bool:
     """True if every planted fault was run, at least one, and failed first at the rung that it belongs to."""
-    return (
-        comparison.is_complete
-        and bool(comparison.verdicts)
-        and all(
-            verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
-            for verdict in comparison.verdicts
-        )
-    )
+    return comparison.is_complete and bool(comparison.verdicts) and all(map(is_right, comparison.verdicts))

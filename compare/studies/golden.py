@@ -1,89 +1,113 @@
-"""nanoGPT's own numbers, and every engine held to them.
+"""`shardpair golden`: every engine held to the numbers of nanoGPT itself."""
 
-All engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
-nanoGPT itself was run (`tests/make_golden.py`), and what it computed is kept as records like any other.
-Whatever golden.toml does not name was nanoGPT's own default there, and is ours here. It was run twice: the
-second time its `configure_optimizers` found `torch.optim.SGD` in AdamW's place, so that SGD's schedule,
-clipping and decay are held, too.
-"""
-
-import hashlib
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
-from compare.contract.record import Record, read_record
-from compare.contract.request import Request
-from compare.contract.run_lock import lock_folder
-from compare.execute.launch import EngineError, EnvironmentMissing, launch, prepare, require_devices
-from compare.execute.paths import create_run_dir
-from compare.execute.progress import Reporter
-from compare.host.json_files import read_own_json, write_json
+from compare.commands.arguments import FixedExperiment, Hidden
+from compare.commands.chosen_layout import Spread
+from compare.execute.launch import EnvironmentMissing
 from compare.host.tensors import RecordError
-from compare.judge.ladder import Verdict, climb
-from compare.spec.engines.registry import ENGINES
+from compare.judge.comparison import GOLDEN, Comparison
+from compare.judge.goldens import NANOGPT, folder_of, read_golden
+from compare.judge.ladder import Verdict, rungs_of
+from compare.paired_study import Cases, PairedStudy, paired_findings
+from compare.present.tables import rung_text
+from compare.show.findings import Findings, Row, Table, Text
 from compare.spec.experiment import Experiment, edited, revalidate
 from compare.studies.cases import Case, Settings
-from compare.studies.fitting import require_sides
-from compare.studies.memory_estimate import require_memory
 
-EXPERIMENT = "golden"
-FOLDER = Path(__file__).parent.parent / "goldens" / "nanogpt"
 SGD = {"name": "sgd", "momentum": 0.9}
 """What the second golden's optimizer has other than golden.toml's."""
-REFERENCE = "nanoGPT"
-PROVENANCE, OUTCOME = "provenance.json", "golden.json"
 
 
-class Provenance(Struct, frozen=True, kw_only=True):
-    """Origin of a golden, and what its files must be."""
+class Golden(FixedExperiment, Spread, PairedStudy, frozen=True, kw_only=True):
+    """Hold every engine to what nanoGPT's own train.py computed: 30 steps in float64, to 1e-10.
 
-    source: str
-    """The repository whose code was run."""
-    commit: str
-    ran: dict[str, str]
-    """SHA-256 of each of its files that was executed, by name."""
-    files: dict[str, str]
-    """SHA-256 of each file of the record, by name."""
+    Engines that agree may all be wrong in the same way; this shows it. The experiment is the one that nanoGPT
+    was run on (compare/experiments/golden.toml), with AdamW and again with SGD; only its layout is yours to
+    choose.
 
+    Try:
+      shardpair golden
+      shardpair golden --preset fsdp --devices 2 --engines jax-manual torch-manual
+    """
 
-class Held(Struct, frozen=True, kw_only=True):
-    """The outcome: every engine's verdict against nanoGPT's numbers. Saved as golden.json."""
+    experiment: Hidden[str] = GOLDEN
 
-    experiment: Experiment
-    provenance: Provenance
-    verdicts: list[Verdict]
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
-    """Engines that did not finish: why, by name."""
-    left_out: dict[str, str] = {}
-    """Engines that were not named and cannot express the layout: why, by name."""
+    brief = "every engine against the numbers of nanoGPT's own train.py"
+    default = GOLDEN
+    needs_first = False
 
     @property
-    def passed(self) -> bool:
-        """True if every engine finished, and every rung was there and held."""
-        whole = all(verdict.passed and not verdict.skipped for verdict in self.verdicts)
-        return whole and bool(self.verdicts) and not self.failures
+    def gives_layouts(self) -> bool:
+        """True if a preset replaces the experiment's layout."""
+        return bool(self.preset)
 
-    def sentence(self) -> str:
-        """The verdict over all engines, in one line."""
-        for name, why in self.failures.items():
-            return f"{name} did not finish: {why}"
-        for verdict in self.verdicts:
-            if not verdict.passed:
-                return f"{verdict.candidate} against {REFERENCE}: {verdict.sentence()}"
-            for rung, why in verdict.skipped.items():
-                return f"{verdict.candidate} against {REFERENCE}: {rung} was not compared: {why}"
-        names = ", ".join(verdict.candidate for verdict in self.verdicts)
-        worst = max(rung.error for verdict in self.verdicts for rung in verdict.rungs)
-        rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        left_out = "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
-        return f"PASS: {names}: equal to {REFERENCE} on {rungs} rungs; worst error {worst:.1e}{left_out}"
+    @property
+    def title(self) -> str:
+        """There is one experiment."""
+        return GOLDEN
+
+    def asked(self) -> Experiment:
+        """The experiment under its layout."""
+        return self.laid_out(super().asked())
+
+    def run_settings(self) -> Settings:
+        """nanoGPT's weights are kept after its last step."""
+        return msgspec.structs.replace(self.settings(), later_step=self.train.max_iters)
+
+    def cases(self, experiment: Experiment) -> Cases:
+        """Each engine by AdamW and by SGD. Raises EnvironmentMissing: nanoGPT's numbers are damaged."""
+        try:
+            for optimizer in ("adamw", "sgd"):
+                read_golden(folder_of(optimizer))
+        except RecordError as error:
+            raise EnvironmentMissing(str(error)) from None
+        engines, left_out = self.fitting(experiment)
+        return golden_cases(experiment, engines), left_out
+
+    @classmethod
+    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+        """The worst error of every engine on every rung, and the verdict."""
+        verdicts, (_, provenance) = outcome.verdicts, read_golden()
+        rows = [
+            Row(Text(rung), [rung_text(verdict, rung) for verdict in verdicts]) for rung in rungs_of(verdicts)
+        ]
+        worst = [max((rung.error for rung in verdict.rungs), default=0.0) for verdict in verdicts]
+        rows.append(Row(Text("worst"), [Text(f"{error:.1e}") for error in worst], is_total=True))
+        return paired_findings(
+            outcome,
+            title=f"Engines against {NANOGPT}",
+            sentence=sentence_of(outcome),
+            tables=[
+                Table(
+                    name=f"Relative errors against {NANOGPT} ({provenance.commit[:7]})",
+                    corner="rung",
+                    columns=[verdict.candidate for verdict in verdicts],
+                    rows=rows,
+                )
+            ],
+            passed=outcome.passed and not any(verdict.skipped for verdict in verdicts),
+        )
 
 
-def folder_of(optimizer: str) -> Path:
-    """Where the record of a training by adamw or sgd is."""
-    return FOLDER if optimizer == "adamw" else FOLDER.with_name(f"{FOLDER.name}-{optimizer}")
+def sentence_of(outcome: Comparison) -> str:
+    """The verdict over all engines, in one line: every rung has to be there."""
+    for verdict in outcome.verdicts if outcome.passed else ():
+        for rung, why in verdict.skipped.items():
+            return f"{verdict.candidate} against {NANOGPT}: {rung} was not compared: {why}"
+    if not outcome.passed:
+        return outcome.sentence()
+    names = ", ".join(verdict.candidate for verdict in outcome.verdicts)
+    rungs = min(len(verdict.rungs) for verdict in outcome.verdicts)
+    left_out = "".join(f"; {name} was left out ({why})" for name, why in outcome.left_out.items())
+    worst = max(_worst(verdict) for verdict in outcome.verdicts)
+    return f"PASS: {names}: equal to {NANOGPT} on {rungs} rungs; worst error {worst:.1e}{left_out}"
+
+
+def _worst(verdict: Verdict) -> float:
+    return max(rung.error for rung in verdict.rungs)
 
 
 def golden_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
@@ -94,98 +118,3 @@ def golden_cases(experiment: Experiment, engines: list[str]) -> list[Case]:
         for engine in engines
         for suffix, one in (("", experiment), (".sgd", by_sgd))
     ]
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def read_golden(folder: Path = FOLDER) -> tuple[Record, Provenance]:
-    """nanoGPT's record, and where it is from.
-
-    Raises:
-        EnvironmentMissing: a file of it is missing, or is not the one that was made.
-    """
-    try:
-        provenance = read_own_json(folder / PROVENANCE, Provenance)
-        for name, digest in provenance.files.items():
-            if sha256(folder / name) != digest:
-                raise EnvironmentMissing(
-                    f"{folder / name} is not what nanoGPT left (another SHA-256): install shardpair anew"
-                )
-        return read_record(folder, requested=False), provenance
-    except (OSError, RecordError) as error:
-        raise EnvironmentMissing(f"the golden in {folder} cannot be read: {error}") from None
-
-
-def hold(
-    experiment: Experiment,
-    engines: list[str],
-    *,
-    run_dir: str,
-    settings: Settings,
-    reporter: Reporter,
-    left_out: dict[str, str] | None = None,
-) -> tuple[Held, Path]:
-    """Train the golden experiment with each engine, by AdamW and by SGD, and hold each record to nanoGPT's.
-
-    Args:
-        experiment: golden.toml's, under any layout.
-        engines: in the order in which they run; one that does not finish is noted, and the others run.
-        run_dir: folder of the results, which must not exist; '' names one.
-        settings: how to run.
-        reporter: told of the progress.
-        left_out: engines that are not held because they cannot express the layout, and why.
-
-    Returns:
-        The outcome, and the folder that it and the records are saved in.
-
-    Raises:
-        ExperimentError, EnvironmentMissing: before the first process starts.
-    """
-    goldens = {name: read_golden(folder_of(name)) for name in ("adamw", "sgd")}
-    require_devices(experiment, settings.platform)
-    for engine in engines:
-        ENGINES[engine].require_experiment(experiment, platform=settings.platform)
-        require_memory(engine, experiment, platform=settings.platform)
-    require_sides(engines, settings.pythons)
-    folder = create_run_dir(EXPERIMENT, run_dir)
-    with lock_folder(folder):
-        prepared = prepare(experiment, folder)
-        cases = golden_cases(prepared.experiment, engines)
-        requests = {case.name: _request(case, prepared.corpus_sha256, settings) for case in cases}
-        reporter.start(requests, folder)
-        verdicts, failures = [], {}
-        for name, request in requests.items():
-            golden, provenance = goldens[request.experiment.optimizer.name]
-            try:
-                with reporter.engine(name) as on_step:
-                    record = launch(request, folder / name, pythons=settings.pythons, on_step=on_step)
-                verdicts.append(climb(golden, record, reference_name=REFERENCE, name=name))
-            except (EngineError, RecordError) as error:
-                failures[name] = str(error)
-                if isinstance(error, EngineError):
-                    reporter.failed(error)
-        held = Held(
-            experiment=experiment,
-            provenance=provenance,
-            verdicts=verdicts,
-            failures=failures,
-            left_out=left_out or {},
-        )
-        write_json(folder / OUTCOME, held)
-    return held, folder
-
-
-def _request(case: Case, corpus_sha256: str, settings: Settings) -> Request:
-    return Request(
-        engine=case.engine,
-        experiment=case.experiment,
-        platform=settings.platform,
-        ladder=True,
-        later_step=case.experiment.train.max_iters,  # nanoGPT's weights are kept after its last step
-        corpus_sha256=corpus_sha256,
-        timeout_s=settings.timeout_s,
-        cache_dir=settings.cache_dir,
-    )

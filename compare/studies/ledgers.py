@@ -13,7 +13,7 @@ from compare.judge.strategy import with_remat_resolved
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, edited
 from compare.studies.cases import Case
-from compare.studies.matrix import matrix_cases
+from compare.studies.matrix_cells import matrix_cases
 from compare.studies.presets import NOTHING_SAID, Said
 
 STEPS = 4

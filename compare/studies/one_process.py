@@ -20,8 +20,8 @@ from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import (
     FailedLaunch,
     HowItRan,
-    Outcome,
     TimedCase,
+    TimedOutcome,
     how_it_ran,
     measured,
 )
@@ -51,7 +51,7 @@ class SeenSteps:
         return self._at[last - 1] - self._at[timing.warmup - 1]
 
 
-def with_ceilings(result: Outcome, settings: Settings) -> Outcome:
+def with_ceilings(result: TimedOutcome, settings: Settings) -> TimedOutcome:
     """The bench with the fastest products of its sides, measured once more, or the reason why there are none.
 
     A machine that was lent to somebody else for a second says nothing of its ceiling: the fastest of all
@@ -81,7 +81,7 @@ def _ceiling_of(products: str) -> str:
 
 
 def measure(
-    result: Outcome,
+    result: TimedOutcome,
     number: int,
     case: TimedCase,
     request: Request,
@@ -89,7 +89,7 @@ def measure(
     *,
     settings: Settings,
     reporter: Reporter,
-) -> Outcome:
+) -> TimedOutcome:
     """The result with one more measurement, or one more failure, whose folder is kept."""
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
     beside = LoadBeside()
@@ -163,7 +163,7 @@ def _same_way(before: HowItRan | None, now: HowItRan) -> HowItRan:
     return now
 
 
-def request_for(case: TimedCase, result: Outcome, prepared: Prepared, settings: Settings) -> Request:
+def request_for(case: TimedCase, result: TimedOutcome, prepared: Prepared, settings: Settings) -> Request:
     return Request(
         engine=case.engine,
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),

@@ -1,7 +1,5 @@
 """Train several cases of one experiment, each in a fresh process, and hold them against the first."""
 
-import datetime
-import platform as host
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,20 +7,22 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.record import MANIFEST, Record, read_record
-from compare.contract.request import Request, Resume, rungs_asked_for
+from compare.contract.request import Request, ResumePoint, rungs_asked_for
 from compare.contract.run_lock import lock_folder
+from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
 from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import git_state, require_same_source
+from compare.execute.source import require_same_source
 from compare.execute.tensorboard import events, in_turn
 from compare.host.tensors import RecordError
 from compare.judge.acceptance import objections
-from compare.judge.comparison import Comparison, how_to_go_on, judged, read_comparison, read_saved, save
+from compare.judge.comparison import Comparison, how_to_go_on, judged, read_comparison, read_saved
+from compare.judge.outcome import save
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Case, Settings
+from compare.studies.cases import Case, Interrupted, Settings
 from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 from compare.studies.own_weights import Init, freeze_weights
@@ -30,10 +30,6 @@ from compare.studies.resuming import require_resumable, resumes
 from compare.terminal.units import human_bytes
 
 LATER_STEP = 20
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
 
 
 def compare_cases(
@@ -99,16 +95,12 @@ def _planned(
         raise
     requests = {case.name: _request(case, prepared, settings, init, resumed) for case in cases}
     _require_room(requests, folder)
-    commit, dirty = git_state()
     return Comparison(
-        command=command,
+        study=command,
         name=name,
         experiment=experiment,
         platform=settings.platform,
-        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=f"{host.system()} {host.machine()}",
-        git_commit=commit,
-        git_dirty=dirty,
+        circumstances=here_and_now(),
         requests=requests,
     )
 
@@ -137,7 +129,8 @@ def continue_cases(
             raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
         if saved.tensors_removed:
             return _complete(folder)
-        require_same_source(folder, saved.git_commit, saved.git_dirty, begun="begun")
+        made = saved.circumstances
+        require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
         found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
         records = {name: record for name, record in found.items() if record}
         for name in found.keys() - records.keys():
@@ -189,7 +182,7 @@ def _run(
             comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
             records[name] = record
         except KeyboardInterrupt:
-            raise Interrupted(_interrupted(comparison, folder)) from None
+            raise Interrupted(_interrupted(comparison, folder), folder) from None
         except (EngineError, RecordError) as error:
             failures[name] = error if isinstance(error, EngineError) else _unreadable(name, error)
             reporter.failed(failures[name])
@@ -241,7 +234,7 @@ def _keep_aside(folder: Path) -> None:
 
 
 def _request(
-    case: Case, prepared: Prepared, settings: Settings, init: Init, resumed: Mapping[str, Resume]
+    case: Case, prepared: Prepared, settings: Settings, init: Init, resumed: Mapping[str, ResumePoint]
 ) -> Request:
     resume = resumed.get(case.name, msgspec.UNSET)
     steps = case.experiment.train.max_iters - (resume.step if resume else 0)
@@ -250,7 +243,8 @@ def _request(
         experiment=msgspec.structs.replace(case.experiment, data=prepared.experiment.data),
         platform=settings.platform,
         ladder=settings.ladder,
-        later_step=min(LATER_STEP, max(steps - 1, 1)),  # the last step's weights have a rung of their own
+        later_step=settings.later_step
+        or min(LATER_STEP, max(steps - 1, 1)),  # the last step's weights have a rung of their own
         corpus_sha256=prepared.corpus_sha256,
         timeout_s=settings.timeout_s,
         cache_dir=settings.cache_dir,

@@ -1,32 +1,151 @@
-"""A profile of engines: what it runs beside a comparison whose runs are watched: a silent twin of each.
+"""`shardpair profile`: where the time of one step goes, device by device."""
 
-A twin runs the same steps, and communicates nothing; what the real step takes beyond it is the communication
-that compute does not hide.
-"""
-
-import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
-from compare.contract.record import MANIFEST, Record, read_failure, read_record
-from compare.contract.request import Request
-from compare.contract.run_lock import lock_folder
+from compare.commands.chosen_layout import Spread
+from compare.commands.pages import leave_page
+from compare.contract.record import read_record
 from compare.contract.timeline import PROFILED_STEP
-from compare.execute.launch import EngineError, launch
 from compare.execute.progress import Reporter
-from compare.host.tensors import RecordError
-from compare.judge.comparison import Comparison, how_to_go_on
-from compare.judge.profile import NOT_ASKED
+from compare.host.disk import write_atomically
+from compare.host.json_files import write_json
+from compare.judge.comparison import Comparison, read_comparison
+from compare.judge.profile import PROFILE, profile_of
+from compare.paired_study import Cases, PairedStudy, paired_findings
+from compare.present.chrome_trace import chrome_trace
+from compare.present.profile import DEVICE, figures_of, notes, timelines, title
+from compare.show.findings import Findings, table_of
+from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.studies.cases import Settings
-from compare.studies.paired_run import Interrupted
+from compare.studies.cases import Settings, engine_cases
+from compare.studies.twins import read_twins, run_twins
 
+PAGE, TRACE = "profile.html", "trace.json"
 STEPS = 20
 """Of a run, unless the user says otherwise: some before the one that is watched, and more for the median."""
 SHORTEST = PROFILED_STEP + 3
-ALONE = "nothing is communicated on one device"
+
+
+class Profile(Spread, PairedStudy, frozen=True, kw_only=True):
+    """Watch one step of each engine: forward, backward, update and communication of every device.
+
+    One step of a short run is watched. The others are not: their median is the step's time, beside which the
+    cost of watching is said. torch's engines run once more without communicating, each as a silent twin: what
+    the step takes beyond its twin's is communication that compute does not hide. For each engine a trace.json
+    is written, which Perfetto opens.
+
+    Try:
+      shardpair profile demo --preset fsdp --devices 2
+      shardpair profile demo --preset pp --devices 2 --engines torch-manual torch-library
+      shardpair profile cpu --preset ddp --devices 2 --layout.bucket_mb 0.5 --no_twin
+      shardpair profile --results runs/profile-demo-20260101-120000
+    """
+
+    twin: bool = True
+    """Run torch's engines once more without communication; --no_twin leaves that out."""
+    results: str = ""
+    """Show a finished profile again, from its folder; nothing is run."""
+
+    brief = "where the time of one step goes, device by device"
+    group = "Measure"
+    own_weights = "the time of a step does not depend on the weights"
+    leaves_report = True
+    needs_first = False
+    alters_nothing: ClassVar = frozenset({"picture", "twin", "results"})
+
+    @property
+    def gives_layouts(self) -> bool:
+        """True if a preset replaces the experiment's layout."""
+        return bool(self.preset)
+
+    def run_settings(self) -> Settings:
+        """With the timeline of one step."""
+        return msgspec.structs.replace(self.settings(), ladder=False, profile=True)
+
+    def asked(self) -> Experiment:
+        """The experiment under its layout, with as many steps as a profile needs."""
+        steps = self.train.max_iters
+        was_said = "train.max_iters" in self.given
+        return short_run(self.laid_out(super().asked()), steps=steps if was_said else min(steps, STEPS))
+
+    def cases(self, experiment: Experiment) -> Cases:
+        """Every engine that can express the layout."""
+        engines, left_out = self.fitting(experiment)
+        for name in engines:
+            ENGINES[name].require_watchable(profile=True, silent=False)
+        return engine_cases(experiment, engines), left_out
+
+    def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
+        """Run every engine with one of its steps watched, and its silent twin; or read what was run."""
+        if self.results:
+            self._require_nothing_to_run(default)
+            folder = Path(self.results)
+            return read_comparison(folder)[0], folder
+        comparison, folder = super().outcome(default)
+        if self.twin:
+            run_twins(comparison, folder, settings=self.settings(), reporter=Reporter(quiet=self.quiet))
+        return comparison, folder
+
+    def _require_nothing_to_run(self, default: Experiment) -> None:
+        """Refuse what --results would ignore. Raises ExperimentError."""
+        given = {
+            "run_dir": self.run_dir,
+            "continue": self.continue_,
+            "init_from": self.init_from,
+            "engines": self.engines,
+            "preset": self.preset,
+            "devices": self.devices,
+            "dry_run": self.dry_run,
+            "no_twin": not self.twin,
+        }
+        others = [f"--{name}" for name, value in given.items() if value] + self.overrides(default)
+        if others:
+            raise ExperimentError(
+                f"--results {self.results} shows what was run there: leave out {', '.join(others)}"
+            )
+
+    @classmethod
+    def shown(cls, outcome: Comparison, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Print it, and leave its page, the report, and a trace for each engine."""
+        found = cls.findings(outcome, folder)
+        write_json(folder / PROFILE, found.value)
+        for process, name in enumerate(outcome.cases):
+            if timeline := read_record(folder / name).timeline:
+                write_atomically(folder / name / TRACE, chrome_trace(name, timeline, process=process))
+        code = super().shown(outcome, folder, picture=picture, as_json=as_json)
+        leave_page(lambda: write_page(folder / PAGE, found), label="page", as_json=as_json)
+        return code
+
+    @classmethod
+    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+        """The table of all engines, every device's figures, and the measured and planned timelines."""
+        records = {name: read_record(folder / name) for name in outcome.cases}
+        found = profile_of(outcome, records, read_twins(outcome, folder))
+        watched = [engine for engine in found.engines if engine.devices]
+        created, what = outcome.circumstances.created_utc[:16].replace("T", " "), title(found)
+        return paired_findings(
+            outcome,
+            title=f"{outcome.name}: {what[0].lower()}{what[1:]}",
+            sentence=found.verdict,
+            value=found,
+            passed=found.passed,
+            about=[f"{outcome.circumstances.machine.system}, {outcome.device_kind}. {created} UTC."],
+            tables=[figures_of(found)],
+            details=[
+                table_of(f"{engine.name}: every device of step {engine.step} (ms)", DEVICE, engine.devices)
+                for engine in watched
+            ],
+            drawn=lambda: timelines(records),
+            notes=[
+                *notes(found),
+                *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),
+            ],
+            left_out=outcome.left_out,
+        )
 
 
 def short_run(experiment: Experiment, *, steps: int) -> Experiment:
@@ -42,93 +161,3 @@ def short_run(experiment: Experiment, *, steps: int) -> Experiment:
         )
     fields = {"train": {"max_iters": steps, "eval_interval": 0}, "checkpoint": {"every": 0}}
     return revalidate(edited(experiment, fields))
-
-
-def twin_of(request: Request) -> Request | str:
-    """The request of an engine's silent twin, or why there is none."""
-    engine = ENGINES[request.engine]
-    if not engine.falls_silent:
-        return engine.no_twin or f"{engine.name} always communicates"
-    if request.experiment.layout.devices == 1:
-        return ALONE
-    return msgspec.structs.replace(request, profile=False, silent=True)
-
-
-def twin_folder(folder: Path, name: str) -> Path:
-    """The folder of a case's twin, beside that of the case."""
-    return folder / f"{name}.silent"
-
-
-def run_twins(
-    comparison: Comparison, folder: Path, *, settings: Settings, reporter: Reporter
-) -> dict[str, Record | str]:
-    """Run the silent twin of every finished case that has one, and is not there yet.
-
-    Args:
-        comparison: whose runs were watched.
-        folder: its own.
-        settings: the interpreters.
-        reporter: told of the progress.
-
-    Returns:
-        By case: the twin's record, or why there is none. One that fails ends no other.
-
-    Raises:
-        Interrupted: Ctrl-C; the profile can be gone on with.
-    """
-    found = read_twins(comparison, folder)
-    asked = {name: twin_of(comparison.requests[name]) for name in comparison.cases}
-    missing = {
-        name: request
-        for name, request in asked.items()
-        if isinstance(request, Request) and not isinstance(found[name], Record)
-    }
-    reporter.start({twin_folder(folder, name).name: one for name, one in missing.items()}, folder)
-    with lock_folder(folder):
-        for name, request in missing.items():
-            found[name] = _run(name, request, comparison, folder, settings=settings, reporter=reporter)
-    return found
-
-
-def read_twins(comparison: Comparison, folder: Path) -> dict[str, Record | str]:
-    """By case: the record of the twin that was run, or why there is none."""
-    return {name: _read(comparison.requests[name], twin_folder(folder, name)) for name in comparison.cases}
-
-
-def _read(request: Request, place: Path) -> Record | str:
-    asked = twin_of(request)
-    if isinstance(asked, str):
-        return asked
-    if not (place / MANIFEST).is_file():
-        failure = read_failure(place)
-        return failure.message if failure else NOT_ASKED
-    try:
-        record = read_record(place)
-    except RecordError as error:
-        return str(error)
-    return record if record.request == asked else f"{place} holds another run than the twin's"
-
-
-def _run(
-    name: str,
-    request: Request,
-    comparison: Comparison,
-    folder: Path,
-    *,
-    settings: Settings,
-    reporter: Reporter,
-) -> Record | str:
-    place = twin_folder(folder, name)
-    shutil.rmtree(place, ignore_errors=True)  # of one that was ended halfway
-    try:
-        with reporter.engine(place.name) as told:
-            return launch(request, place, pythons=settings.pythons, on_step=told)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted; every process was ended. Finished and kept: {', '.join(comparison.cases)}. "
-            f"`{how_to_go_on(comparison, folder)}` runs the silent twins"
-        ) from None
-    except (EngineError, RecordError) as error:
-        failure = error if isinstance(error, EngineError) else EngineError(str(error), exit_code=1)
-        reporter.failed(failure)
-        return str(error)

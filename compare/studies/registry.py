@@ -1,8 +1,63 @@
 """The studies: a class each, by the word of its command. A new one is named here, and nowhere else."""
 
+from pathlib import Path
+
+from compare.host.tensors import RecordError
+from compare.judge.outcome import OUTCOME, Outcome, read_outcome
 from compare.studies.accumulation import Accumulation
 from compare.studies.bench import Bench
 from compare.studies.buckets import Buckets
-from compare.study import Study
+from compare.studies.check import Check
+from compare.studies.collectives import Collectives
+from compare.studies.counts import Counts
+from compare.studies.faults import Faults
+from compare.studies.golden import Golden
+from compare.studies.ledger import Ledger
+from compare.studies.matrix import Matrix
+from compare.studies.memory import Memory
+from compare.studies.moves import Moves
+from compare.studies.precisions import Precisions
+from compare.studies.profile import Profile
+from compare.studies.recipes import Recipes
+from compare.studies.resume import Resume
+from compare.studies.run import Run
+from compare.studies.savings import Savings
+from compare.studies.sweep import Sweep
+from compare.study import Question
 
-STUDIES: dict[str, type[Study]] = {study.word(): study for study in (Bench, Buckets, Accumulation)}
+STUDIES: dict[str, type[Question]] = {
+    study.word(): study
+    for study in (
+        Run,
+        Resume,
+        Sweep,
+        Recipes,
+        Check,
+        Matrix,
+        Golden,
+        Faults,
+        Moves,
+        Precisions,
+        Counts,
+        Bench,
+        Buckets,
+        Accumulation,
+        Profile,
+        Ledger,
+        Collectives,
+        Memory,
+        Savings,
+    )
+}
+
+
+def read_study(folder: Path) -> tuple[type[Question], Outcome]:
+    """What a study left in a folder, and which it was.
+
+    Raises:
+        RecordError: there is none, it is garbled, or of a study that this version has not.
+    """
+    word = read_outcome(folder, Outcome).study
+    if word not in STUDIES:
+        raise RecordError(f"{folder / OUTCOME}: this version has no study {word}")
+    return STUDIES[word], read_outcome(folder, STUDIES[word].kept)

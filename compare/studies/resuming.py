@@ -5,7 +5,7 @@ from pathlib import Path
 
 from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, Checkpoint, checkpoints_in
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description
-from compare.contract.request import Resume
+from compare.contract.request import ResumePoint
 from compare.judge.acceptance import differing_keys
 from compare.judge.comparison import COMPARISON
 from compare.numerics.optimizer import moment_names
@@ -62,7 +62,7 @@ def any_checkpoint(source: Path) -> Path:
 
 def resumes(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str
-) -> dict[str, Resume]:
+) -> dict[str, ResumePoint]:
     """What each engine is asked to go on from, after every file of it was read; {} without a source.
 
     Raises:
@@ -166,9 +166,9 @@ def changed_settings(source: str, engines: Iterable[str], experiment: Experiment
     return sorted(line for line in changes if not line.startswith(MAY_DIFFER))
 
 
-def _resume(folder: Path) -> Resume:
+def _resume(folder: Path) -> ResumePoint:
     description = read_description(folder)
-    return Resume(
+    return ResumePoint(
         checkpoint=str(folder.absolute()),
         step=description.step,
         updates=description.updates,

@@ -1,7 +1,5 @@
 """Time the cases of a study: fresh processes, in rounds whose order rotates, saved after each process."""
 
-import datetime
-import platform as host
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,33 +7,22 @@ import msgspec
 
 from compare.contract.run_lock import lock_folder
 from compare.contract.timing import Timing
+from compare.execute.here import here_and_now
 from compare.execute.launch import EnvironmentMissing, Prepared, freeze_data, prepare, require_devices
 from compare.execute.load import busy_cores, require_idle
-from compare.execute.machine import memory_bytes
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import git_state, require_same_source
-from compare.host.facts import cores, cpu_model
+from compare.execute.source import require_same_source
 from compare.judge.bench_rows import baseline_of
-from compare.judge.circumstances import Circumstances, Machine
-from compare.judge.outcome import Outcome, TimedCase, read_outcome, save
+from compare.judge.outcome import TimedCase, TimedOutcome, read_outcome, save
 from compare.numerics.data import open_corpus
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import rotated
-from compare.studies.cases import Settings
+from compare.studies.cases import Interrupted, Settings
 from compare.studies.fitting import require_sides
 from compare.studies.memory_estimate import require_memory
 from compare.studies.one_process import measure, request_for, with_ceilings
-from compare.studies.paired_run import Interrupted
-
-
-class RoundsInterrupted(Interrupted):
-    """Ctrl-C in a study; the finished rounds are in `folder`."""
-
-    def __init__(self, message: str, folder: Path):
-        super().__init__(message)
-        self.folder = folder
 
 
 def plan_rounds(
@@ -50,7 +37,7 @@ def plan_rounds(
     settings: Settings,
     baseline: str = "",
     left_out: Mapping[str, str] | None = None,
-) -> Outcome:
+) -> TimedOutcome:
     """A study before anything is started.
 
     Args:
@@ -62,7 +49,7 @@ def plan_rounds(
         rounds: how often each case is timed.
         anyway: time on a busy machine, too.
         settings: how it will run.
-        baseline: see `Outcome.baseline`; '' for the reference engine, or the first if that is none.
+        baseline: see `TimedOutcome.baseline`; '' for the reference engine, or the first if that is none.
         left_out: what is no case, and why.
 
     Raises:
@@ -77,7 +64,7 @@ def plan_rounds(
         require_devices(case.experiment, settings.platform)
         ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
         require_memory(case.engine, case.experiment, platform=settings.platform)
-    result = Outcome(
+    result = TimedOutcome(
         study=study,
         name=name,
         experiment=experiment,
@@ -102,26 +89,9 @@ def plan_rounds(
     return result
 
 
-def here_and_now(*busy_cores: float) -> Circumstances:
-    """This machine, this moment, this source; and the cores that others use."""
-    commit, dirty = git_state()
-    return Circumstances(
-        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine(
-            system=f"{host.system()} {host.machine()}",
-            cpu_model=cpu_model(),
-            cores=cores(),
-            memory_bytes=memory_bytes(),
-        ),
-        git_commit=commit,
-        git_dirty=dirty,
-        busy_cores=list(busy_cores),
-    )
-
-
 def run_rounds(
-    planned: Outcome, *, run_dir: str, settings: Settings, reporter: Reporter
-) -> tuple[Outcome, Path]:
+    planned: TimedOutcome, *, run_dir: str, settings: Settings, reporter: Reporter
+) -> tuple[TimedOutcome, Path]:
     """Time every case of a plan, round by round.
 
     A case that fails is told, and tried once more in the next round; the others go on.
@@ -137,7 +107,7 @@ def run_rounds(
 
     Raises:
         ExperimentError, EnvironmentMissing: bad data, or a busy machine; nothing was started.
-        RoundsInterrupted: Ctrl-C. What was measured is saved; `continue_rounds` goes on.
+        Interrupted: Ctrl-C. What was measured is saved; `continue_rounds` goes on.
     """
     busy = busy_cores()
     require_idle(busy, anyway=planned.anyway)
@@ -151,7 +121,7 @@ def run_rounds(
         return _run(result, prepared, folder, settings=settings, reporter=reporter, busy=busy), folder
 
 
-def continue_rounds(folder: Path, *, anyway: bool, settings: Settings, reporter: Reporter) -> Outcome:
+def continue_rounds(folder: Path, *, anyway: bool, settings: Settings, reporter: Reporter) -> TimedOutcome:
     """Measure what a study still lacks, with the same source.
 
     Args:
@@ -162,11 +132,11 @@ def continue_rounds(folder: Path, *, anyway: bool, settings: Settings, reporter:
     Raises:
         RecordError: the folder holds no study.
         ExperimentError: it was made by another version of the source: its figures and ours do not mix.
-        EnvironmentMissing, RoundsInterrupted: as `run_rounds`.
+        EnvironmentMissing, Interrupted: as `run_rounds`.
     """
-    read_outcome(folder)  # says what is wrong with a folder that is none
+    read_outcome(folder, TimedOutcome)  # says what is wrong with a folder that is none
     with lock_folder(folder):
-        saved = read_outcome(folder)
+        saved = read_outcome(folder, TimedOutcome)
         made = saved.circumstances
         require_same_source(folder, made.git_commit, made.git_dirty, begun="timed")
         frozen = freeze_data(saved.experiment, folder)
@@ -181,14 +151,14 @@ def continue_rounds(folder: Path, *, anyway: bool, settings: Settings, reporter:
 
 
 def _run(
-    result: Outcome,
+    result: TimedOutcome,
     prepared: Prepared,
     folder: Path,
     *,
     settings: Settings,
     reporter: Reporter,
     busy: float,
-) -> Outcome:
+) -> TimedOutcome:
     requests = {case.name: request_for(case, result, prepared, settings) for case in result.cases}
     places = {
         _place(number, case): requests[case.name]
@@ -216,7 +186,7 @@ def _run(
                 )
                 save(result, folder)
     except KeyboardInterrupt:
-        raise RoundsInterrupted(_interrupted(result, folder), folder) from None
+        raise Interrupted(_interrupted(result, folder), folder) from None
     return result
 
 
@@ -225,14 +195,14 @@ def _place(number: int, case: TimedCase) -> str:
     return f"round {number}, {case.name}".replace("/", "_")  # which a file of data has
 
 
-def _interrupted(result: Outcome, folder: Path) -> str:
+def _interrupted(result: TimedOutcome, folder: Path) -> str:
     return (
-        f"interrupted; every process was ended. Kept: {result.finished_rounds} of {result.rounds} rounds, "
+        f"interrupted; every process was ended. Kept: {result.progress}, "
         f"{len(result.measurements)} processes. `shardpair {result.study} --continue {folder}` runs the rest"
     )
 
 
-def _with_load(result: Outcome, number: int, busy: float) -> Outcome:
+def _with_load(result: TimedOutcome, number: int, busy: float) -> TimedOutcome:
     """The result with what others used before a round, the most if it was begun twice."""
     loads = list(result.circumstances.busy_cores)
     if number <= len(loads):

@@ -1,137 +1,250 @@
-"""A sweep: one experiment under several strategies, and over several numbers of devices.
+"""`shardpair sweep`: one experiment under several strategies, or over several numbers of devices."""
 
-A strategy is a preset. What runs with the same batch is one comparison, whose first case is one unsharded
-device: so a sweep measures strategies and proves that they compute the same. On one device every strategy is
-`single`.
+import shutil
+from pathlib import Path
+from typing import ClassVar
 
-    plain             one number of devices: strategies side by side
-    strong scaling    the batch stays, devices grow: the same work is shared out
-    weak scaling      the batch grows with the devices: each has as much work as one had alone
-"""
+import msgspec
 
-from typing import Literal
+from compare.commands.arguments import EngineName, chosen_engines
+from compare.contract.record import Record, read_record
+from compare.execute.here import here_and_now
+from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
+from compare.execute.paths import create_run_dir
+from compare.execute.progress import Reporter
+from compare.host.disk import write_atomically
+from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.judge.comparison import COMPARISON, Comparison, differences, read_comparison, read_saved
+from compare.judge.outcome import read_outcome, save
+from compare.numerics.parameters import parameter_count
+from compare.present.report.repeat import EXPERIMENT
+from compare.present.report.tables import manifest_table
+from compare.present.sweep import headline, layout_table, own_experiment, repeat_command, sweep_table, worth
+from compare.present.sweep_figures import figures_of, losses
+from compare.show.findings import Findings
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
+from compare.studies.cases import Case, Interrupted, Settings
+from compare.studies.paired_run import compare_cases, continue_cases
+from compare.studies.presets import (
+    CLASSIC,
+    PRESETS,
+    check_names,
+)
+from compare.studies.sweep_outcome import Batch, Scaling, SweepOutcome, with_rows
+from compare.study import Study, how_to_go_on
 
-from msgspec import Struct
-
-from compare.contract.request import Platform
-from compare.spec.engines.registry import ENGINES, REFERENCE
-from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.studies.cases import Case
-from compare.studies.fitting import refusal
-from compare.studies.memory_estimate import require_memory
-from compare.studies.presets import NOTHING_SAID, Said, check_presets, spread
-
-SINGLE = "single"
-FIRST = "reference"
-"""The case that the others of its batch are held against."""
-
-Scaling = Literal["none", "strong", "weak"]
+DEVICES, SCALED = (2,), (1, 2, 4)
+NO_FILES = ("stdlib", "synthetic")
 
 
-class SweepPlan(Struct, frozen=True, kw_only=True):
-    """A sweep as it was asked for."""
+class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
+    """Train one experiment under several strategies: compare loss, time, memory, throughput, communication.
 
-    name: str
-    """Of the experiment."""
-    experiment: Experiment
-    """Its batch is that of the step; in weak scaling of one device."""
-    strategies: list[str]
-    """Names in PRESETS."""
-    engines: list[str]
-    devices: list[int]
-    """Increasing; one number where nothing is scaled."""
+    Every strategy is held to one unsharded device, rung by rung. Times are of one process for each, one after
+    another: an order of magnitude, and no ranking. What an engine refuses is left out by name.
+
+    Try:
+      shardpair sweep demo --engines torch-manual
+      shardpair sweep demo --presets ddp fsdp tp_sp --devices 4 --train.max_iters 30
+      shardpair sweep demo --scaling strong --presets ddp fsdp --engines jax-manual torch-manual
+    """
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines. Default: all four."""
+    presets: tuple[str, ...] = ()
+    """Strategies, by the names of `shardpair list`. Default: ddp, zero1, zero2, fsdp, tp."""
+    devices: tuple[int, ...] = ()
+    """How many devices each strategy is spread over; several with --scaling. Default: 2, in scaling 1 2 4."""
     scaling: Scaling = "none"
-    platform: Platform = "cpu"
+    """Over growing numbers of devices: strong keeps the batch, weak gives each device the experiment's batch.
+    Efficiency is throughput per device, over that of the smallest number."""
     ladder: bool = True
-    init_from: str = ""
-    said: Said = NOTHING_SAID
-    """Fields of the experiment's layout that win over those of its strategies."""
+    """Compare gradients, weights and moments, at any size; --no_ladder compares losses and norms alone."""
 
-    def with_batch_for(self, devices: int) -> Experiment:
-        """The experiment with the batch of so many devices, before it is spread over them."""
-        if self.scaling != "weak":
-            return self.experiment
-        batch_size = devices * self.experiment.train.batch_size
-        return edited(self.experiment, {"train": {"batch_size": batch_size}})
+    brief = "strategies side by side, or over growing numbers of devices"
+    group = "Train and compare"
+    own_weights = ""
+    kept: ClassVar = SweepOutcome
+    shows_unfinished = False
 
     @property
-    def begins_with_one_device(self) -> bool:
-        """True if scaling is measured against one device, of each engine."""
-        return self.devices[0] == 1
-
-
-class Batch(Struct, frozen=True, kw_only=True):
-    """What runs with one batch: one comparison."""
-
-    name: str
-    """Of its folder."""
-    experiment: Experiment
-    cases: list[Case]
-    """The reference first. Where one device cannot hold the model there is none, and the others are held
-    against the first of them."""
-    left_out: dict[str, str]
-    """What cannot be a case, and why."""
-
-
-def sweep_batches(plan: SweepPlan) -> list[Batch]:
-    """The cases of a sweep, named ENGINE.STRATEGY.DEVICES.
-
-    Raises:
-        ExperimentError: nothing is left of it.
-    """
-    batches: dict[str, Batch] = {}
-    widest = [(name, plan.devices[-1]) for name in plan.strategies if name != SINGLE]
-    check_presets("--presets", plan.experiment.layout, widest, plan.said)
-    for devices in plan.devices:
-        experiment = plan.with_batch_for(devices)
-        name = batch_name(experiment)
-        if name not in batches:
-            batches[name] = Batch(name=name, experiment=experiment, cases=[], left_out={})
-            _add(batches[name], FIRST, REFERENCE, SINGLE, 1, plan)
-        for engine in plan.engines:
-            for strategy in plan.strategies if devices > 1 else [SINGLE]:
-                count = 1 if strategy == SINGLE else devices
-                if not (engine == REFERENCE and strategy == SINGLE):  # that is the reference
-                    _add(batches[name], f"{engine}.{strategy}.{count}", engine, strategy, count, plan)
-    kept = [batch for batch in batches.values() if _is_of_use(batch, plan)]
-    if not kept:
-        reasons = [why for batch in batches.values() for why in batch.left_out.values()]
-        raise ExperimentError(f"no strategy is left: {'; '.join(dict.fromkeys(reasons))}")
-    return kept
-
-
-def batch_name(experiment: Experiment) -> str:
-    """Of the batch that an experiment belongs to, and of its folder."""
-    return f"batch-{experiment.train.batch_size}"
-
-
-def is_a_row(experiment: Experiment, plan: SweepPlan) -> bool:
-    """Whether a batch's reference is a strategy of the sweep too: one device, to measure others against."""
-    if plan.scaling == "none":
+    def gives_layouts(self) -> bool:
+        """True: --presets."""
         return True
-    is_smallest = experiment.train == plan.with_batch_for(1).train
-    return plan.begins_with_one_device and REFERENCE in plan.engines and is_smallest
+
+    def planned(self, default: Experiment) -> SweepOutcome:
+        """The sweep that the flags ask for. Raises ExperimentError."""
+        check_names("--presets", "preset", self.presets, PRESETS)
+        planned = SweepOutcome(
+            study=self.command,
+            name=self.title,
+            experiment=_with_absolute_source(self.asked()),
+            platform=self.platform,
+            circumstances=here_and_now(),
+            strategies=list(self.presets or CLASSIC),
+            engines=chosen_engines(self.engines),
+            devices=self._devices(),
+            scaling=self.scaling,
+            ladder=self.ladder,
+            init_from=str(Path(self.init_from).absolute()) if self.init_from else "",
+            said=self.said,
+        )
+        left_out = (batch.left_out for batch in planned.batches())
+        return msgspec.structs.replace(
+            planned, left_out={name: why for one in left_out for name, why in one.items()}
+        )
+
+    def _devices(self) -> list[int]:
+        given = self.devices or (DEVICES if self.scaling == "none" else SCALED)
+        for devices in given:
+            if devices < 1:
+                raise ExperimentError(f"--devices {devices} must be at least 1")
+        if sorted(set(given)) != list(given):
+            raise ExperimentError(f"--devices {' '.join(map(str, given))}: give each number once, rising")
+        if self.scaling == "none" and len(given) > 1:
+            raise ExperimentError(
+                f"--devices {' '.join(map(str, given))}: give one number, or say what stays equal with "
+                f"--scaling strong (the batch) or --scaling weak (each device's share of it)"
+            )
+        if self.scaling != "none" and len(given) == 1:
+            raise ExperimentError(f"--scaling {self.scaling} --devices {given[0]}: give two numbers or more")
+        return list(given)
+
+    def cases_of(self, planned: SweepOutcome) -> list[Case]:
+        """Every case of every batch."""
+        return [case for batch in planned.batches() for case in batch.cases]
+
+    def begun(self, planned: SweepOutcome) -> tuple[SweepOutcome, Path]:
+        """Train every batch, in a new folder."""
+        for case in self.cases_of(planned):
+            require_devices(case.experiment, planned.platform)  # before the first batch has cost an hour
+        folder = create_run_dir(planned.name, self.run_dir)
+        save(planned, folder)  # for --continue, whatever ends it
+        return self._trained(planned, folder), folder
+
+    def continued(self, folder: Path) -> SweepOutcome:
+        """Train what is missing."""
+        return self._trained(read_outcome(folder, SweepOutcome), folder)
+
+    def _trained(self, planned: SweepOutcome, folder: Path) -> SweepOutcome:
+        settings = msgspec.structs.replace(
+            self.settings(), platform=planned.platform, ladder=planned.ladder, init_from=planned.init_from
+        )
+        try:
+            for batch in planned.batches():
+                self._train(planned, batch, folder, settings)
+        except Interrupted:
+            raise Interrupted(
+                f"interrupted; every process was ended. `{how_to_go_on(planned, folder)}` runs the rest",
+                folder,
+            ) from None
+        return with_rows(planned, *_read(folder))
+
+    def _train(self, planned: SweepOutcome, batch: Batch, folder: Path, settings: Settings) -> None:
+        """One batch, a comparison like `run`'s. If nothing of it finishes, that does not end the others.
+
+        Raises:
+            ExperimentError, EnvironmentMissing: before anything of it starts.
+            EngineError: nothing of the only batch finished.
+        """
+        place, reporter = folder / batch.name, Reporter(quiet=self.quiet)
+        try:
+            if (place / COMPARISON).is_file():
+                continue_cases(place, settings=settings, reporter=reporter, needs_first=False)
+                return
+            compare_cases(
+                planned.name,
+                batch.experiment,
+                batch.cases,
+                command="run",
+                run_dir=str(place),
+                settings=settings,
+                reporter=reporter,
+                needs_first=False,
+                left_out=batch.left_out,
+            )
+        except (ExperimentError, EnvironmentMissing):
+            if not self.continue_ and not any(path.is_dir() for path in folder.iterdir()):
+                shutil.rmtree(folder)  # nothing of worth is in it
+            raise
+        except EngineError:
+            if len(planned.devices) == 1 or planned.scaling == "strong":
+                raise
+
+    @classmethod
+    def judged_again(cls, outcome: SweepOutcome, folder: Path) -> tuple[SweepOutcome, list[str]]:
+        """Every batch as its records give it now."""
+        saved, records = _read(folder)
+        anew = {name: read_comparison(folder / name)[0] if one.cases else one for name, one in saved.items()}
+        moved = [line for name, one in saved.items() for line in differences(one, anew[name])]
+        return with_rows(outcome, anew, records), moved
+
+    @classmethod
+    def shown(cls, outcome: SweepOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Save it, print it, and leave its page, and the experiment beside that."""
+        save(outcome, folder)
+        write_atomically(folder / EXPERIMENT, to_toml(own_experiment(outcome)).encode())
+        return super().shown(outcome, folder, picture=picture, as_json=as_json)
+
+    @classmethod
+    def findings(cls, outcome: SweepOutcome, folder: Path) -> Findings:
+        """A row for each strategy on each engine; losses, step times, memory, or throughput over devices."""
+        comparisons, records = _read(folder)
+        undone = [name for one in comparisons.values() for name in one.not_run]
+        runs = [record for found in records.values() for record in reversed(found)]
+        by_engine = {record.manifest.engine: record for record in runs}
+        experiment, circumstances = outcome.experiment, outcome.circumstances
+        title = headline(outcome)
+        return Findings(
+            title=f"{outcome.name}: {title[0].lower()}{title[1:]}",
+            sentence=outcome.verdict,
+            value=outcome,
+            passed=outcome.passed,
+            about=[
+                f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
+                f"{experiment.precision.dtype}, {model_flops_per_token(experiment):.3g} floating-point "
+                f"operations a token. {circumstances.machine.system}, {outcome.device_kind}; "
+                f"{', '.join(f'{name} {version}' for name, version in circumstances.versions.items())}; "
+                f"{circumstances.made_by}; {circumstances.created_utc[:16].replace('T', ' ')} UTC.",
+                worth(outcome),
+            ],
+            missing={
+                **{name: f"did not finish: {why}" for name, why in outcome.failures.items()},
+                **dict.fromkeys(undone, "did not run"),
+            },
+            continuation=how_to_go_on(outcome, folder.absolute()),
+            tables=[sweep_table(outcome)],
+            details=[
+                layout_table(comparisons, records, outcome.platform),
+                *(
+                    msgspec.structs.replace(
+                        manifest_table(name, record), name=f"{name}: {ENGINES[name].decides}"
+                    )
+                    for name, record in by_engine.items()
+                ),
+            ],
+            figures=figures_of(outcome, by_engine),
+            drawn=lambda: losses(outcome, comparisons, records),
+            left_out=outcome.left_out,
+            spec=to_toml(own_experiment(outcome)),
+            command=repeat_command(outcome),
+            source=circumstances.words,
+        )
 
 
-def _is_of_use(batch: Batch, plan: SweepPlan) -> bool:
-    """False if nothing is left to hold against the reference, and nobody asked for it alone."""
-    asked = SINGLE in plan.strategies or plan.begins_with_one_device
-    alone = asked and REFERENCE in plan.engines and is_a_row(batch.experiment, plan)
-    return any(case.name != FIRST for case in batch.cases) or (alone and bool(batch.cases))
+def _read(folder: Path) -> tuple[dict[str, Comparison], dict[str, list[Record]]]:
+    """The comparison of every batch that has begun, as it was saved, and its records; by batch."""
+    begun = sorted(folder.glob(f"batch-*/{COMPARISON}"), key=lambda path: int(path.parent.name.split("-")[1]))
+    saved = {path.parent.name: read_saved(path.parent) for path in begun}
+    return saved, {
+        name: [read_record(folder / name / case) for case in one.cases] for name, one in saved.items()
+    }
 
 
-def _add(batch: Batch, name: str, engine: str, strategy: str, devices: int, plan: SweepPlan) -> None:
-    """Add a case to its batch, once; or the reason why there is none."""
-    if name in {case.name for case in batch.cases}:
-        return
-    try:
-        experiment = spread(batch.experiment, strategy, devices, plan.said)
-        case = Case(name=name, engine=engine, experiment=experiment)
-        require_memory(engine, experiment, platform=plan.platform)
-        why = refusal(ENGINES[engine], experiment.layout, preset=strategy, platform=plan.platform)
-    except ExperimentError as error:
-        why = str(error)
-    if why:
-        batch.left_out[name] = why
-    else:
-        batch.cases.append(case)
+def _with_absolute_source(experiment: Experiment) -> Experiment:
+    """The experiment with data that is found from the folder of the page, too."""
+    source = experiment.data.source
+    if source in NO_FILES:
+        return experiment
+    return edited(experiment, {"data": {"source": str(Path(source).absolute())}})

@@ -1,4 +1,12 @@
-"""What came of a sweep: a row for each strategy on each engine, and the verdict; saved as sweep.json.
+"""A sweep: one experiment under several strategies, and over several numbers of devices; and what came of it.
+
+A strategy is a preset. What runs with the same batch is one comparison, whose first case is one unsharded
+device: so a sweep measures strategies and proves that they compute the same. On one device every strategy is
+`single`.
+
+    plain             one number of devices: strategies side by side
+    strong scaling    the batch stays, devices grow: the same work is shared out
+    weak scaling      the batch grows with the devices: each has as much work as one had alone
 
 Efficiency is throughput per device over that of the smallest number of devices: in both kinds of scaling 1
 means that devices cost each other nothing.
@@ -6,26 +14,33 @@ means that devices cost each other nothing.
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from compare.contract.record import Record
-from compare.host.facts import cores
-from compare.host.json_files import read_result, write_json
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import Comparison
 from compare.judge.costs import cost_of, steady_times_ms
 from compare.judge.ladder import Verdict
+from compare.judge.outcome import StudyOutcome
 from compare.judge.peaks import model_flops_utilization
-from compare.spec.engines.registry import REFERENCE
-from compare.studies.sweep import FIRST, SINGLE, SweepPlan, is_a_row
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited
+from compare.studies.cases import Case
+from compare.studies.fitting import refusal
+from compare.studies.memory_estimate import require_memory
+from compare.studies.presets import NOTHING_SAID, Said, check_presets, spread
 
-SWEEP = "sweep.json"
+SINGLE = "single"
+FIRST = "reference"
+"""The case that the others of its batch are held against."""
+
+Scaling = Literal["none", "strong", "weak"]
 
 
-class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StrategyRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One strategy on one engine. Times are of steady steps, of one process: an order of magnitude.
 
     What is None is not written.
@@ -62,69 +77,149 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """In scaling; None if what it is held against did not finish."""
 
 
-class SweepOutcome(Struct, frozen=True, kw_only=True):
-    """A sweep so far."""
+class Batch(Struct, frozen=True, kw_only=True):
+    """What runs with one batch: one comparison."""
 
-    plan: SweepPlan
-    sentence: str = "nothing has finished"
-    """The verdict over everything, in one line."""
-    passed: bool = False
-    rows: list[Row] = []
+    name: str
+    """Of its folder."""
+    experiment: Experiment
+    cases: list[Case]
+    """The reference first. Where one device cannot hold the model there is none, and the others are held
+    against the first of them."""
+    left_out: dict[str, str]
+    """What cannot be a case, and why."""
+
+
+class SweepOutcome(StudyOutcome, frozen=True, kw_only=True):
+    """A sweep as it was asked for, and its rows; its batches' comparisons lie in folders beside.
+
+    The batch of the experiment is that of the step; in weak scaling of one device.
+    """
+
+    strategies: list[str]
+    """Names in PRESETS."""
+    engines: list[str]
+    devices: list[int]
+    """Increasing; one number where nothing is scaled."""
+    scaling: Scaling = "none"
+    ladder: bool = True
+    init_from: str = ""
+    said: Said = NOTHING_SAID
+    """Fields of the experiment's layout that win over those of its strategies."""
+    rows: list[StrategyRow] = field(default_factory=list)
     """By engine, strategy and number of devices."""
-    left_out: dict[str, str] = {}
-    """What an engine refuses, or the experiment or this machine is too small for, and why."""
-    failures: dict[str, str] = {}
+    verdict: str = ""
+    """Over everything, in one line; '' before the first batch."""
+    passed: bool = False
+    failures: dict[str, str] = field(default_factory=dict)
     """What did not finish, and why."""
-    machine: str = ""
     device_kind: str = ""
-    cores: int = 0
-    versions: dict[str, str] = {}
-    created_utc: str = ""
-    git_commit: str = ""
-    git_dirty: bool = False
+
+    @property
+    def is_blank(self) -> bool:
+        """True before the first batch."""
+        return not self.verdict
+
+    @property
+    def progress(self) -> str:
+        """21 rows."""
+        return f"{len(self.rows)} rows"
+
+    def sentence(self) -> str:
+        """The verdict over everything."""
+        return self.verdict
+
+    @property
+    def begins_with_one_device(self) -> bool:
+        """True if scaling is measured against one device, of each engine."""
+        return self.devices[0] == 1
+
+    def with_batch_for(self, devices: int) -> Experiment:
+        """The experiment with the batch of so many devices, before it is spread over them."""
+        if self.scaling != "weak":
+            return self.experiment
+        batch_size = devices * self.experiment.train.batch_size
+        return edited(self.experiment, {"train": {"batch_size": batch_size}})
+
+    def is_a_row(self, experiment: Experiment) -> bool:
+        """Whether a batch's reference is a strategy too: one device, to measure others against."""
+        if self.scaling == "none":
+            return True
+        is_smallest = experiment.train == self.with_batch_for(1).train
+        return self.begins_with_one_device and REFERENCE in self.engines and is_smallest
+
+    def batches(self) -> list[Batch]:
+        """What is trained, cases named ENGINE.STRATEGY.DEVICES. Raises ExperimentError: nothing is left."""
+        batches: dict[str, Batch] = {}
+        widest = [(name, self.devices[-1]) for name in self.strategies if name != SINGLE]
+        check_presets("--presets", self.experiment.layout, widest, self.said)
+        for devices in self.devices:
+            experiment = self.with_batch_for(devices)
+            name = f"batch-{experiment.train.batch_size}"
+            if name not in batches:
+                batches[name] = Batch(name=name, experiment=experiment, cases=[], left_out={})
+                self._add(batches[name], FIRST, REFERENCE, SINGLE, 1)
+            for engine in self.engines:
+                for strategy in self.strategies if devices > 1 else [SINGLE]:
+                    count = 1 if strategy == SINGLE else devices
+                    if not (engine == REFERENCE and strategy == SINGLE):  # that is the reference
+                        self._add(batches[name], f"{engine}.{strategy}.{count}", engine, strategy, count)
+        kept = [batch for batch in batches.values() if self._is_of_use(batch)]
+        if not kept:
+            reasons = [why for batch in batches.values() for why in batch.left_out.values()]
+            raise ExperimentError(f"no strategy is left: {'; '.join(dict.fromkeys(reasons))}")
+        return kept
+
+    def _is_of_use(self, batch: Batch) -> bool:
+        """False if nothing is left to hold against the reference, and nobody asked for it alone."""
+        asked = SINGLE in self.strategies or self.begins_with_one_device
+        alone = asked and REFERENCE in self.engines and self.is_a_row(batch.experiment)
+        return any(case.name != FIRST for case in batch.cases) or (alone and bool(batch.cases))
+
+    def _add(self, batch: Batch, name: str, engine: str, strategy: str, devices: int) -> None:
+        """Add a case to its batch, once; or the reason why there is none."""
+        if name in {case.name for case in batch.cases}:
+            return
+        try:
+            experiment = spread(batch.experiment, strategy, devices, self.said)
+            case = Case(name=name, engine=engine, experiment=experiment)
+            require_memory(engine, experiment, platform=self.platform)
+            why = refusal(ENGINES[engine], experiment.layout, preset=strategy, platform=self.platform)
+        except ExperimentError as error:
+            why = str(error)
+        if why:
+            batch.left_out[name] = why
+        else:
+            batch.cases.append(case)
 
 
-def outcome_of(
-    plan: SweepPlan, comparisons: Mapping[str, Comparison], records: Mapping[str, Sequence[Record]]
+def with_rows(
+    asked: SweepOutcome, comparisons: Mapping[str, Comparison], records: Mapping[str, Sequence[Record]]
 ) -> SweepOutcome:
-    """Put the comparisons of all batches together.
+    """The sweep with what came of its batches.
 
     Args:
-        plan: what was asked for.
+        asked: as it was asked for.
         comparisons: by batch.
         records: by batch, of each finished case.
     """
-    first = next(iter(comparisons.values()))
-    versions = [found for comparison in comparisons.values() for found in comparison.versions]
     finished = [comparison for comparison in comparisons.values() if comparison.cases]
-    return SweepOutcome(
-        plan=plan,
-        sentence=_sentence(comparisons),
+    versions = [found for comparison in finished for found in comparison.versions]
+    return msgspec.structs.replace(
+        asked,
+        circumstances=msgspec.structs.replace(
+            asked.circumstances,
+            versions={package: version for found in versions for package, version in found.items()},
+        ),
+        verdict=_verdict(comparisons),
         passed=all(comparison.passed for comparison in comparisons.values()),
-        rows=_rows(plan, [(comparison, records[name]) for name, comparison in comparisons.items()]),
-        left_out=dict(item for one in comparisons.values() for item in one.left_out.items()),
+        rows=_rows(asked, [(comparison, records[name]) for name, comparison in comparisons.items()]),
         failures=dict(item for one in comparisons.values() for item in one.failures.items()),
-        machine=first.machine,
         device_kind=finished[0].device_kind if finished else "",
-        cores=cores(),
-        versions={package: version for found in versions for package, version in found.items()},
-        created_utc=first.created_utc,
-        git_commit=first.git_commit,
-        git_dirty=first.git_dirty,
     )
 
 
-def save_outcome(outcome: SweepOutcome, folder: Path) -> None:
-    """Write sweep.json."""
-    write_json(folder / SWEEP, outcome)
-
-
-def read_outcome(folder: Path) -> SweepOutcome:
-    """The outcome as it was saved. Raises RecordError: there is none, or it is garbled."""
-    return read_result(folder / SWEEP, SweepOutcome, command="sweep")
-
-
-def _sentence(comparisons: Mapping[str, Comparison]) -> str:
+def _verdict(comparisons: Mapping[str, Comparison]) -> str:
     """The verdict over all batches; what was left out is counted, and named in a list of its own."""
     alone = {name: msgspec.structs.replace(one, left_out={}) for name, one in comparisons.items()}
     failed = [f"{name}: {one.sentence()}" for name, one in alone.items() if not one.passed]
@@ -144,28 +239,30 @@ def _sentence(comparisons: Mapping[str, Comparison]) -> str:
     return "; ".join([*said, *([f"{count} left out"] if count else [])])
 
 
-def _rows(plan: SweepPlan, comparisons: Sequence[tuple[Comparison, Sequence[Record]]]) -> list[Row]:
+def _rows(
+    asked: SweepOutcome, comparisons: Sequence[tuple[Comparison, Sequence[Record]]]
+) -> list[StrategyRow]:
     rows = []
     for comparison, records in comparisons:
         verdicts = {verdict.candidate: verdict for verdict in comparison.verdicts}
         for name, record in zip(comparison.cases, records, strict=True):
             if name != FIRST:
                 rows.append(_row(record, name.split(".")[1], verdicts.get(name)))
-            elif is_a_row(record.manifest.experiment, plan):
+            elif asked.is_a_row(record.manifest.experiment):
                 alone, wrong = _row(record, SINGLE, None), "; ".join(comparison.objections)
                 verdict = f"FAIL at request: {wrong}" if wrong else alone.verdict
                 rows.append(msgspec.structs.replace(alone, passed=not wrong, verdict=verdict))
-    engines = list(dict.fromkeys([*([] if REFERENCE in plan.engines else [REFERENCE]), *plan.engines]))
-    strategies = list(dict.fromkeys([SINGLE, *plan.strategies]))
+    engines = list(dict.fromkeys([*([] if REFERENCE in asked.engines else [REFERENCE]), *asked.engines]))
+    strategies = list(dict.fromkeys([SINGLE, *asked.strategies]))
     rows.sort(key=lambda row: (engines.index(row.engine), strategies.index(row.strategy), row.devices))
-    return [msgspec.structs.replace(row, efficiency=_efficiency(row, rows, plan)) for row in rows]
+    return [msgspec.structs.replace(row, efficiency=_efficiency(row, rows, asked)) for row in rows]
 
 
-def _row(record: Record, strategy: str, verdict: Verdict | None) -> Row:
+def _row(record: Record, strategy: str, verdict: Verdict | None) -> StrategyRow:
     experiment, cost = record.manifest.experiment, cost_of(record)
     mean_ms = statistics.fmean(steady_times_ms(record))
     tokens_per_s = experiment.tokens_per_step / (mean_ms / 1e3)
-    return Row(
+    return StrategyRow(
         engine=cost.engine,
         strategy=strategy,
         devices=cost.devices,
@@ -187,12 +284,12 @@ def _row(record: Record, strategy: str, verdict: Verdict | None) -> Row:
     )
 
 
-def _efficiency(row: Row, rows: list[Row], plan: SweepPlan) -> float | None:
+def _efficiency(row: StrategyRow, rows: list[StrategyRow], asked: SweepOutcome) -> float | None:
     """Throughput per device over that of the smallest number of devices; None where nothing is scaled."""
-    if plan.scaling == "none":
+    if asked.scaling == "none":
         return None
-    strategy = SINGLE if plan.begins_with_one_device else row.strategy
-    wanted = (row.engine, strategy, plan.devices[0])
+    strategy = SINGLE if asked.begins_with_one_device else row.strategy
+    wanted = (row.engine, strategy, asked.devices[0])
     for base in rows:
         if (base.engine, base.strategy, base.devices) == wanted:
             return (row.tokens_per_s / row.devices) / (base.tokens_per_s / base.devices)

@@ -27,7 +27,7 @@ per_device: Callable[..., Any] = partial(jax.shard_map, check_vma=True)
 
 
 def ledger_scope(purpose: str) -> AbstractContextManager:
-    """A scope that tells the ledger what the collectives in it are for (`contract.communication`)."""
+    """A scope that gives the ledger the purpose of its collectives (`contract.communication`)."""
     return jax.named_scope("for_" + purpose.replace(" ", "_")) if purpose else nullcontext()
 
 
@@ -85,7 +85,7 @@ def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.A
 
 
 def all_gather_equal(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """`all_gather` with a result marked as equal on all devices: for parameters after an update."""
+    """`all_gather`, (.., d, ..) -> (.., n d, ..), marked as equal on all devices: for updated parameters."""
     with ledger_scope(purpose):
         return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 

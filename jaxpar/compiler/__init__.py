@@ -30,7 +30,7 @@ def parallelize(
     """The training step of a problem, as the compiler partitions it.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         optimizer: of the form of `jaxpar.optimizer.make_optimizer`'s: it takes `grad_norm` and `scalars`.
         mesh: has the axes of `layout.axes`.
         layout: all of it but gradient_sync, which is the compiler's own choice.

@@ -88,7 +88,7 @@ def gather_layers(
     Args:
         placements: of the stacked layers' leaves.
         mesh: has an axis dp_shard.
-        remat: what forward may keep, gathered parameters aside.
+        remat: what forward keeps besides gathered parameters.
         reshard_after_forward: gather again in backward; false keeps what forward gathered.
         is_gather: `gather_of_layer`.
     """

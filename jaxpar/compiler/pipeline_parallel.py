@@ -49,7 +49,7 @@ def run_pipeline(
     """Take microbatches through all stages.
 
     Args:
-        stage: what each does with its layers and a microbatch at a tick.
+        stage: a device's function at a tick, of its layers and a microbatch.
         layers: leaves (S N L, ...), as devices have them.
         x_SK: (S, K, ...), placed as `lanes` says: what enters.
         mesh: has an axis pp of S devices.
@@ -96,7 +96,7 @@ def run_pipeline(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shift(x_S: jax.Array, by: int) -> jax.Array:
-    """Each stage gets what the one `by` places before it has, around the ring.
+    """Each stage's x becomes that of the stage `by` places before it, around the ring.
 
     Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
     """
@@ -128,7 +128,7 @@ def pipelined(
             them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
         chunks: stages of each device. If more than 1, pp must divide the microbatches.
         remat: what forward may keep of a chunk (`jaxpar.remat`), if it picks or gathers its layers.
-        is_gather: which of its operations gather its layers, that none be kept from tick to tick.
+        is_gather: tells operations that gather layers: their results last one tick.
 
     Returns:
         loss(params, batch) of a batch (M, b, ...): the mean over all of it.

@@ -34,7 +34,7 @@ def split_layers(problem: Problem, placements: Any, *, mesh: Mesh, sequence_para
     """An edit of the model: activations at both ends of a region of split work say where they live.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         placements: of its leaves.
         mesh: has an axis tp.
         sequence_parallel: between the regions, positions are split.
@@ -71,7 +71,7 @@ class PlacedLinear(Linear):
         return placed(y, self.mesh, split=of_batch + self.dim - self.contracted)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The product of arrays as they are: joined with others, a dim that is split would be gathered."""
+        """x (..., N) times the weight, dim by dim: joining a split dim with another would gather it."""
         return product(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 

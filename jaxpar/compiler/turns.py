@@ -3,7 +3,7 @@
 from functools import partial
 
 from compare.spec.experiment import Layout
-from jaxpar.measure.turns_of_work import Schedule, Work
+from jaxpar.measure.turns_of_work import Schedule, TurnWork
 
 
 def make_turns(layout: Layout, microbatches: int) -> Schedule:
@@ -12,9 +12,9 @@ def make_turns(layout: Layout, microbatches: int) -> Schedule:
     return Schedule(ticks, partial(_work, layout, microbatches, ticks))
 
 
-def _work(layout: Layout, microbatches: int, ticks: int, stage: int, turn: int, backward: bool) -> Work:
+def _work(layout: Layout, microbatches: int, ticks: int, stage: int, turn: int, backward: bool) -> TurnWork:
     begun = (ticks - 1 - turn if backward else turn) - stage
     microbatch = begun // (layout.pp * layout.chunks) * layout.pp + begun % layout.pp
     if begun < 0 or microbatch >= microbatches:
-        return Work()  # it computes on what is there, for nothing
-    return Work(microbatch, begun // layout.pp % layout.chunks)
+        return TurnWork()  # it computes on what is there, for nothing
+    return TurnWork(microbatch, begun // layout.pp % layout.chunks)

@@ -42,8 +42,8 @@ def run_pipeline(
     """Take microbatches through all stages.
 
     Args:
-        stage: what each does with what it has and a microbatch at a tick.
-        of_stages: leaves (S@pp, ...): what each has, its layers first of all.
+        stage: a device's function at a tick, of its parts and a microbatch.
+        of_stages: leaves (S@pp, ...): parameters and batch of each stage.
         x_SK: (S@pp, K, ...), placed as `lanes` says: what enters.
         microbatches: how many places of `x_SK` have one.
         chunks: N.
@@ -81,7 +81,7 @@ def run_pipeline(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shift(x_S: jax.Array, by: int) -> jax.Array:
-    """Each stage gets what the one `by` places before it has, around the ring: (S@pp, ...) -> (S@pp, ...).
+    """Each stage's x becomes that of the stage `by` places before it, around the ring: (S@pp, ...).
 
     Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
     """
@@ -114,7 +114,7 @@ def pipelined(
             them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
         chunks: stages of each device. If more than 1, pp must divide the microbatches.
         remat: what forward may keep of a chunk (`jaxpar.remat`), if it picks or gathers its layers.
-        is_gather: which of its operations gather its layers, that none be kept from tick to tick.
+        is_gather: tells operations that gather layers: their results last one tick.
 
     Returns:
         loss(params, batch) of a batch (M, b, ...): the mean over all of it. Parameters that are not stacked

@@ -60,13 +60,14 @@ def parallelize(
     at_rest = specs(placements, sharded=layout.zero == 3)
     sharded = specs(placements, sharded=True)
     moments = state_like(optimizer, problem.shapes, sharded)
+    step = collectives.per_device(
+        _step(problem, optimizer, placements, layout),
+        mesh=mesh,
+        in_specs=(at_rest, moments, batch_spec, P()),
+        out_specs=(at_rest, moments, P(), sharded),
+    )
     return ShardedStep(
-        step=collectives.per_device(
-            _step(problem, optimizer, placements, layout),
-            mesh=mesh,
-            in_specs=(at_rest, moments, batch_spec, P()),
-            out_specs=(at_rest, moments, P(), sharded),
-        ),
+        step=jax.jit(step, inline=True),  # traced once for all programs that are compiled from it
         placements=placements,
         params=shardings(mesh, placements, sharded=layout.zero == 3),
         moments=shardings(mesh, placements, sharded=True),

@@ -92,7 +92,7 @@ def gather_layers(placements: Any, *, remat: Remat, reshard_after_forward: bool)
 
     Args:
         placements: of the stacked layers' leaves.
-        remat: what forward may keep, gathered parameters aside.
+        remat: what forward keeps besides gathered parameters.
         reshard_after_forward: gather again in backward; false keeps what forward gathered.
     """
     placements = one_layer(placements)

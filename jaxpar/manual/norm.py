@@ -11,11 +11,11 @@ from jaxpar.placement import split_axes
 
 
 def global_norm(gradients: Any, placements: Any) -> jax.Array:
-    """Euclidean norm over all leaves of all devices, equal on all; one psum for each way of being split.
+    """Euclidean norm over all leaves of all devices, a scalar, equal on all; one psum for each set of axes.
 
     Args:
-        gradients: this device's parts, synchronised.
-        placements: like `gradients`.
+        gradients: this device's shards, synchronised: leaves of any shape.
+        placements: a tree like `gradients`: which axes split each leaf.
     """
     squares: dict[tuple[str, ...], list[jax.Array]] = {}
     for p, g in zip(jax.tree.leaves(placements), jax.tree.leaves(gradients), strict=True):

@@ -116,7 +116,7 @@ class Carry(NamedTuple):
     sums: tuple[Any, EndSums]
     """Gradients of this device's layers by chunk, leaves (v, layers of a stage, ...); and the ends'."""
     kept_S: Any
-    """`Kept` of forwards whose backward is to come; () if backward computes them anew."""
+    """`Residuals` of the forwards whose backward is to come; () if backward computes them anew."""
 
 
 class _Device(NamedTuple):
@@ -187,7 +187,7 @@ class _Device(NamedTuple):
         return is_forward if self.ticks.kept_slots else is_forward & (task.stage < self.ticks.stages - 1)
 
     def forward(self, task: TickTasks, x: jax.Array, kept_S: Any) -> tuple[jax.Array, Any]:
-        """The output of the stage at work; what it keeps goes into its slot."""
+        """Output of the stage at work, shaped as its input; its residuals go into their slot."""
         with self.turns_scope(*self.runs_forward(self.ticks.tasks).sum(axis=0)):
             if not self.ticks.kept_slots:
                 return self.stage(task).forward(x), kept_S
@@ -268,7 +268,7 @@ def keep_within_a_tick(model: Any) -> None:
 
 
 def keeps_activations(remat: Remat) -> bool:
-    """Whether forwards keep what backward needs, and not their input alone."""
+    """Whether forwards keep the residuals of backward; else they keep their input."""
     return remat != "full"
 
 

@@ -89,7 +89,7 @@ def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) 
 
 
 def own_part() -> jax.Array:
-    """Which of the parts along tp is this device's."""
+    """Number of this device's part along tp, a scalar."""
     return lax.axis_index(AXIS)
 
 

@@ -6,7 +6,7 @@ from compare.contract.timeline import Kind
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, lock_step
 from compare.spec.experiment import Layout
-from jaxpar.measure.turns_of_work import Schedule, Work
+from jaxpar.measure.turns_of_work import Schedule, TurnWork
 
 KINDS: dict[int, Kind] = {FORWARD: "forward", BACKWARD: "backward"}
 
@@ -19,9 +19,9 @@ def make_turns(layout: Layout, microbatches: int) -> Schedule:
     return Schedule(len(ticks.tasks.kind), partial(_work, ticks))
 
 
-def _work(ticks: Ticks, rank: int, tick: int, backward: bool) -> Work:
+def _work(ticks: Ticks, rank: int, tick: int, backward: bool) -> TurnWork:
     tasks, at = ticks.tasks, (tick, rank)
     kind = KINDS.get(int(tasks.kind[at]))
     if kind is None:
-        return Work()
-    return Work(int(tasks.microbatch[at]), int(tasks.stage[at]) // ticks.ranks, kind)
+        return TurnWork()
+    return TurnWork(int(tasks.microbatch[at]), int(tasks.stage[at]) // ticks.ranks, kind)

@@ -42,7 +42,7 @@ def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..
     """Do a request: rows.jsonl, then side.json in `folder`.
 
     Args:
-        request: what to time.
+        request: kinds and sizes to time.
         folder: where.
         progress: called after every row: the caller's watchdog.
 

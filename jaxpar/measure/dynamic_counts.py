@@ -13,7 +13,7 @@ from msgspec import Struct
 from compare.spec.axes import PP
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import key_of
-from jaxpar.measure.profile_events import Event
+from jaxpar.measure.profile_events import Execution
 
 
 class Counted(Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Counted(Struct, frozen=True, kw_only=True):
     """Instructions whose two counts differ, a line each."""
 
 
-def dynamic_counts(events: Iterable[Event], hlo: str, axis_sizes: Mapping[str, int]) -> list[Counted]:
+def dynamic_counts(events: Iterable[Execution], hlo: str, axis_sizes: Mapping[str, int]) -> list[Counted]:
     """A row for each kind, axis and purpose.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from compare.contract.communication import OF_DERIVATIVE, SAID
 from jaxpar.measure.replica_groups import replica_groups
-from jaxpar.measure.source_lines import Line, SourceLines
+from jaxpar.measure.source_lines import SourceLine, SourceLines
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -78,8 +78,8 @@ class Collective:
     backward: bool = False
     dtypes: tuple[str, ...] = ()
     op_name: str = ""
-    source: Line | None = None
-    stack: tuple[Line, ...] = ()
+    source: SourceLine | None = None
+    stack: tuple[SourceLine, ...] = ()
     text: str = ""
     name: str = ""
 
@@ -202,7 +202,7 @@ def _bytes_sent(branch: list[Collective]) -> int:
 
 
 def _sends(branch: list[Collective]) -> tuple:
-    """What a branch sends, in whatever order."""
+    """Collectives of a branch, in any order."""
     return tuple(sorted((found.kind, found.groups, found.arrays, found.calls) for found in branch))
 
 
@@ -221,7 +221,7 @@ def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def opcode_of(text: str) -> str:
-    """What an instruction does: `all-reduce`, `fusion`, `while`; "" if that cannot be read."""
+    """Operation of an instruction: `all-reduce`, `fusion`, `while`; "" of an unreadable one."""
     match = _OPCODE.search(text)
     return match[1] if match else ""
 

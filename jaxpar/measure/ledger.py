@@ -58,11 +58,11 @@ def communications(
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
-    """What one call of a function communicates: a row for each collective that XLA made of it.
+    """Ledger of one call of a function: a row for each collective that XLA made of it.
 
     Args:
         function: jitted or not, with `shard_map` or without. It is compiled, and does not run.
-        arguments: its own: arrays, or `ShapeDtypeStruct`s with shardings.
+        arguments: of the function: arrays, or `ShapeDtypeStruct`s with shardings.
         mesh: names the axes.
 
     Raises:

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
-from compare.pipeline.instructions import Instruction, Place
+from compare.pipeline.instructions import Instruction, SourceLine
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import axis_of, inferred_purpose
-from jaxpar.measure.source_lines import Line
 
 PACKAGE = Path(__file__).parents[1]
 DEEP = 16
@@ -35,9 +34,7 @@ def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size > 1:
             calls[_once(collective, axis)] += collective.calls
-    return [
-        msgspec.structs.replace(one, calls=times, bytes=times * one.bytes) for one, times in calls.items()
-    ]
+    return [replace(one, calls=times, bytes=times * one.bytes) for one, times in calls.items()]
 
 
 def _once(collective: Collective, axis: str) -> Instruction:
@@ -57,14 +54,14 @@ def _once(collective: Collective, axis: str) -> Instruction:
     )
 
 
-def _own(stack: Iterable[Line]) -> tuple[Place, ...]:
+def _own(stack: Iterable[SourceLine]) -> tuple[SourceLine, ...]:
     """The lines of this package, each once: JAX repeats some where it traces a function within another."""
-    places = (
-        Place(Path(line.file).relative_to(PACKAGE.parent).as_posix(), line.line, line.function)
+    lines = (
+        replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
         for line in stack
         if Path(line.file).is_relative_to(PACKAGE)
     )
-    return tuple(dict.fromkeys(places))[:DEEP]
+    return tuple(dict.fromkeys(lines))[:DEEP]
 
 
 def _result(text: str) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxpar.measure.hlo import OP_NAME, TRIP_COUNT, called_by, computations, opcode_of
-from jaxpar.measure.profile_events import Event
+from jaxpar.measure.profile_events import Execution
 
 CONTROL = ("while", "conditional", "call", "async-start", "async-done")
 """Run other instructions, which have times of their own."""
 
 
-class Place(NamedTuple):
+class NestedInstruction(NamedTuple):
     """An instruction and its position in the module."""
 
     opcode: str
@@ -31,17 +31,19 @@ class Place(NamedTuple):
     """The instruction of that loop's body that it belongs to, which runs once a turn."""
 
 
-def places(hlo: str) -> dict[str, Place]:
-    """Where every instruction stands that a module runs by itself, by name.
+def places(hlo: str) -> dict[str, NestedInstruction]:
+    """Nesting of every instruction that a module runs by itself, by name.
 
     Args:
         hlo: `compiled.as_text()`.
     """
     bodies, entry = computations(hlo)
-    return dict(_walk(bodies, entry, Place("", "")))
+    return dict(_walk(bodies, entry, NestedInstruction("", "")))
 
 
-def _walk(bodies: Mapping[str, list[str]], computation: str, around: Place) -> Iterator[tuple[str, Place]]:
+def _walk(
+    bodies: Mapping[str, list[str]], computation: str, around: NestedInstruction
+) -> Iterator[tuple[str, NestedInstruction]]:
     for text in bodies[computation]:
         name, opcode, made_of = text.partition(" ")[0], opcode_of(text), OP_NAME.search(text)
         place = around._replace(opcode=opcode, op_name=made_of[1] if made_of else "")
@@ -64,7 +66,7 @@ class Turns:
         places: of its instructions.
     """
 
-    def __init__(self, events: Iterable[Event], places: Mapping[str, Place]):
+    def __init__(self, events: Iterable[Execution], places: Mapping[str, NestedInstruction]):
         self._places = places
         self._begins: dict[tuple[int, str], list[float]] = defaultdict(list)
         markers = {place.marker for place in places.values()}
@@ -72,7 +74,7 @@ class Turns:
             if event.name in markers:
                 self._begins[event.device, event.name].append(event.begin_us)
 
-    def of(self, event: Event) -> int:
+    def of(self, event: Execution) -> int:
         """Counted from 0; -1 outside of loops, or where the loop's turns are not what XLA says of them."""
         place = self._places[event.name]
         begins = self._begins[event.device, place.marker]

@@ -15,9 +15,9 @@ from compare.spec.experiment import Experiment
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.measure.merging import merged
-from jaxpar.measure.nesting import CONTROL, Place, Turns, places
-from jaxpar.measure.profile_events import Event, Executions, read_events
-from jaxpar.measure.turns_of_work import Schedule, Work, make_turns
+from jaxpar.measure.nesting import CONTROL, NestedInstruction, Turns, places
+from jaxpar.measure.profile_events import Execution, Executions, read_events
+from jaxpar.measure.turns_of_work import Schedule, TurnWork, make_turns
 from jaxpar.state import Run
 
 METHOD = (
@@ -32,11 +32,11 @@ NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and
 NO_LOOP = " XLA has left no loop over microbatches: of which one a span is cannot be told."
 
 
-class Profile(Observer):
+class StepProfiler(Observer):
     """Watches one step, and writes timeline.json.
 
     Args:
-        run: what is trained.
+        run: the training.
         recorder: writes.
     """
 
@@ -112,7 +112,7 @@ def _waited(waited_us: float, lanes: list[list[Span]]) -> str:
 class _Reader:
     """Makes spans of events."""
 
-    def __init__(self, events: list[Event], hlo: str, axis_sizes: Mapping[str, int], schedule: Schedule):
+    def __init__(self, events: list[Execution], hlo: str, axis_sizes: Mapping[str, int], schedule: Schedule):
         self._places = places(hlo)
         self._schedule = schedule
         self._turns = Turns([event for event in events if event.name in self._places], self._places)
@@ -125,7 +125,7 @@ class _Reader:
         tells = any(place.trips == schedule.turns for place in self._places.values())
         self.cannot_tell = "" if tells or not schedule.turns else NO_LOOP
 
-    def spans(self, events: list[Event], origin: float) -> list[Span]:
+    def spans(self, events: list[Execution], origin: float) -> list[Span]:
         """One for each instruction of a device that does something by itself; the earliest first."""
         events = [event for event in events if self._places.get(event.name, CONTROLS).opcode not in CONTROL]
         backward = [e.begin_us for e in events if _by_autodiff(self._places[e.name]) == "backward"]
@@ -141,7 +141,7 @@ class _Reader:
             before = kind or before
         return found
 
-    def _span(self, event: Event, work: Work, kind: Kind, origin: float) -> Span:
+    def _span(self, event: Execution, work: TurnWork, kind: Kind, origin: float) -> Span:
         of = "" if work.microbatch < 0 else f", microbatch {work.microbatch}"
         communicates = self._collectives.get(event.name)
         operation, axis, purpose = communicates or ("", "", "")
@@ -157,13 +157,13 @@ class _Reader:
             purpose=purpose,
         )
 
-    def _work(self, event: Event, place: Place) -> Work:
+    def _work(self, event: Execution, place: NestedInstruction) -> TurnWork:
         turn = self._turns.of(event) if place.loop and place.trips == self._schedule.turns else -1
         if turn < 0:
-            return Work()
+            return TurnWork()
         return self._schedule.work(event.device, turn, self._of_loop.get(place.loop) == {"backward"})
 
-    def _kind(self, place: Place, *, is_early: bool) -> Kind | None:
+    def _kind(self, place: NestedInstruction, *, is_early: bool) -> Kind | None:
         """None if it may be forward or backward. What is early is before any backward."""
         if kind := _by_autodiff(place):
             return kind
@@ -175,11 +175,11 @@ class _Reader:
         return "forward" if is_early else "update"
 
 
-CONTROLS = Place(CONTROL[0], "")
+CONTROLS = NestedInstruction(CONTROL[0], "")
 """In place of an instruction that is not found, such as one of a loop's condition: it is left out, too."""
 
 
-def _by_autodiff(place: Place) -> Kind | None:
+def _by_autodiff(place: NestedInstruction) -> Kind | None:
     """By its names for what it made; what backward computes anew is its own."""
     if "transpose(" in place.op_name:
         return "backward"

@@ -21,7 +21,7 @@ _WAIT = "Wait: pending_threads"
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)")
 
 
-class Event(NamedTuple):
+class Execution(NamedTuple):
     """One execution of an instruction on a device."""
 
     device: int
@@ -35,7 +35,7 @@ class Event(NamedTuple):
 class Executions(NamedTuple):
     """Executions of a module's instructions on the devices."""
 
-    events: list[Event]
+    events: list[Execution]
     """The earliest first."""
     waited_us: float
     """Waiting in collectives for the last device (microseconds), summed over the devices as far as known."""
@@ -61,7 +61,7 @@ def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) ->
     order = {device.local_hardware_id: position for position, device in enumerate(devices)}
     read = _on_gpus if devices[0].platform != "cpu" else _on_cpu
     found = [
-        Event(order[ordinal], name, begin_us, end_us)
+        Execution(order[ordinal], name, begin_us, end_us)
         for ordinal, name, begin_us, end_us in read(profile, module[1])
         if ordinal in order
     ]

@@ -57,7 +57,13 @@ def _transposed(shape: tuple[int, ...], dims: str | None) -> np.ndarray:
 def groups_along(
     axes: tuple[str, ...], axis_sizes: Mapping[str, int], ids: np.ndarray | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of devices that differ only along `axes`; `ids` if they are not in order."""
+    """Groups of devices that differ only along `axes`.
+
+    Args:
+        axes: of the mesh.
+        axis_sizes: all axes with their sizes, in the order of the mesh.
+        ids: numbers of the devices, one for each position of the mesh; None: in order.
+    """
     ids = np.arange(math.prod(axis_sizes.values())) if ids is None else ids
     ids = ids.reshape(tuple(axis_sizes.values()))
     last = [list(axis_sizes).index(axis) for axis in axes]

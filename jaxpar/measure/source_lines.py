@@ -11,7 +11,8 @@ instruction.
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+
+from compare.pipeline.instructions import SourceLine
 
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
@@ -22,20 +23,8 @@ OWN_WRAPPERS = Path(__file__).parents[1] / "comm"
 """Every collective of jaxpar is called there: who called it is of interest."""
 
 
-class Line(NamedTuple):
-    """A place in a program."""
-
-    file: str
-    line: int
-    function: str = ""
-
-    def __str__(self) -> str:
-        """file.py:12 (function), the file without its folders."""
-        return f"{Path(self.file).name}:{self.line}" + (f" ({self.function})" if self.function else "")
-
-
 class SourceLines:
-    """Where the instructions of a module come from.
+    """Source lines of a module's instructions.
 
     Args:
         hlo: its text.
@@ -44,28 +33,28 @@ class SourceLines:
     def __init__(self, hlo: str):
         tables = {name: dict(_ENTRY.findall(body)) for name, body in _TABLE.findall(hlo)}
         files, functions = ({k: v.strip('"') for k, v in tables.get(name, {}).items()} for name in NAMES)
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, SourceLine] = {}
         for number, text in tables.get("FileLocations", {}).items():
             of = dict(_NUMBER.findall(text))
             file, function = files.get(of["file_name_id"], ""), functions.get(of["function_name_id"], "")
-            self._lines[number] = Line(file, int(of["line"]), function)
+            self._lines[number] = SourceLine(file, int(of["line"]), function)
         self._frames = {
             number: dict(_NUMBER.findall(text)) for number, text in tables.get("StackFrames", {}).items()
         }
 
-    def of(self, instruction: str) -> Line | None:
+    def of(self, instruction: str) -> SourceLine | None:
         """The innermost line that is not in jaxpar's own wrappers of collectives; None if nothing tells."""
         return (self.stack(instruction) or [None])[0]
 
-    def stack(self, instruction: str) -> list[Line]:
+    def stack(self, instruction: str) -> list[SourceLine]:
         """`of` and its callers, the innermost first; [] if nothing tells."""
         if inline := _INLINE.search(instruction):
-            return [Line(inline[1], int(inline[2]))]
+            return [SourceLine(inline[1], int(inline[2]))]
         match = _FRAME.search(instruction)
         stack = self._stack(match[1]) if match else []
         return [line for line in stack if Path(line.file).parent != OWN_WRAPPERS] or stack
 
-    def _stack(self, frame: str) -> list[Line]:
+    def _stack(self, frame: str) -> list[SourceLine]:
         """A frame and its callers, the innermost first."""
         lines = []
         while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):

@@ -15,7 +15,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout
 
 
-class Work(NamedTuple):
+class TurnWork(NamedTuple):
     """One device's work at a turn."""
 
     microbatch: int = -1
@@ -30,7 +30,7 @@ class Schedule(NamedTuple):
 
     turns: int
     """Number of the loop's turns; 0 without a loop over microbatches."""
-    work: Callable[[int, int, bool], Work]
+    work: Callable[[int, int, bool], TurnWork]
     """(device, turn, whether the loop is of backward alone) -> its work; of a pipeline's engine by the place
     along pp."""
 
@@ -44,7 +44,7 @@ def make_turns(engine: str, experiment: Experiment) -> Schedule:
     """
     layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
     if layout.pp == 1:
-        return Schedule(passes if passes > 1 else 0, lambda device, turn, backward: Work(turn))
+        return Schedule(passes if passes > 1 else 0, lambda device, turn, backward: TurnWork(turn))
     of_engine = importlib.import_module(f"jaxpar.{ENGINES[engine].folder}.turns")
     turns, work = of_engine.make_turns(layout, passes * layout.microbatches)
     stages = _stages(layout)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import jax
 from jax import lax
 
-from compare.contract.work import Again, Work, name_of
+from compare.contract.work import Again, ObservedWork, name_of
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
 from jaxpar.manual import pipeline_parallel
@@ -33,8 +33,8 @@ class Operation(NamedTuple):
     scopes: str
 
 
-def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> Work:
-    """What a traced step computes.
+def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> ObservedWork:
+    """Observed work of a traced step.
 
     Args:
         program: `jax.jit(step).trace(...).jaxpr`.
@@ -51,7 +51,7 @@ def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> Work:
             again |= {"products"} if name == PRODUCT else {"activations"} if name in GELUS else set()
     if any(not one.kept_slots for one in ticks):  # backward begins with the forward of its stage
         again |= {"products", "activations"}
-    return Work(
+    return ObservedWork(
         products=dict(products),
         again=sorted(again),
         logits_positions=sorted(positions),

@@ -28,7 +28,7 @@ def require_edits(
     """Refuse a loss that uses parameters past the edits of a layout.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         placements: of its leaves.
         batch: a pytree of arrays (A, B, ...), of which only shapes are read.
         layout: its tp is what edits split over.

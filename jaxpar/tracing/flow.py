@@ -19,12 +19,12 @@ _CLEARS, _ADDS, _BETWEEN = "flow clears", "flow adds", "\0"
 
 
 def clears(x: jax.Array, kind: str) -> jax.Array:
-    """x; labels of this kind end here."""
+    """x, any shape, without its labels of this kind."""
     return checkpoint_name(x, _BETWEEN.join((_CLEARS, kind)))
 
 
 def adds(x: jax.Array, label: Label) -> jax.Array:
-    """x, with one label more."""
+    """x, any shape, with one label more."""
     return checkpoint_name(x, _BETWEEN.join((_ADDS, *label)))
 
 

@@ -22,7 +22,7 @@ class Site(NamedTuple):
     module: Any
     """A `Linear` or an `Embedding`."""
     dim: int
-    """Which dim of the weight is split; the layers' dim in front does not count."""
+    """The split dim of the weight, counted after the layers' dim."""
 
     @property
     def splits_inputs(self) -> bool:

@@ -7,7 +7,20 @@ from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
 from compare.studies import one_process, rounds
 
+EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
+
+
+@pytest.fixture
+def with_pictures() -> None:
+    """Pages have their pictures, each of which takes a tenth of a second: for tests of what is drawn."""
+
+
+@pytest.fixture(autouse=True)
+def only_named_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of pages have their names and nothing in them, unless the test asks for them."""
+    if "with_pictures" not in request.fixturenames:
+        monkeypatch.setattr("compare.present.report.canvas._svg_file", lambda figure, *, salt: EMPTY_SVG)
 
 
 @pytest.fixture

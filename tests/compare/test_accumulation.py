@@ -9,7 +9,7 @@ from studies import study_section
 
 from compare import api
 from compare.cli import main
-from compare.judge.outcome import Outcome, save
+from compare.judge.outcome import TimedOutcome, save
 from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.accumulation import Accumulation
@@ -22,7 +22,7 @@ def asked(experiment: Experiment, **given) -> Accumulation:
     return Accumulation(**sections, **{"window": 2, "windows": 3, "anyway": True, **given})
 
 
-def timed(experiment: Experiment) -> Outcome:
+def timed(experiment: Experiment) -> TimedOutcome:
     """Losses fall by 1 % an update; an update takes 10 ms, and 2 ms for every pass."""
     plan = asked(experiment, passes=(1, 2, 4)).planned(experiment)
     done = [
@@ -116,7 +116,7 @@ def test_it_is_measured_interrupted_and_goes_on(timed_engines, tmp_path, capsys)
     timed_engines.interrupted_at = 0
     assert main(["accumulation", "--continue", "b", "--passes", "1", "2"]) == 2
     assert main(["accumulation", "--continue", "b", "--quiet", "--json"]) == 0
-    outcome = msgspec.convert(json.loads(capsys.readouterr().out)["result"], Outcome)
+    outcome = msgspec.convert(json.loads(capsys.readouterr().out)["result"], TimedOutcome)
     assert (outcome.finished_rounds, len(timed_engines.launched)) == (2, 5)
     assert {request.experiment.train.max_iters for request in timed_engines.requests} == {44, 88}
 

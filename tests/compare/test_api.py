@@ -13,6 +13,7 @@ from compare.spec.experiment import Experiment, ExperimentError
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.py"
 
 
+@pytest.mark.usefixtures("warm_sides")
 def test_the_notebook_runs(tmp_path, monkeypatch, cache_dir, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", cache_dir)
@@ -34,6 +35,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, cache_dir, capsys):
     assert repr(again).startswith("<Result runs/")
 
 
+@pytest.mark.usefixtures("warm_sides")
 def test_check_from_python(tmp_path, cache_dir):
     tiny = api.experiment("check", model={"n_layer": 1}, train={"max_iters": 2})
     result = api.check(

@@ -12,7 +12,7 @@ from compare.execute import source
 from compare.host.tensors import RecordError
 from compare.judge import ladder
 from compare.judge.bench_rows import blocks
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME, TimedOutcome, read_outcome
 from compare.judge.strategy import Finding, Strategy
 from compare.spec.experiment import ExperimentError
 from compare.studies import rounds as study
@@ -29,7 +29,7 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
     assert all(
         request.experiment.train.max_iters == request.timing.steps for request in timed_engines.requests
     )
-    result = read_outcome(tmp_path / "b")
+    result = read_outcome(tmp_path / "b", TimedOutcome)
     assert (len(result.measurements), result.finished_rounds, result.failures) == (6, 3, [])
     one = result.measurements[0]
     assert (one.wall_ms, one.cpu_ms) == (pytest.approx(10), pytest.approx(20))
@@ -69,7 +69,7 @@ def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engi
     assert bench("--rounds", "5") == 1
     tries = [name for name in timed_engines.launched if "torch-library" in name]
     assert tries == ["round 1, torch-library.single", "round 2, torch-library.single"]
-    result = read_outcome(tmp_path / "b")
+    result = read_outcome(tmp_path / "b", TimedOutcome)
     assert (len(result.measurements), result.finished_rounds) == (5, 5)
     printed = capsys.readouterr().out
     assert "torch-library.single failed in round 1: torch-library" in printed
@@ -96,12 +96,12 @@ def test_ctrl_c_keeps_and_prints_the_finished_rounds(timed_engines, tmp_path, ca
     assert f"Kept: {(at - 1) // 2} of 3 rounds, {at - 1} processes" in printed.err
     assert "shardpair bench --continue b" in printed.err
     assert ("torch-manual" in printed.out) == (at > 1)
-    assert len(read_outcome(tmp_path / "b").measurements) == at - 1
+    assert len(read_outcome(tmp_path / "b", TimedOutcome).measurements) == at - 1
     timed_engines.launched.clear()
     timed_engines.interrupted_at = 0
     assert main(["bench", "--continue", "b", "--quiet"]) == 0
     assert len(timed_engines.launched) == 6 - (at - 1)
-    result = read_outcome(tmp_path / "b")
+    result = read_outcome(tmp_path / "b", TimedOutcome)
     assert (result.finished_rounds, len(result.circumstances.busy_cores)) == (3, 3)
 
 
@@ -111,7 +111,7 @@ def test_figures_are_held_against_what_the_machine_can_do(timed_engines, tmp_pat
     assert "fastest matrix product on all cores: torchpar float64 1 GFLOP/s." in printed
     assert "left out: ceiling of jaxpar float64: no matmul ceiling: it is shy" in printed
     (folder,) = (tmp_path / "runs").iterdir()
-    manual, jax = next(iter(blocks(read_outcome(folder)).values()))
+    manual, jax = next(iter(blocks(read_outcome(folder, TimedOutcome)).values()))
     assert manual.of_ceiling == manual.flops_per_s / 1e9
     assert (jax.of_ceiling, jax.mfu) == (None, None)
 
@@ -143,7 +143,9 @@ def test_a_case_that_runs_otherwise_than_before_is_a_failure(timed_engines, tmp_
     timed_engines.threads = iter(["one", "one", "one", "two"])  # A B, then B A
     assert bench("--rounds", "2") == 1
     assert "it ran with threads = two, and in an earlier round with one" in capsys.readouterr().out
-    assert [one.case for one in read_outcome(tmp_path / "b").failures] == ["torch-manual.single"]
+    assert [one.case for one in read_outcome(tmp_path / "b", TimedOutcome).failures] == [
+        "torch-manual.single"
+    ]
 
 
 def test_unequal_threads_are_told(timed_engines, capsys):
@@ -199,7 +201,7 @@ def test_saved_after_every_process(timed_engines, tmp_path, tiny, monkeypatch):
 
     def save(result, folder):
         original(result, folder)
-        kept.append(len(read_outcome(folder).measurements))
+        kept.append(len(read_outcome(folder, TimedOutcome).measurements))
 
     monkeypatch.setattr(study, "save", save)
     planned = plan_rounds(
@@ -225,7 +227,7 @@ def test_a_bench_from_python(timed_engines, tmp_path, capsys):
     assert library.wall_ratio is not None
     assert library.wall_ratio.holds(1.0)
     assert "Wall time over that of torch-manual, 5 rounds" in repr(race)
-    assert race.result == read_outcome(race.folder)
+    assert race.result == read_outcome(race.folder, TimedOutcome)
     assert capsys.readouterr().out == ""
     with pytest.raises(ExperimentError, match="rounds"):
         api.bench("tiny.toml", rounds=0)

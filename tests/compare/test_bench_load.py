@@ -8,7 +8,7 @@ import pytest
 from timed_engines import bench
 
 from compare.execute import load
-from compare.judge.outcome import read_outcome
+from compare.judge.outcome import TimedOutcome, read_outcome
 from compare.studies import rounds as study
 
 
@@ -30,7 +30,7 @@ def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path
     loads = iter([1.5, 0.0, 1.0])
     monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "3", "--anyway") == 0
-    result = read_outcome(tmp_path / "b")
+    result = read_outcome(tmp_path / "b", TimedOutcome)
     assert (result.anyway, result.circumstances.busy_cores) == (True, [1.5, 0.0, 1.0])
     said = "Others used the processor before round 1 (1.5 cores), round 3 (1.0 cores)"
     assert said in capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_what_others_use_beside_a_process_is_told(timed_engines, monkeypatch, tm
     assert bench("--rounds", "1") == 0
     said = "Others used the processor beside torch-library.single in round 1 (1.3 cores): these figures may"
     assert said in capsys.readouterr().out
-    assert [one.others_cores for one in read_outcome(tmp_path / "b").measurements] == [0.0, 1.3]
+    assert [one.others_cores for one in read_outcome(tmp_path / "b", TimedOutcome).measurements] == [0.0, 1.3]
 
 
 def test_own_processes_are_no_others(monkeypatch):

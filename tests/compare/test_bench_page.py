@@ -12,6 +12,8 @@ from compare.show.findings import table_of, written
 from compare.show.page import write_page
 from compare.studies.bench import COLUMNS, Bench
 
+pytestmark = pytest.mark.usefixtures("with_pictures")
+
 
 @pytest.fixture
 def result(tiny):

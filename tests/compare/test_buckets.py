@@ -13,7 +13,7 @@ from compare.execute.launch import EngineError
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit, fits_of
-from compare.judge.outcome import FailedLaunch, Outcome, save
+from compare.judge.outcome import OUTCOME, FailedLaunch, TimedOutcome, save
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.figures import save_figures
 from compare.show.page import write_page
@@ -21,7 +21,7 @@ from compare.spec.experiment import Experiment, ExperimentError, edited, load
 from compare.studies import buckets as study
 from compare.studies.buckets import ALONE, Buckets, best_of, default_bucket_mb, line_of, overheads_of
 from compare.studies.cases import Settings
-from compare.studies.collectives import RESULT, CollectiveBench
+from compare.studies.collective_runs import CollectiveBench
 
 FIT = Fit(implementation="ours", kind="all_reduce", ranks=2, latency_us=100.0, bandwidth_gb_s=0.5, misfit=0.1)
 ENDLESS = msgspec.structs.replace(FIT, latency_us=0.0, bandwidth_gb_s=msgspec.UNSET)
@@ -35,11 +35,11 @@ def asked(experiment: Experiment, **given) -> Buckets:
     return Buckets(**sections, **{**fields, **given})
 
 
-def planned(experiment: Experiment, **given) -> Outcome:
+def planned(experiment: Experiment, **given) -> TimedOutcome:
     return asked(experiment, **given).planned(experiment)
 
 
-def timed(experiment: Experiment) -> Outcome:
+def timed(experiment: Experiment) -> TimedOutcome:
     """Five rounds, each slower than the last: case i costs i ms beyond the one without communication."""
     plan = planned(experiment)
     done = [
@@ -50,7 +50,7 @@ def timed(experiment: Experiment) -> Outcome:
     return bench_of(plan.cases, study="buckets", measurements=done, busy_cores=[0.0] * 5)
 
 
-def points_of(result: Outcome, fit: Fit = FIT):
+def points_of(result: TimedOutcome, fit: Fit = FIT):
     return overheads_of(result, line_of(result.cases[0].experiment, fit))
 
 
@@ -148,9 +148,9 @@ def test_what_has_no_effect_is_refused(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-def ready(monkeypatch, result: Outcome, folder: Path) -> None:
+def ready(monkeypatch, result: TimedOutcome, folder: Path) -> None:
     """The command finds its rounds and its fit done."""
-    monkeypatch.setattr("compare.study.run_rounds", lambda *_, **__: (result, folder))
+    monkeypatch.setattr("compare.timed_study.run_rounds", lambda *_, **__: (result, folder))
     monkeypatch.setattr(Buckets, "measure_beside", lambda *_, **__: None)
     monkeypatch.setattr(study, "kept_fit", lambda folder: FIT)
 
@@ -169,7 +169,7 @@ def test_the_command_prints_and_keeps_the_study(tiny, tmp_path, monkeypatch, cap
     assert main(["buckets", "demo", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rows"][0]["name"] == "flat"
-    assert msgspec.convert(told["result"], Outcome) == timed(tiny)
+    assert msgspec.convert(told["result"], TimedOutcome) == timed(tiny)
     assert told["prediction"]["gradient_bytes"] == parameter_count(tiny.model) * 8
 
 
@@ -226,8 +226,10 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_pat
         ]
         Path(run_dir).mkdir()
         write_json(
-            Path(run_dir, RESULT),
+            Path(run_dir, OUTCOME),
             CollectiveBench(
+                study="collectives",
+                name="collectives",
                 command="",
                 circumstances=HERE,
                 platform="cpu",

@@ -7,6 +7,7 @@ import time
 import processes
 import psutil
 import pytest
+import warm
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
@@ -25,9 +26,9 @@ ENDLESS = (
 KILLS = 3
 
 
-def victim(engine: str, side: psutil.Process) -> psutil.Process:
+def victim(engine: str, members: list[psutil.Process]) -> psutil.Process:
     """A rank, or all there is."""
-    ranks = in_order(side.children())
+    side, *ranks = members
     return ranks[1] if engine.startswith("torch") else side
 
 
@@ -42,11 +43,13 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
         )
         own = folder / engine / CHECKPOINTS
         wait_for(lambda own=own: len(checkpoints_in(own)) == 2, process)
-        children = psutil.Process(process.pid).children(recursive=True)
+        (started,) = warm.program(process.pid).children()
+        side = warm.program(started.pid)
+        members = [side, *in_order(side.children())]
         time.sleep(moments.uniform(0, 0.2))
-        victim(engine, children[0]).send_signal(signal.SIGKILL)
+        victim(engine, members).send_signal(signal.SIGKILL)
         _, errors = process.communicate(timeout=PATIENCE_S)
-        assert_gone(children)
+        assert_gone(members)
         assert process.returncode == 1
         assert "killed by SIGKILL" in errors
         assert not list(own.glob(f"*{UNFINISHED}"))

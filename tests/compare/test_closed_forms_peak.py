@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from memory import read_memory, spec_of
+from studies import DATA, outcome_in
 
 from compare.contract.memory_profile import (
     CLASSES,
@@ -11,9 +11,9 @@ from compare.contract.memory_profile import (
     POINTS,
     DeviceMemory,
     Lifetime,
-    Mark,
     MemoryProfile,
     Peak,
+    PhaseStart,
     changes_of,
     curve_of,
     peak_of,
@@ -25,6 +25,7 @@ from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
 from compare.present.memory_tables import AtPeak, rows, where
 from compare.present.report.pictures import peak_words
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
+from compare.studies.memory import peaks_of
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T
@@ -169,7 +170,7 @@ def test_lifetimes_add_up():
         Lifetime("logits", 7, 50, 51),
     ]
     in_use = usage(lifetimes, 100)
-    marks = [Mark(0, "forward"), Mark(50, "backward")]
+    marks = [PhaseStart(0, "forward"), PhaseStart(50, "backward")]
     peak = peak_of(in_use, marks, operation="op", place="here")
     assert (peak.position, peak.phase, peak.total) == (50, "backward", 22)
     assert {kind: size for kind, size in peak.bytes.items() if size} == {
@@ -192,20 +193,19 @@ def test_a_thinned_curve_keeps_the_peak():
 
 def test_marks_are_where_phases_change():
     assert changes_of(["forward", "forward", "backward", "forward"]) == [
-        Mark(0, "forward"),
-        Mark(2, "backward"),
-        Mark(3, "forward"),
+        PhaseStart(0, "forward"),
+        PhaseStart(2, "backward"),
+        PhaseStart(3, "forward"),
     ]
 
 
 def test_every_measured_figure_is_explained_and_none_half_as_large_again():
-    """docs/memory.json: what a device held, of every class that has a form."""
+    """docs/data/memory.json: what a device held, of every class that has a form."""
     figures = [
-        (preset, engine, kind, form, held.peak.bytes.get(kind, 0))
-        for preset, engines in read_memory().items()
-        for engine, held in engines.items()
-        if (form := peak_form(engine, spec_of(preset), device=held.device))
-        for kind in form.bytes
+        (preset, engine, kind, one.form, one.peak.bytes.get(kind, 0))
+        for (preset, engine), one in peaks_of(outcome_in(DATA / "memory.json")).items()
+        if one.form
+        for kind in one.form.bytes
     ]
     assert len(figures) >= 200
     assert [one[:3] for one in figures if not one[3].fits(one[2], one[4])] == []

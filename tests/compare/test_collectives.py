@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,7 +11,6 @@ from benches import HERE
 
 from compare import cli
 from compare.cli import main
-from compare.commands import collectives as command
 from compare.contract.collective_bench import (
     IMPLEMENTATIONS,
     KINDS,
@@ -22,22 +22,15 @@ from compare.contract.collective_bench import (
 )
 from compare.execute import launch
 from compare.execute.launch import EngineError
-from compare.host.json_files import write_json
 from compare.host.tensors import RecordError
 from compare.judge.collective_fit import fit_line, fits_of
-from compare.present.collectives import findings_of_bench
+from compare.judge.outcome import OUTCOME, read_outcome, save
 from compare.show import terminal
 from compare.show.figures import save_figures
 from compare.show.page import write_page
-from compare.studies import collectives as study
-from compare.studies.collectives import (
-    RESULT,
-    CollectiveBench,
-    Order,
-    read_bench,
-    requests_of,
-    sizes_between,
-)
+from compare.studies import collective_runs as study
+from compare.studies.collective_runs import CollectiveBench, Order, requests_of, sizes_between
+from compare.studies.collectives import Collectives
 from compare.terminal.console import PlainConsole
 
 SIZES = sizes_between(1024, 2**20, 4)
@@ -53,6 +46,8 @@ def row_of(name: str, kind: Kind, size: int, *, ranks: int = 4, wrong: int = 0, 
 
 def bench_of(rows: list[CollectiveRow], *, busy: float = 0.0, **given) -> CollectiveBench:
     fields = {
+        "study": "collectives",
+        "name": "collectives",
         "command": "shardpair collectives",
         "circumstances": msgspec.structs.replace(HERE, busy_cores=[busy]),
         "platform": "cpu",
@@ -130,7 +125,7 @@ def order(**given) -> Order:
 def test_a_request_for_each_side_and_number_of_ranks():
     requests, left_out = requests_of(order())
     assert list(requests) == ["jaxpar-2", "torchpar-2", "jaxpar-4", "torchpar-4"]
-    assert left_out == []
+    assert left_out == {}
     assert requests["torchpar-4"].implementations == ("gloo", "ours")
     assert len(requests["jaxpar-2"].cases) == len(KINDS) * len(SIZES)
 
@@ -139,8 +134,9 @@ def test_what_memory_cannot_hold_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(study, "free_memory_bytes", lambda: 4 * 4 * SIZES[-1] - 1)
     requests, left_out = requests_of(order(kinds=("all_reduce",)))
     assert [len(request.cases) for request in requests.values()] == [6, 6, 5, 5]
-    (line,) = left_out
-    assert line.startswith("all_reduce on 4 ranks from 1,048,576 bytes on: it needs 16.8 MB")
+    ((name, why),) = left_out.items()
+    assert name == "all_reduce on 4 ranks from 1,048,576 bytes on"
+    assert why.startswith("it needs 16.8 MB")
     monkeypatch.setattr(study, "free_memory_bytes", lambda: 0)
     assert main(["collectives"]) == 2
 
@@ -182,20 +178,20 @@ def test_sizes_are_powers_as_in_nccl_tests():
 
 
 def test_bench_collectives_is_the_same_command(monkeypatch):
-    monkeypatch.setattr(command.Collectives, "__call__", lambda self, default: len(self.kinds) + 40)
+    monkeypatch.setattr(Collectives, "__call__", lambda self, default: len(self.kinds) + 40)
     assert main(["bench", "collectives", "--kinds", "permute", "broadcast"]) == 42
 
 
 def test_the_command_that_makes_it_again_asks_for_the_same():
-    asked = cli.parse(["collectives", "--ranks", "4", "--max_size", "64K", "--kinds", "permute"])[0].order()
-    again = command.command_line(asked, factor=4).split()[1:]
-    assert cli.parse(again)[0].order() == asked
+    asked, _ = cli.parse(["collectives", "--ranks", "4", "--max_size", "64K", "--kinds", "permute"])
+    again = asked.command_line(asked.order()).split()[1:]
+    assert cli.parse(again)[0].order() == asked.order()
 
 
 def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
     monkeypatch.setattr(terminal, "results_console", lambda: PlainConsole(width=80))
     rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]
-    terminal.print_findings(findings_of_bench(bench_of(rows)), as_json=False)
+    terminal.print_findings(Collectives.findings(bench_of(rows), Path()), as_json=False)
     printed = capsys.readouterr().out
     assert "all_reduce on 4 ranks" in printed
     for word in ("size (B)", "count", "type", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong"):
@@ -207,11 +203,13 @@ def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys
 
 
 def page_of(folder, bench: CollectiveBench) -> str:
-    return write_page(folder / "collectives.html", findings_of_bench(bench)).read_text()
+    return write_page(folder / "collectives.html", Collectives.findings(bench, Path())).read_text()
 
 
 def test_the_page_stands_alone(tmp_path):
-    bench = bench_of([*all_rows(), row_of("ours", "permute", 2**22, wrong=3)], left_out=["a <b>"])
+    bench = bench_of(
+        [*all_rows(), row_of("ours", "permute", 2**22, wrong=3)], left_out={"a <b>": "too large"}
+    )
     page = page_of(tmp_path, bench)
     assert page.count("<svg") == 2 * len(KINDS)
     assert "a &lt;b&gt;" in page
@@ -220,7 +218,7 @@ def test_the_page_stands_alone(tmp_path):
     busy = page_of(tmp_path, bench_of(all_rows(), busy=99.0))
     assert "other processes used 99.0 cores" in busy
     assert "http://" not in page.replace("http://www.w3.org", "")
-    found = findings_of_bench(bench)
+    found = Collectives.findings(bench, Path())
     save_figures(tmp_path / "a.png", found.figures, title=found.title)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -229,9 +227,9 @@ def test_a_benchmark_is_shown_again_as_it_was(tmp_path, capsys):
     rows = [row_of("ours", "all_reduce", size) for size in SIZES]
     flat = fits_of([msgspec.structs.replace(row, time_us=50.0) for row in rows])
     bench = msgspec.structs.replace(bench_of(rows), fits=flat)
-    write_json(tmp_path / RESULT, bench)
-    assert read_bench(tmp_path) == bench  # of a time that does not grow, too
-    assert math.isinf(read_bench(tmp_path).fits[0].bytes_per_s)
+    save(bench, tmp_path)
+    assert read_outcome(tmp_path, CollectiveBench) == bench  # of a time that does not grow, too
+    assert math.isinf(read_outcome(tmp_path, CollectiveBench).fits[0].bytes_per_s)
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "a.png")]) == 0
     assert "all_reduce on 4 ranks" in capsys.readouterr().out
     assert (tmp_path / "collectives.html").is_file()
@@ -239,8 +237,8 @@ def test_a_benchmark_is_shown_again_as_it_was(tmp_path, capsys):
 
 
 def test_a_folder_without_a_benchmark_is_named(tmp_path):
-    with pytest.raises(RecordError, match=RESULT):
-        read_bench(tmp_path)
+    with pytest.raises(RecordError, match=OUTCOME):
+        read_outcome(tmp_path, CollectiveBench)
 
 
 def test_both_sides_compute_every_collective_and_a_planted_error_is_seen(shardpair):
@@ -258,7 +256,7 @@ def test_both_sides_compute_every_collective_and_a_planted_error_is_seen(shardpa
         assert row["time_us"] > 0
     assert "did not finish" not in done.stderr
     assert found["failures"] == {}
-    assert read_bench(shardpair.folder / "out").wrong == 6
+    assert read_outcome(shardpair.folder / "out", CollectiveBench).wrong == 6
     assert (shardpair.folder / "out" / "collectives.html").is_file()
 
 
@@ -277,4 +275,7 @@ def test_what_fails_is_named_and_what_was_interrupted_is_shown(tmp_path, monkeyp
     captured = capsys.readouterr()
     assert "2 finished rows are kept in" in captured.err
     assert "did not finish: jaxpar-2: out of memory; torchpar-2: interrupted" in captured.out
-    assert [row.implementation for row in read_bench(tmp_path / "out").rows] == ["xla", "gloo"]
+    assert [row.implementation for row in read_outcome(tmp_path / "out", CollectiveBench).rows] == [
+        "xla",
+        "gloo",
+    ]

@@ -164,7 +164,7 @@ def test_continue_refuses_what_it_would_ignore(tmp_path, capsys):
     assert main(["run", "--continue", str(tmp_path), "--engines", "jax-manual"]) == 2
     assert "leave out --engines" in capsys.readouterr().err
     assert main(["run", "--continue", str(tmp_path)]) == 2
-    assert "has no comparison.json" in capsys.readouterr().err
+    assert "has no outcome.json" in capsys.readouterr().err
 
 
 def test_losses_alone_are_said_to_be_losses_alone(tmp_path, tiny, engines):

@@ -16,8 +16,9 @@ from compare.commands.pages import leave_page
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RungResult, Verdict
-from compare.present.tables import print_outcome
+from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment
+from compare.studies.run import Run
 from compare.terminal import console
 from compare.terminal.console import PlainConsole, coloured, printable, results_console
 
@@ -38,7 +39,7 @@ def test_only_one_file_makes_consoles_and_they_know_no_markup():
     makers = [path.name for path in SOURCES for call in calls(path) if name_of(call) == "Console"]
     assert makers == []  # PlainConsole is one, by inheritance
     importers = {path.name for path in SOURCES if "import Console" in path.read_text()}
-    assert importers == {"console.py", "tables.py"}  # the latter as a type
+    assert importers == {"console.py"}
 
 
 def test_nothing_turns_markup_on():
@@ -121,7 +122,7 @@ def test_outcome_with_hostile_names(capsys):
         verdicts=[verdict("[/case]")],
         failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
     )
-    print_outcome(comparison, as_json=False)
+    print_findings(Run.findings(comparison, Path()), as_json=False)
     leave_page(lambda: Path("runs/[/x]/report.html"), as_json=False)
     printed = capsys.readouterr().out
     for text in ("[/reference]", "[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html"):

@@ -138,7 +138,7 @@ def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp
     assert main(asked.split()) == 1
     said = capsys.readouterr().err
     assert "jax-compiler is left out: layout.schedule = zero_bubble: jax-compiler has gpipe" in said
-    saved = json.loads((folder / "comparison.json").read_text())
+    saved = json.loads((folder / "outcome.json").read_text())
     assert list(saved["requests"]) == ["torch-manual", "torch-library"]
     assert saved["left_out"].keys() == {"jax-compiler", "jax-explicit", "jax-manual"}
 

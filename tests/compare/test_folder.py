@@ -7,6 +7,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import warm
 from forks import SERVER, run_torchpar
 from msgspec.structs import replace
 
@@ -159,7 +160,9 @@ def test_a_full_disk_ends_a_run_in_words(small_disk, tiny):
     endless = replace(tiny, train=replace(tiny.train, max_iters=10**6))
     folder = small_disk / "torch-manual"
     with pytest.raises(EngineError, match="no space left on the device") as caught:
-        launch(Request(engine="torch-manual", experiment=endless), folder)
+        launch(
+            Request(engine="torch-manual", experiment=endless), folder, pythons={"torchpar": warm.python()}
+        )
     assert str(caught.value).startswith("torch-manual: ")
     assert str(folder) in str(caught.value)
     assert caught.value.exit_code == 1

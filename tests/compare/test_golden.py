@@ -7,12 +7,16 @@ import tomllib
 
 import numpy as np
 import pytest
+import warm
 
 from compare.cli import main
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
-from compare.execute.launch import EngineError, EnvironmentMissing
+from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
+from compare.host.tensors import RecordError
+from compare.judge.comparison import GOLDEN as EXPERIMENT
+from compare.judge.goldens import FOLDER, folder_of, read_golden
 from compare.judge.ladder import FINAL, LADDER, LOSS_SCALE
 from compare.judge.tensor_errors import worst_tensor
 from compare.numerics.data import open_corpus
@@ -20,9 +24,10 @@ from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load, named_experiments, revalidate
-from compare.studies import golden
+from compare.studies import paired_run
 from compare.studies.cases import Settings
-from compare.studies.golden import EXPERIMENT, FOLDER, SGD, folder_of, hold, read_golden
+from compare.studies.golden import SGD, Golden, golden_cases
+from compare.studies.paired_run import compare_cases
 
 RUNGS = [rung for rung in LADDER if rung not in (LOSS_SCALE, FINAL)]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""
@@ -136,14 +141,15 @@ def test_a_damaged_golden_is_refused(tmp_path, damage):
         victim.unlink()
     else:
         (folder / "provenance.json").write_text("{")
-    with pytest.raises(EnvironmentMissing, match=r"is not what nanoGPT left|cannot be read") as caught:
+    with pytest.raises(RecordError, match=r"is not what nanoGPT left|cannot be read") as caught:
         read_golden(folder)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("default_xla")
 @pytest.mark.parametrize("engine", list(STUDIED))
-def test_every_engine_computes_what_nanogpt_does(shardpair, engine):
+def test_every_engine_computes_what_nanogpt_does(shardpair, engine, request):
+    if engine == "jax-compiler":  # as is jax-manual on two devices, below
+        request.getfixturevalue("default_xla")
     done = shardpair("golden", "--engines", engine, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads(done.stdout)["verdicts"]
@@ -174,19 +180,27 @@ def test_sharded_engines_compute_what_nanogpt_does(shardpair, engine):
 )
 def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir, wrong, rung):
     """All engines would have it, and agree: only nanoGPT's numbers can tell."""
-    held, _ = hold(
-        revalidate(edited(load(EXPERIMENT), wrong)),
-        ["torch-manual"],
+    experiment = revalidate(edited(load(EXPERIMENT), wrong))
+    held, folder = compare_cases(
+        "golden",
+        experiment,
+        golden_cases(experiment, ["torch-manual"]),
+        command="golden",
         run_dir=str(tmp_path / "run"),
-        settings=Settings(cache_dir=cache_dir),
+        settings=Settings(
+            cache_dir=cache_dir,
+            later_step=experiment.train.max_iters,
+            pythons={"torchpar": warm.python()},
+        ),
         reporter=Reporter(quiet=True),
     )
-    assert not held.passed
+    found = Golden.findings(held, folder)
+    assert not found.passed
     assert [v.failure.rung for v in held.verdicts if v.failure] == [rung, rung]
-    assert f"FAIL at {rung}" in held.sentence()
+    assert f"FAIL at {rung}" in found.sentence
 
 
-@pytest.mark.parametrize("flag", ["--init_from", "--continue", "--model.norm_eps", "--train.max_iters"])
+@pytest.mark.parametrize("flag", ["--init_from", "--model.norm_eps", "--train.max_iters"])
 def test_only_the_layout_of_the_golden_can_be_chosen(flag, capsys):
     assert main(["golden", flag, "1"]) == 2
     assert f"{flag}: no such flag" in capsys.readouterr().err
@@ -196,11 +210,11 @@ def test_an_engine_that_fails_is_named_and_fails_it(tmp_path, monkeypatch, capsy
     def fail(request, folder, **keywords):
         raise EngineError(f"{request.engine}: died", exit_code=1)
 
-    monkeypatch.setattr(golden, "launch", fail)
+    monkeypatch.setattr(paired_run, "launch", fail)
     both = {"torch-manual", "torch-manual.sgd"}
     assert main(["golden", "--engines", "torch-manual", "--quiet", "--run_dir", str(tmp_path / "run")]) == 1
-    assert "torch-manual did not finish" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "golden.json").read_text())["failures"].keys() == both
+    assert "torch-manual: died" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["failures"].keys() == both
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.communication import communication
-from compare.judge.comparison import COMPARISON, Comparison, save
+from compare.judge.comparison import COMPARISON, Comparison
+from compare.judge.outcome import save
 from compare.judge.strategy import with_remat_resolved
 from compare.spec.experiment import Experiment, edited
 
@@ -104,7 +105,7 @@ def test_who_has_no_ledger_is_named(run, tmp_path, capsys):
     for words in (shown, page.read_text()):
         assert "MISSING: torch-library, jax-compiler" in words
         assert "plain-jit: it has one device" in words
-    assert "MISSING: torch-library: rank 1 died" in shown
+    assert "torch-library is MISSING: rank 1 died" in shown
     assert "- **jax-compiler**: it did not run" in page.read_text()
     assert main(["ledger", "--results", str(run), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == {

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from grid import DEVICES
 
 from compare.contract.communication import Communication, summed
 from compare.contract.ledger import Ledger
@@ -20,7 +21,6 @@ from compare.studies.ledgers import read_ledgers
 from compare.studies.presets import PRESETS
 
 NUMBERS = json.loads(Path(__file__).with_suffix(".json").with_stem("ledger_numbers").read_text())
-DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 THEIR_OWN_CHOICE = {"jax-compiler": "jax", "torch-library": "torch"}
 """Engines whose collectives another version of a package may choose otherwise, and that package."""
 
@@ -46,21 +46,16 @@ def rows_of(ledger: list[Communication]) -> Rows:
 
 
 @pytest.mark.parametrize("preset", DEVICES)
-def test_ledgers_are_those_recorded(preset, shardpair):
-    done = shardpair(
-        "run", "check", "--preset", preset, "--devices", str(DEVICES[preset]), "--no_ladder", "--run_dir",
-        "run", "--train.max_iters", "3", "--model.n_layer", "2", "--json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    expected = recorded(preset)
-    folders = {path.parent.name: path for path in (shardpair.folder / "run").glob(f"*/{LEDGER}")}
+def test_ledgers_are_those_recorded(preset, grid):
+    folder, expected = grid.run(preset), recorded(preset)
+    folders = {path.parent.name: path for path in folder.glob(f"*/{LEDGER}")}
     assert folders.keys() == expected.keys()
     found = {engine: rows_of(read_json(path, Ledger).rows) for engine, path in folders.items()}
     for engine, package in THEIR_OWN_CHOICE.items():
         if engine in found and importlib.metadata.version(package) != NUMBERS["versions"][package]:
             assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}
     assert found == expected
-    _stand_beside_the_closed_form(shardpair.folder / "run")
+    _stand_beside_the_closed_form(folder)
 
 
 def _stand_beside_the_closed_form(folder: Path) -> None:

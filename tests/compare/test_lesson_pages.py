@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from outline import Outline
 from records import comparison_of, make_record, make_request
 
 from compare.cli import main
@@ -22,8 +23,8 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Record, read_record
 from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison, judged
-from compare.pipeline.instructions import Instruction, Place
-from compare.present.lesson import sources
+from compare.pipeline.instructions import Instruction, SourceLine
+from compare.present.lesson import sources, worked
 from compare.present.lesson.marks import find_marks
 from compare.present.lesson.names import NAMES
 from compare.present.lesson.page import lesson_page
@@ -39,7 +40,7 @@ ROWS = {
     "pipeline_parallel": [("permute", ACTIVATIONS), ("permute", ACTIVATION_GRADIENTS)],
 }
 """What a person sends; the purposes of PyTorch's wrappers are other words for some of it."""
-MOST_BYTES = 600_000
+MOST_BYTES = 300_000
 
 
 def sent(strategy: str) -> list[Communication]:
@@ -56,7 +57,7 @@ def compiled(engine: str, strategy: str) -> list[Instruction]:
     path = source_file(engine, strategy)
     source = sources.read_sources(strategy, [engine])[0]
     line = source.marks[0].line
-    place = Place(path, line, source.functions.get(line, ""))
+    place = SourceLine(path, line, source.functions.get(line, ""))
     return [
         Instruction(
             kind=one.kind,
@@ -126,6 +127,20 @@ def test_page_stands_alone(lesson, tmp_path_factory):
     _, page = lesson
     require_alone(page)
     assert str(tmp_path_factory.getbasetemp()) not in page
+
+
+def test_pictures_come_before_the_code(lesson):
+    strategy, page = lesson
+    places = [page.index(f'<h2 id="{anchor}">') for anchor in ("holds", "moves", "costs", "source")]
+    assert places == sorted(places)
+    pictures = Outline(page[: places[-1]]).pictures
+    assert pictures[0] == f"Who holds what: {LESSONS[strategy].devices} devices of {COMPILED[0]}"
+    for kind, _ in ROWS[strategy]:
+        assert f"{kind} on 4 devices, hop by hop" in pictures
+    assert "broadcast" not in page[: places[-1]]  # nobody sends one
+    before = html.unescape(page[places[2] : places[3]])
+    for line in (*worked.derivation(strategy), *worked.when_it_pays(strategy), worked.SOURCES):
+        assert line in before
 
 
 def test_page_has_the_four_files_as_they_are(lesson):
@@ -219,7 +234,7 @@ def test_a_lesson_that_shows_nothing_is_refused_by_name(tmp_path, monkeypatch):
 def test_a_file_that_has_changed_since_the_run_is_said(tmp_path):
     strategy, engine = "fully_sharded", COMPILED[0]
     comparison, records = made_by_hand(tmp_path, strategy)
-    moved = Place(source_file(engine, strategy), 1, "somewhere.else")
+    moved = SourceLine(source_file(engine, strategy), 1, "somewhere.else")
     old = [msgspec.structs.replace(one, stack=(moved,)) for one in records[engine].instructions or []]
     records[engine] = msgspec.structs.replace(records[engine], instructions=old)
     page = lesson_page(strategy, comparison, records)
@@ -261,7 +276,7 @@ def test_names_are_those_of_the_grid():
 def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for options, said in {
-        ("--results", str(tmp_path / "empty")): "has no comparison.json",
+        ("--results", str(tmp_path / "empty")): "has no outcome.json",
         ("--results", str(tmp_path), "--run_dir", "other"): "has no effect",
         ("--output", str(tmp_path / "page.pdf")): "end it in one of .html",
     }.items():
@@ -269,19 +284,15 @@ def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_lesson_of_a_real_run(shardpair, tmp_path):
-    size = ["--model.n_layer", "2", "--train.max_iters", "2", "--timeout_s", "300"]
-    done = shardpair(
-        "run", "check", "--preset", "fsdp", "--devices", "2", *size, "--run_dir", "run", "--quiet"
-    )
-    assert done.returncode == 0, done.stderr
-    done = shardpair("lesson", "fully_sharded", "--results", "run", "--output", "page.html")
+def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
+    run = grid.run("fsdp")
+    done = shardpair("lesson", "fully_sharded", "--results", str(run), "--output", "page.html")
     assert done.returncode == 0, done.stderr
     assert "lesson: page.html" in done.stdout
     page = (tmp_path / "page.html").read_text()
     require_alone(page)
     assert "has changed since the run" not in page
-    records = {engine: read_record(tmp_path / "run" / engine) for engine in FOLDERS}
+    records = {engine: read_record(run / engine) for engine in FOLDERS}
     for engine in COMPILED:
         record = records[engine]
         assert record.instructions

@@ -5,8 +5,7 @@ import statistics
 import msgspec
 import pytest
 from bounds import above_the_bound
-from memory import read_memory, spec_of
-from savings import SETTINGS, SIZES, read_savings
+from studies import DATA, outcome_in
 
 from compare.execute import machine
 from compare.judge.closed_forms.memory import closed_form
@@ -27,7 +26,9 @@ from compare.spec.experiment import (
     revalidate,
 )
 from compare.studies import memory_estimate
+from compare.studies.memory import Memory, peaks_of
 from compare.studies.memory_estimate import KINDS, estimate_memory, may_not_fit, require_memory
+from compare.studies.savings import Savings
 
 GPT2 = load("gpt2-124m")
 S, H, A, L, V = 1024, 768, 12, 12, 50304
@@ -71,16 +72,13 @@ def test_state_is_the_closed_form_of_what_is_at_rest(engine):
 
 
 def test_no_figure_of_the_memory_page_is_above_its_bound():
-    """docs/memory.json, every row; and a bound that is several times as much would be none."""
-    rows = [
-        (preset, engine, held)
-        for preset, engines in read_memory().items()
-        for engine, held in engines.items()
-    ]
+    """docs/data/memory.json, every row; and a bound that is several times as much would be none."""
+    outcome = outcome_in(DATA / "memory.json")
+    parts, rows = Memory.parts_of(outcome), peaks_of(outcome)
     assert len(rows) >= 50
     shares = []
-    for preset, engine, held in rows:
-        experiment, peak = spec_of(preset), held.peak.total
+    for (preset, engine), held in rows.items():
+        experiment, peak = parts[preset].cases[0].experiment, held.peak.total
         options = {"device": held.device, "held": held.peak.bytes}
         assert above_the_bound(engine, experiment, peak=peak, **options) == {}, (preset, engine)
         shares.append(peak / estimate_memory(engine, experiment).per_device[held.device])
@@ -89,14 +87,11 @@ def test_no_figure_of_the_memory_page_is_above_its_bound():
 
 
 def test_no_setting_of_the_savings_is_above_its_bound():
-    """docs/savings.json: another size, recomputation, logits in parts, and moments on the host."""
-    for setting, engines in read_savings().items():
-        edits = SETTINGS[setting]
-        sections = {name: {**SIZES.get(name, {}), **edits.get(name, {})} for name in SIZES | edits}
-        alone = edited(load("demo"), {"layout": {"dp_replicate": 1}})
-        experiment = edited(alone, sections)
-        for engine, held in engines.items():
-            found = above_the_bound(engine, experiment, device=0, held={}, peak=held.peak)
+    """docs/data/savings.json: another size, recomputation, logits in parts, and moments on the host."""
+    outcome = outcome_in(DATA / "savings.json")
+    for setting, part in Savings.parts_of(outcome).items():
+        for engine, held in outcome.results[setting].items():
+            found = above_the_bound(engine, part.cases[0].experiment, device=0, held={}, peak=held.peak)
             assert found == {}, (setting, engine)
 
 

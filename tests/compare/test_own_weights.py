@@ -18,7 +18,7 @@ from safetensors.torch import save_file as save_torch
 from compare.cli import main
 from compare.contract.inputs import starting_parameters
 from compare.contract.record import read_record, read_tensors
-from compare.contract.request import Request, Resume, Rung
+from compare.contract.request import Request, ResumePoint, Rung
 from compare.numerics.initial_weights import checked_weights, read_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.numerics.stream import OwnBatches
@@ -259,7 +259,7 @@ def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
 
 
 def test_own_weights_beside_a_checkpoint_are_refused():
-    resume = Resume(checkpoint="there", step=1, updates=1)
+    resume = ResumePoint(checkpoint="there", step=1, updates=1)
     request = Request(engine="jax-manual", experiment=EXPERIMENT, resume=resume)
     with pytest.raises(ExperimentError, match="the run goes on from there, which has its own"):
         starting_parameters(request, own_weights())

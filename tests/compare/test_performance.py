@@ -3,9 +3,10 @@
 import msgspec
 import performance
 import pytest
+import studies
 import tables
 from benches import cases_of, finished
-from performance import BENCHES, kept, read_performance, write
+from performance import BENCHES, Kept, kept, read_kept
 
 from compare.cli import parse
 from compare.studies.bench import Bench
@@ -14,10 +15,18 @@ from compare.studies.bench import Bench
 @pytest.fixture
 def stored(tmp_path, monkeypatch, tiny):
     """A bench that is kept, in a file of its own."""
-    monkeypatch.setattr(performance, "PERFORMANCE", tmp_path / "performance.json")
+    for module in (performance, studies):
+        monkeypatch.setattr(module, "DATA", tmp_path / "data")
     result = finished(cases_of(tiny), left_out={"pp-8": "it has too few layers"}, busy_cores=[1.5])
-    write({"itself": kept(BENCHES["itself"], result)})
-    return result
+    found = kept(BENCHES["itself"], result)
+    write({"itself": found})
+    return found
+
+
+def write(found: dict[str, Kept]) -> None:
+    performance.DATA.mkdir(exist_ok=True)
+    for name, one in found.items():
+        (performance.DATA / f"{name}.json").write_bytes(studies.in_lines(one))
 
 
 def test_every_bench_of_the_page_is_one():
@@ -41,7 +50,7 @@ def test_a_stored_bench_is_a_table_with_its_command(stored):
 
 
 def test_the_summary_has_a_row_for_each_layout_and_the_method_is_said_once(stored):
-    once = read_performance()["itself"]
+    once = stored
     (ratios, *_) = once.ratios.values()
     named = msgspec.structs.replace(once, ratios={"torch-manual.fsdp-2": ratios, "torch-manual.pp2": ratios})
     write({"torch-2": named, "itself": once})
@@ -52,7 +61,7 @@ def test_the_summary_has_a_row_for_each_layout_and_the_method_is_said_once(store
 
 
 def test_two_benches_agree_where_all_their_intervals_overlap(stored):
-    once = read_performance()["itself"]
+    once = stored
     name, ratios = next((n, r) for n, r in once.ratios.items() if r.wall.median != 1)
     write({"torch-2-tensor": once, "torch-2-tensor-again": once})
     assert (
@@ -68,7 +77,7 @@ def test_two_benches_agree_where_all_their_intervals_overlap(stored):
 
 
 def test_another_command_than_the_stored_one_is_told(stored):
-    old = msgspec.structs.replace(read_performance()["itself"], command="shardpair bench demo")
+    old = msgspec.structs.replace(stored, command="shardpair bench demo")
     write({"itself": old})
     assert "**Measured with another command: `shardpair bench demo`.**" in tables.performance("itself")
 
@@ -78,15 +87,21 @@ def test_what_was_not_measured_is_said(stored):
 
 
 def test_what_was_measured_before_a_bench_that_was_interrupted_is_kept(stored, tmp_path, monkeypatch):
-    monkeypatch.setattr(performance, "ASIDE", tmp_path / "aside")
-    outcomes = iter([(0, stored), (1, stored), (130, None)])
-    monkeypatch.setattr(performance, "_measured", lambda arguments: next(outcomes))
-    before = read_performance()
-    assert performance.main(["torch-2", "torch-4", "single"]) == 130
-    assert read_performance() == before | {"torch-2": kept(BENCHES["torch-2"], stored)}
-    assert not (tmp_path / "aside").exists()
+    monkeypatch.setattr(studies, "ASIDE", tmp_path / "aside")
+    (tmp_path / "aside").mkdir()
+    codes = {"torch-2": 0, "torch-4": 1, "single": 130}
+
+    def measured(name: str, arguments: str) -> int:
+        if codes[name] == 0:
+            (tmp_path / "aside" / f"{name}.json").write_bytes(studies.in_lines(stored))
+        return codes[name]
+
+    monkeypatch.setattr(studies, "_measured", measured)
+    assert studies.main(list(codes)) == 130
+    assert {name for name in BENCHES if read_kept(name) == stored} == {"itself", "torch-2"}
+    assert not list((tmp_path / "aside").iterdir())
 
 
 def test_an_unknown_bench_is_refused(capsys):
-    assert performance.main(["nosuch"]) == 2
-    assert "nosuch: no such bench" in capsys.readouterr().err
+    assert studies.main(["nosuch"]) == 2
+    assert "nosuch: no such study" in capsys.readouterr().err

@@ -7,12 +7,12 @@ import pytest
 from compare import api
 from compare.cli import main, parse
 from compare.commands.arguments import defaults_for
-from compare.commands.run import Run
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load, to_toml
 from compare.studies.bench_cases import layout_name
 from compare.studies.fitting import fitting
 from compare.studies.presets import PRESETS, Said, apply_preset, check_presets, preset_layout, settings_in
+from compare.studies.run import Run
 
 FILES = {
     "plain.toml": "[model]\nn_layer = 4\n",

@@ -19,11 +19,10 @@ import pytest
 from checkpoints import write_random
 
 from compare.cli import COMMANDS, main
-from compare.commands import collectives
 from compare.execute import launch
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import fitting
+from compare.studies import collectives, fitting
 
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(shardpair [^`]+)`")
@@ -37,6 +36,9 @@ FOLDERS = ("--continue", "--results", "--resume")
 
 class Started(BaseException):
     """A line got as far as starting a process: nothing was wrong with it."""
+
+
+standard_library_text = functools.cache(data.standard_library_text)
 
 
 def printed_lines() -> dict[str, list[str]]:
@@ -59,26 +61,28 @@ def printed_lines() -> dict[str, list[str]]:
 
 
 LINES = printed_lines()
+TOKENS = {word for words in LINES.values() for word in words if word.startswith("data/")} | {
+    "data/shakespeare_char"
+}
+"""Folders that lines, or the experiments that they name, read."""
 
 
 @pytest.fixture
-def places(tmp_path) -> Path:
-    """A folder with what the lines read: texts, tokens, a TOML file, one of nanoGPT's config files."""
+def places(tmp_path, line) -> Path:
+    """A folder with what the line reads: texts, a TOML file, one of nanoGPT's config files; and tokens."""
     folder = tmp_path
     for name in ("docs", "runs"):
         (folder / name).mkdir()
-    for words in LINES.values():
-        for word in words:
-            if word.endswith(".txt"):
-                (folder / word).write_text("some words\n" * 2000)
-            elif word.endswith(".toml"):
-                (folder / word).write_text("")
-            elif word.startswith("data/"):
-                write_tokens(folder / word)
-            elif word.endswith(".py"):
-                (folder / word).parent.mkdir(exist_ok=True)
-                (folder / word).write_text(CONFIG)
-    write_tokens(folder / "data" / "shakespeare_char")
+    for name in TOKENS:
+        write_tokens(folder / name)
+    for word in LINES[line]:
+        if word.endswith(".txt"):
+            (folder / word).write_text("some words\n" * 2000)
+        elif word.endswith(".toml"):
+            (folder / word).write_text("")
+        elif word.endswith(".py"):
+            (folder / word).parent.mkdir(exist_ok=True)
+            (folder / word).write_text(CONFIG)
     return folder
 
 
@@ -88,7 +92,7 @@ def write_tokens(folder: Path) -> None:
         np.zeros(5000, "<u2").tofile(folder / name)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def a_machine_with_everything(places, monkeypatch):
     """Eight GPUs, every package, nothing else running; and no process can start."""
 
@@ -100,9 +104,10 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
     monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
     monkeypatch.setattr(collectives, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(data, "standard_library_text", functools.cache(data.standard_library_text))
+    monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 
 
+@pytest.mark.usefixtures("a_machine_with_everything")
 @pytest.mark.parametrize("line", LINES)
 def test_it_does_what_it_says(line, places, capsys, monkeypatch):
     command, *others = LINES[line]

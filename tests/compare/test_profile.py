@@ -15,13 +15,14 @@ from compare.contract.request import Request
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.execute.launch import EngineError
 from compare.host.json_files import read_json
-from compare.judge.comparison import judged, save
+from compare.judge.comparison import judged
 from compare.judge.costs import steady_times_ms
+from compare.judge.outcome import save
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.chrome_trace import chrome_trace, without_overlap
-from compare.present.profile import PAGE
-from compare.studies import profile
-from compare.studies.profile import ALONE, twin_of
+from compare.studies import twins
+from compare.studies.profile import PAGE
+from compare.studies.twins import ALONE, twin_of
 
 
 def span(kind, begin, end, **more):
@@ -130,7 +131,7 @@ def saved(folder, experiment, engines=("torch-manual", "jax-manual"), timelines=
         for name, has in zip(engines, timelines, strict=True)
     }
     requests = {name: record.request for name, record in records.items()}
-    planned = comparison_of(experiment, command="profile", name="profile-test", requests=requests)
+    planned = comparison_of(experiment, study="profile", name="profile-test", requests=requests)
     save(judged(planned, records), folder)
     return folder
 
@@ -174,11 +175,11 @@ def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
         write_failure(folder, Failure(message="it died"))
         raise EngineError("torch-manual: it died", exit_code=1)
 
-    monkeypatch.setattr(profile, "launch", interrupted)
+    monkeypatch.setattr(twins, "launch", interrupted)
     assert main(["profile", "--continue", "run", "--quiet"]) == 130
     assert asked == [("torch-manual.silent", True)]
     assert "`shardpair profile --continue run` runs the silent twins" in capsys.readouterr().err
-    monkeypatch.setattr(profile, "launch", failing)
+    monkeypatch.setattr(twins, "launch", failing)
     assert main(["profile", "--continue", "run", "--quiet"]) == 0
     assert "torch-manual: no silent twin: it died" in capsys.readouterr().out
 
@@ -191,7 +192,7 @@ def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
         ("--devices 2", "--devices 2 without --preset has no effect"),
         ("--engines nanogpt-loop --preset single", "nanogpt-loop leaves no timeline"),
         ("--results . --preset ddp --no_twin", "leave out --preset, --no_twin"),
-        ("--results .", "has no comparison.json"),
+        ("--results .", "has no outcome.json"),
         ("--continue . --preset ddp", "leave out --preset"),
     ],
 )

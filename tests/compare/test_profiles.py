@@ -1,6 +1,7 @@
 """Where the time of JAX's steps goes: operations by class, from a compiled module's text."""
 
-from profiles import CASES, SIZES, classes_of
+from jax_operations import classes_of
+from profiles import CASES, SIZES
 
 from compare.spec.engines.registry import STUDIED
 from compare.studies.presets import PRESETS
@@ -53,7 +54,8 @@ def test_what_runs_in_control_flow_counts_once():
 
 
 def test_every_case_is_an_engine_a_preset_and_a_size():
-    for engine, preset, _, *sizes in CASES:
-        assert engine in STUDIED
-        assert preset in PRESETS
-        assert not sizes or sizes[0] in SIZES
+    for case in CASES:
+        assert case.engine in STUDIED
+        assert case.preset in PRESETS
+        assert case.layers in SIZES
+        assert case.experiment.layout.devices == case.devices

@@ -22,6 +22,7 @@ def is_small(experiment: Experiment) -> bool:
     return (
         experiment.layout.devices == 2
         and experiment.model.n_layer <= 2
+        and experiment.train.eval_interval == 0
         and experiment.precision.dtype == "float64"
     )
 

@@ -15,7 +15,7 @@ from compare.spec.experiment import Experiment, edited, load, to_toml
 from compare.spec.sections import Data
 from compare.studies.cases import Case, engine_cases, ladder_cases
 from compare.studies.faults import fault_cases
-from compare.studies.matrix import matrix_cases, study
+from compare.studies.matrix_cells import matrix_cases, study
 from compare.studies.presets import spread
 
 
@@ -28,7 +28,7 @@ def planned(command: str, name: str, experiment: Experiment, cases: list[Case], 
     frozen = Data(source=str(folder / "stdlib.txt"))
     return comparison_of(
         experiment,
-        command=command,
+        study=command,
         name=name,
         requests={
             case.name: Request(

@@ -18,6 +18,7 @@ from compare.studies.presets import spread
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes, human_seconds
 
+pytestmark = pytest.mark.usefixtures("with_pictures")
 BIG = {"model": {"n_layer": 4, "n_head": 4}, "train": {"batch_size": 16}}
 
 

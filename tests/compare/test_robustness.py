@@ -4,10 +4,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
 import processes
-import psutil
 import pytest
+import warm
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract.record import STEPS_PART, read_failure
@@ -24,30 +25,41 @@ ENDLESS = (
 )
 
 
+IMPATIENT = """
+import sys
+from compare.cli import main
+from compare.execute import watch
+watch.GRACE_S = 0  # of the harness, for an engine to say first what it knows: one that is stopped cannot
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def real_pythons(shardpair):
+    """`shardpair` with interpreters as a user has them."""
+    shardpair.python = sys.executable
+    return shardpair
+
+
 class Running:
     """A `shardpair run` that goes on until something happens to it."""
 
-    def __init__(self, shardpair, engine: str, *arguments: str):
+    def __init__(self, shardpair, engine: str, *arguments: str, script: str = ""):
         self.folder = shardpair.folder / "endless"
         command = shardpair.command(
             "run", "demo", "--engines", engine, "--run_dir", str(self.folder), *ENDLESS, *arguments
         )
+        if script:
+            command[1:3] = ["-c", script]
         # A session of its own: a signal to its group is what Ctrl-C in a terminal is.
         self.process = processes.start(command)
         self.record = self.folder / engine
         part = self.record / STEPS_PART
         wait_for(lambda: part.is_file() and part.stat().st_size, self.process)
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-
-    @property
-    def side(self) -> psutil.Process:
-        """The process of the engine."""
-        return self.children[0]
-
-    @property
-    def ranks(self) -> list[psutil.Process]:
+        (started,) = warm.program(self.process.pid).children()
+        self.side = warm.program(started.pid)
+        self.ranks = in_order(self.side.children())
         """The forked ranks of a torch engine, in order."""
-        return in_order(self.side.children())
 
     def end(self, *, may_leave_parts: bool = False) -> tuple[int, str]:
         """Wait for the end. Returns the exit code and stderr; neither a process nor a remain may be left.
@@ -56,7 +68,7 @@ class Running:
             may_leave_parts: the engine is killed, too, and perhaps while it writes a file.
         """
         _, errors = self.process.communicate(timeout=PATIENCE_S)
-        assert_gone(self.children)
+        assert_gone([self.side, *self.ranks])
         assert "Traceback" not in errors
         names = [path.name for path in self.record.iterdir()]
         remains = (".rendezvous",) if may_leave_parts else (".rendezvous", ".tmp")
@@ -81,11 +93,11 @@ def test_ended_rank_is_named_and_nothing_is_left(shardpair, engine, number, mess
 
 
 def test_hung_rank_is_named_after_the_timeout(shardpair):
-    run = Running(shardpair, "torch-manual", "--timeout_s", "5")
+    run = Running(shardpair, "torch-manual", "--timeout_s", "3")
     run.ranks[2].send_signal(signal.SIGSTOP)
     code, errors = run.end()
     assert code == 1
-    assert "rank 2 made no progress for 5 s" in errors
+    assert "rank 2 made no progress for 3 s" in errors
 
 
 @pytest.mark.parametrize(
@@ -107,8 +119,8 @@ def test_ended_side_is_reported(shardpair, engine, number, message):
     assert failure.message.startswith(message)
 
 
-def test_stopped_side_is_ended(shardpair):
-    run = Running(shardpair, "jax-manual", "--timeout_s", "3")
+def test_stopped_side_is_ended(real_pythons):
+    run = Running(real_pythons, "jax-manual", "--timeout_s", "3", script=IMPATIENT)
     run.side.send_signal(signal.SIGSTOP)
     code, errors = run.end()
     assert code == 1
@@ -116,8 +128,8 @@ def test_stopped_side_is_ended(shardpair):
 
 
 @pytest.mark.parametrize("engine", ["torch-manual", "jax-compiler"])
-def test_ctrl_c_ends_everything(shardpair, engine):
-    run = Running(shardpair, engine)
+def test_ctrl_c_ends_everything(real_pythons, engine):
+    run = Running(real_pythons, engine)
     os.killpg(run.process.pid, signal.SIGINT)
     code, errors = run.end()
     assert code == 130
@@ -135,15 +147,15 @@ def test_sigterm_ends_everything(shardpair):
 @pytest.mark.parametrize("engine", ["torch-manual", "jax-compiler"])
 def test_killed_launcher_leaves_no_orphan(shardpair, engine):
     run = Running(shardpair, engine)
-    run.process.kill()
+    warm.program(run.process.pid).kill()
     assert run.end(may_leave_parts=True)[0] == -signal.SIGKILL
 
 
 def test_two_runs_at_once_do_not_collide(shardpair):
     commands = [
         shardpair.command(
-            "run", "check", "--engines", "torch-manual", "torch-library", "--layout.dp_replicate", "2",
-            "--train.seed", str(seed), "--json",
+            "run", "check", "--engines", "torch-manual", "--layout.dp_replicate", "2",
+            "--model.n_layer", "1", "--train.max_iters", "3", "--train.seed", str(seed), "--json",
         )
         for seed in (1, 2)
     ]  # fmt: skip

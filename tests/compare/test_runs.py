@@ -7,22 +7,26 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import records
 from records import make_comparison, make_record, tensors_of
 
 from compare.api import read
 from compare.cli import main
 from compare.commands import runs as command
-from compare.contract.record import MANIFEST
-from compare.contract.request import Rung
+from compare.contract.record import MANIFEST, Record, read_record
+from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
-from compare.judge.comparison import COMPARISON, read_saved
+from compare.judge.circumstances import Circumstances
+from compare.judge.comparison import COMPARISON, Comparison, read_saved
 from compare.judge.ladder import RungResult, Verdict
 from compare.judge.outcome import OUTCOME as STUDY
+from compare.judge.outcome import save
 from compare.present.tables import REMOVED
 from compare.spec.experiment import Layout, edited, to_toml
 from compare.studies import paired_run
-from compare.studies.golden import OUTCOME, Held, Provenance
+from compare.studies.matrix_cells import Cell, MatrixOutcome
+from compare.studies.presets import NOTHING_SAID
 from compare.terminal.units import human_days
 
 
@@ -74,7 +78,8 @@ def test_a_run_says_its_age(runs, capsys):
     ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3, hours=1)
     saved = json.loads((runs / "lacks" / COMPARISON).read_text())
     for created, age in ((ago.isoformat(), "3 days"), ("long ago", "")):
-        write_json(runs / "lacks" / COMPARISON, saved | {"created_utc": created})
+        circumstances = saved["circumstances"] | {"created_utc": created}
+        write_json(runs / "lacks" / COMPARISON, saved | {"circumstances": circumstances})
         assert main(["runs", str(runs / "lacks")]) == 0
         assert age in capsys.readouterr().out
     assert [human_days(seconds) for seconds in (-5, 90, 150, 8000, 172800)] == [
@@ -87,21 +92,25 @@ def test_a_run_says_its_age(runs, capsys):
 
 
 def test_a_matrix_and_a_golden_say_their_verdict(tmp_path, capsys, tiny):
-    for part, missing in (("as given", ()), ("tied", ("torch-library",))):
-        comparison = make_comparison(tmp_path / "matrix-1" / part, tiny, missing=missing)
-        write_json(tmp_path / "matrix-1" / part / COMPARISON, renamed(comparison, "matrix"))
+    cell = Cell(engine="jax-manual", layout="ddp", failures={"float64": "lost"})
+    asked = {"engines": ["jax-manual"], "layouts": ["ddp"], "studies": ["float64"], "said": NOTHING_SAID}
+    head = {"name": "", "experiment": tiny, "platform": "cpu", "circumstances": Circumstances()}
+    (tmp_path / "matrix-1").mkdir()
+    save(MatrixOutcome(study="matrix", cells=[cell], **asked, **head), tmp_path / "matrix-1")
     held = RungResult(rung="loss", error=0.0, tolerance=1.0, worst="", reason="")
     verdict = Verdict(candidate="jax-manual", reference="nanoGPT", rungs=[held])
-    source = Provenance(source="", commit="", ran={}, files={})
     (tmp_path / "golden-1").mkdir()
-    write_json(tmp_path / "golden-1" / OUTCOME, Held(experiment=tiny, provenance=source, verdicts=[verdict]))
+    save(
+        Comparison(study="golden", cases=["jax-manual"], verdicts=[verdict], requests={}, **head),
+        tmp_path / "golden-1",
+    )
     found = {run["command"]: run["verdict"] for run in told(capsys, tmp_path)}
-    assert found["matrix"] == "1 of 2 studies pass"
-    assert found["golden"].startswith("PASS: jax-manual: equal to nanoGPT on 1 rungs")
+    assert found["matrix"] == "0 of 1 cells pass"
+    assert found["golden"].startswith("PASS: jax-manual agrees with nanoGPT on 1 rungs")
 
 
 def renamed(comparison, command):
-    return msgspec.structs.replace(comparison, command=command)
+    return msgspec.structs.replace(comparison, study=command)
 
 
 def test_a_folder_without_runs_says_so(tmp_path, capsys):
@@ -159,7 +168,7 @@ def test_the_newest_and_the_young_are_left_as_they_are(set_aside, capsys):
     for flags in (("--keep", 1), ("--keep", 9), ("--older_than", 36500)):
         assert told(capsys, folder, "--prune", "--yes", *flags)["removals"] == [], flags
     saved = read_saved(folder)
-    write_json(folder / COMPARISON, json.loads((folder / COMPARISON).read_text()) | {"created_utc": ""})
+    write_json(folder / COMPARISON, msgspec.structs.replace(saved, circumstances=Circumstances()))
     assert told(capsys, folder, "--prune", "--older_than", 1e-9)["removals"] == []  # it says no age
     write_json(folder / COMPARISON, saved)
     assert len(told(capsys, folder, "--prune", "--older_than", 1)["removals"]) == 1
@@ -336,11 +345,18 @@ def test_continuing_a_run_without_tensors_trains_nothing(passed, capsys, monkeyp
     assert "run it anew, with --keep_tensors" in capsys.readouterr().err
 
 
-def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(shardpair, tiny):
-    (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
+def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
+    def train(request: Request, folder: Path, **options) -> Record:
+        monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
+        make_record(folder, request.experiment, engine=request.engine)
+        write_json(folder / REQUEST, request)
+        return read_record(folder)
+
+    monkeypatch.setattr(paired_run, "launch", train)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(to_toml(edited(tiny, {"data": {"source": "synthetic"}})))
     engines = ("--engines", "torch-manual", "torch-library", "--quiet")
     for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
-        done = shardpair("run", "tiny.toml", *engines, "--run_dir", name, *flags)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert bool(tensors_in(shardpair.folder / name)) == (name == "kept")
-        assert (REMOVED in " ".join(done.stdout.split())) == (name == "gone")
+        assert main(["run", "tiny.toml", *engines, "--run_dir", name, *flags]) == 0
+        assert bool(tensors_in(Path(name))) == (name == "kept")
+        assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (name == "gone")

@@ -16,6 +16,7 @@ def given(tmp_path: Path) -> Path:
     return write_random(tmp_path, Experiment(model=model))
 
 
+@pytest.mark.usefixtures("warm_sides")
 def test_both_frameworks_draw_the_same(given, capsys):
     for options in (("--temperature", "0"), ("--samples", "3", "--seed", "5")):
         arguments = ("sample", str(given), "--prompt", "ab", "--tokens", "12", *options)

@@ -5,19 +5,19 @@ import pytest
 from sweeps import plan_of, swept
 
 from compare.judge.comparison import judged
+from compare.judge.outcome import read_outcome, save
 from compare.numerics.parameters import parameter_count
-from compare.present.sweep import findings_of_sweep
 from compare.show.page import write_page
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, edited
 from compare.studies import memory_estimate
-from compare.studies.sweep import FIRST, SweepPlan, sweep_batches
-from compare.studies.sweep_outcome import outcome_of, read_outcome, save_outcome
+from compare.studies.sweep import Sweep
+from compare.studies.sweep_outcome import FIRST, SweepOutcome
 
 
-def names(plan: SweepPlan) -> dict[str, list[str]]:
-    return {batch.name: [case.name for case in batch.cases] for batch in sweep_batches(plan)}
+def names(plan: SweepOutcome) -> dict[str, list[str]]:
+    return {batch.name: [case.name for case in batch.cases] for batch in plan.batches()}
 
 
 def test_strategies_run_beside_one_device(small):
@@ -31,7 +31,7 @@ def test_strategies_run_beside_one_device(small):
             "torch-manual.fsdp.2",
         ]
     }
-    (batch,) = sweep_batches(plan)
+    (batch,) = plan.batches()
     degrees = {case.name: case.experiment.layout.axes for case in batch.cases}
     assert degrees[FIRST] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
     assert degrees["jax-manual.fsdp.2"]["dp_shard"] == 2
@@ -56,7 +56,7 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_share(small):
         "batch-16": [FIRST, "torch-manual.fsdp.2", "jax-manual.fsdp.2"],
         "batch-32": [FIRST, "torch-manual.fsdp.4", "jax-manual.fsdp.4"],
     }
-    for batch in sweep_batches(weak):
+    for batch in weak.batches():
         assert {case.experiment.train.batch_size for case in batch.cases} == {
             batch.experiment.train.batch_size
         }
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_left_out_by_name(small):
     plan = plan_of(
         small, engines=list(STUDIED), strategies=["ddp", "ddp_flat", "pp_zero_bubble", "hsdp"], devices=[2]
     )
-    (batch,) = sweep_batches(plan)
+    (batch,) = plan.batches()
     left_out = batch.left_out
     assert left_out.keys() == {
         *("jax-compiler.ddp_flat.2", "torch-library.ddp_flat.2"),
@@ -77,7 +77,7 @@ def test_what_cannot_be_is_left_out_by_name(small):
     assert "jax-manual has" in left_out["jax-manual.pp_zero_bubble.2"]
     assert "--devices 2: preset hsdp takes a multiple" in left_out["jax-manual.hsdp.2"]
     with pytest.raises(ExperimentError, match="no strategy is left: --devices 2: preset hsdp"):
-        sweep_batches(plan_of(small, strategies=["hsdp"]))
+        plan_of(small, strategies=["hsdp"]).batches()
 
 
 def test_a_model_too_large_for_one_device_has_no_reference(small, monkeypatch):
@@ -85,8 +85,8 @@ def test_a_model_too_large_for_one_device_has_no_reference(small, monkeypatch):
         if experiment.layout.devices == 1:
             raise ExperimentError("too large for one")
 
-    monkeypatch.setattr("compare.studies.sweep.require_memory", require)
-    (batch,) = sweep_batches(plan_of(small))
+    monkeypatch.setattr("compare.studies.sweep_outcome.require_memory", require)
+    (batch,) = plan_of(small).batches()
     assert [case.name for case in batch.cases] == ["torch-manual.ddp.2", "torch-manual.fsdp.2"]
     assert batch.left_out == {FIRST: "too large for one"}
 
@@ -95,7 +95,7 @@ def test_a_strategy_too_large_for_this_machine_does_not_end_the_others(small, mo
     monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 10**6)
     large = edited(small, {"model": {"n_embd": 512}})
     with pytest.raises(ExperimentError, match="no strategy is left: torch-manual would need"):
-        sweep_batches(plan_of(large))
+        plan_of(large).batches()
 
 
 def test_rows_have_the_classic_figures(small, tmp_path):
@@ -145,11 +145,11 @@ def test_without_one_device_each_strategy_is_its_own_measure(small, tmp_path):
 
 def test_a_strategy_that_computes_something_else_fails_the_sweep(small, tmp_path, capsys):
     plan = plan_of(small, devices=[1, 2], scaling="weak")
-    outcome, comparisons, records = swept(plan, tmp_path, wrong=("torch-manual.fsdp.2",))
+    outcome, *_ = swept(plan, tmp_path, wrong=("torch-manual.fsdp.2",))
     assert not outcome.passed
     assert [row.passed for row in outcome.rows] == [True, True, False]
-    assert outcome.sentence.startswith("batch-16: torch-manual.fsdp.2 against reference: FAIL at loss")
-    print_findings(findings_of_sweep(outcome, comparisons, records, tmp_path), as_json=False)
+    assert outcome.verdict.startswith("batch-16: torch-manual.fsdp.2 against reference: FAIL at loss")
+    print_findings(Sweep.findings(outcome, tmp_path), as_json=False)
     assert "FAIL at loss" in " ".join(capsys.readouterr().out.split())
 
 
@@ -159,12 +159,12 @@ def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
     (name,) = comparisons
     kept = {record.folder.name: record for record in records[name][:2]}
     failed = msgspec.structs.replace(comparisons[name], failures={"torch-manual.fsdp.2": "rank 1 [/x] died"})
-    outcome = outcome_of(plan, {name: judged(failed, kept)}, {name: list(kept.values())})
+    save(judged(failed, kept), tmp_path / name)
+    outcome, _ = Sweep.judged_again(plan, tmp_path)
     assert [row.strategy for row in outcome.rows] == ["single", "ddp"]
     assert not outcome.passed
-    assert outcome.sentence.startswith("INCOMPLETE: the losses of torch-manual.ddp.2 agree with those of")
-    judged_anew = {name: judged(failed, kept)}
-    found = findings_of_sweep(outcome, judged_anew, {name: list(kept.values())}, tmp_path)
+    assert outcome.verdict.startswith("INCOMPLETE: the losses of torch-manual.ddp.2 agree with those of")
+    found = Sweep.findings(outcome, tmp_path)
     print_findings(found, as_json=False)
     assert "torch-manual.fsdp.2 did not finish: rank 1 [/x] died" in capsys.readouterr().out
     page = write_page(tmp_path / "sweep.html", found)
@@ -174,8 +174,8 @@ def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
 
 def test_an_outcome_is_read_back_as_it_was(small, tmp_path):
     outcome, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path)
-    save_outcome(outcome, tmp_path)
-    assert read_outcome(tmp_path) == outcome
+    save(outcome, tmp_path)
+    assert read_outcome(tmp_path, SweepOutcome) == outcome
 
 
 def test_a_reference_that_runs_alone_is_held_to_its_request(small, tmp_path):

@@ -9,11 +9,11 @@ from records import make_record
 
 from compare.cli import main
 from compare.execute.launch import EngineError
-from compare.host.json_files import read_json
-from compare.present.sweep import PAGE
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.studies import paired_run
-from compare.studies.sweep import FIRST
-from compare.studies.sweep_outcome import SWEEP, SweepOutcome
+from compare.studies.sweep_outcome import FIRST, SweepOutcome
+
+PAGE = "sweep.html"
 
 
 def launched(monkeypatch, failing=(), interrupted=""):
@@ -49,7 +49,7 @@ def test_a_sweep_writes_its_page_and_its_json(monkeypatch, tmp_path, capsys):
     assert [row["strategy"] for row in outcome["rows"]] == ["single", "fsdp"]
     assert outcome["failures"] == {"torch-manual.ddp.2": "it died"}
     assert Path("run", PAGE).is_file()
-    assert read_json(Path("run", SWEEP), SweepOutcome).sentence == outcome["sentence"]
+    assert read_outcome(Path("run"), SweepOutcome).verdict == outcome["verdict"]
     assert main(["report", "run/batch-8"]) == 1  # each batch is a comparison like any other
 
 
@@ -97,7 +97,7 @@ def test_an_interrupted_sweep_goes_on_as_it_was_asked_for(monkeypatch, tmp_path,
         ("--presets hsdp", "no strategy is left"),
         ("--scaling strong --presets ddp --devices 2 128 --train.batch_size 128", "needs 128 devices"),
         ("--data.source nosuch.txt", "nosuch.txt does not exist"),
-        ("--continue .", f"has no {SWEEP}: it is not the folder of a `shardpair sweep`"),
+        ("--continue .", f"has no {OUTCOME}: it is not the folder of a"),
     ],
 )
 def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, arguments, says):
@@ -117,7 +117,7 @@ def test_two_strategies_for_real(shardpair):
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = msgspec.json.decode(done.stdout, type=SweepOutcome)
     assert [row.strategy for row in outcome.rows] == ["single", "zero1", "tp"]
-    assert "agree with reference on 14 rungs" in outcome.sentence
+    assert "agree with reference on 14 rungs" in outcome.verdict
     one, zero1, _ = outcome.rows
     assert one.comm_bytes == 0 < zero1.comm_bytes
     assert (shardpair.folder / "run" / PAGE).is_file()

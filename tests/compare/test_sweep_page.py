@@ -6,19 +6,17 @@ from outline import Outline
 from sweeps import plan_of, swept
 
 from compare.cli import parse
-from compare.commands import sweep as command
-from compare.present.report.sweep_repeat import own_experiment, repeat_command
-from compare.present.sweep import findings_of_sweep, headline, sweep_table, worth
+from compare.present.sweep import headline, own_experiment, repeat_command, sweep_table, worth
 from compare.show.page import write_page
 from compare.spec.experiment import load, to_toml
-from compare.studies.sweep import sweep_batches
+from compare.studies.sweep import Sweep
 
 
-def page_of(outcome, comparisons, records, folder) -> str:
-    found = findings_of_sweep(outcome, comparisons, records, folder)
-    return write_page(folder / "sweep.html", found).read_text()
+def page_of(outcome, folder) -> str:
+    return write_page(folder / "sweep.html", Sweep.findings(outcome, folder)).read_text()
 
 
+@pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize(
     ("given", "drawn"),
     [
@@ -31,8 +29,8 @@ def page_of(outcome, comparisons, records, folder) -> str:
     ],
 )
 def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, drawn):
-    outcome, comparisons, records = swept(plan_of(small, **given), tmp_path)
-    page = page_of(outcome, comparisons, records, tmp_path)
+    outcome, *_ = swept(plan_of(small, **given), tmp_path)
+    page = page_of(outcome, tmp_path)
     outline = Outline(page)
     others = ["Efficiency against one device", "Throughput over devices"]
     if drawn:
@@ -45,19 +43,19 @@ def test_the_page_stands_alone_and_can_be_read_by_all(small, tmp_path, given, dr
     assert worth(outcome) in page
     assert "torch-manual, torch-manual" not in page
     assert "PASS" in page
-    again = swept(plan_of(small, **given), tmp_path / "again")
-    assert page_of(*again, tmp_path) == page
+    again, *_ = swept(plan_of(small, **given), tmp_path / "again")
+    assert page_of(again, tmp_path / "again") == page
 
 
 def test_the_page_says_what_its_times_are_worth(small, tmp_path):
     plain, *_ = swept(plan_of(small), tmp_path / "plain")
     assert "an order of magnitude" in worth(plain)
-    assert f"share the {plain.cores} cores of one machine" in worth(plain)
+    assert f"share the {plain.circumstances.machine.cores} cores of one machine" in worth(plain)
     scaled, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path / "scaled")
     assert "what splitting the work costs, and not what more machines would bring" in worth(scaled)
-    on_gpus = msgspec.structs.replace(scaled, plan=msgspec.structs.replace(scaled.plan, platform="gpu"))
+    on_gpus = msgspec.structs.replace(scaled, platform="gpu")
     assert "cores" not in worth(on_gpus)
-    assert headline(plain.plan) == "Strategies on 2 CPU devices"
+    assert headline(plain) == "Strategies on 2 CPU devices"
 
 
 def test_mfu_is_a_column_where_a_chip_has_a_peak(small, tmp_path):
@@ -79,30 +77,31 @@ def test_mfu_is_a_column_where_a_chip_has_a_peak(small, tmp_path):
 def test_the_command_on_the_page_asks_for_the_same(small, tmp_path, monkeypatch, given):
     plan = plan_of(small, **given)
     monkeypatch.chdir(tmp_path)
-    outcome, comparisons, records = swept(plan, tmp_path / "run")
-    spec = findings_of_sweep(outcome, comparisons, records, tmp_path).spec
+    outcome, *_ = swept(plan, tmp_path / "run")
+    spec = Sweep.findings(outcome, tmp_path / "run").spec
     (tmp_path / "experiment.toml").write_text(spec)
     words = repeat_command(plan).split()
     parsed, name = parse(words[1:])
-    assert isinstance(parsed, command.Sweep)
-    again = parsed._planned(load(name))
-    assert msgspec.structs.replace(again, name=plan.name, said=plan.said) == plan
-    assert sweep_batches(again) == sweep_batches(plan)
+    assert isinstance(parsed, Sweep)
+    again = parsed.planned(load(name))
+    unlike = {field: getattr(plan, field) for field in ("name", "said", "circumstances", "left_out")}
+    assert msgspec.structs.replace(again, **unlike) == plan
+    assert again.batches() == plan.batches()
 
 
 def test_the_command_on_the_page_says_what_was_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = "sweep cpu --presets pp ddp --devices 2 --layout.microbatches 4 --layout.gradient_sync flat"
-    plan = parse(line.split())[0]._planned(load("cpu"))
+    plan = parse(line.split())[0].planned(load("cpu"))
     (tmp_path / "experiment.toml").write_text(to_toml(own_experiment(plan)))
     words = repeat_command(plan).split()
     parsed, name = parse(words[1:])
-    assert sweep_batches(parsed._planned(load(name))) == sweep_batches(plan)
+    assert parsed.planned(load(name)).batches() == plan.batches()
 
 
 def test_files_are_found_from_the_folder_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parsed, name = parse(["sweep", "demo", "--data.source", "mine.txt", "--init_from", "w.safetensors"])
-    plan = parsed._planned(load(name))
+    plan = parsed.planned(load(name))
     assert plan.experiment.data.source == str(tmp_path / "mine.txt")
     assert f"--init_from {tmp_path}/w.safetensors" in repeat_command(plan)

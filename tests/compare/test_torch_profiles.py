@@ -1,10 +1,7 @@
 """Where the time of torch's steps goes: operators by class."""
 
 import pytest
-from torch_profiles import CASES, class_of
-
-from compare.spec.engines.registry import STUDIED
-from compare.studies.presets import PRESETS
+from torch_operators import class_of
 
 
 @pytest.mark.parametrize(
@@ -29,7 +26,3 @@ from compare.studies.presets import PRESETS
 )
 def test_an_operator_has_a_class(operator, kind):
     assert class_of(operator) == kind
-
-
-def test_every_case_is_an_engine_and_a_preset():
-    assert all(engine in STUDIED and preset in PRESETS for engine, preset, _ in CASES)

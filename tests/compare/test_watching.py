@@ -9,7 +9,7 @@ from processes import start
 from compare.contract.record import STEPS_PART
 from compare.execute import watch
 
-TIMEOUT_S = 5.0  # a busy machine may keep a process that computes from computing for a second
+TIMEOUT_S = 2.0  # a busy machine may keep a process that computes from computing for a second
 LONG_S = 1.5 * TIMEOUT_S  # of processor time
 
 # What jaxpar's main thread does under its watchdog.
@@ -28,8 +28,8 @@ HANGS = "(timeout_s): the run hangs | main\n"
     ("does", "code", "says"),
     [
         (COMPUTE, 0, ""),
-        ("time.sleep(1000)", 1, f"no progress for 5 s and nothing computed {HANGS}"),
-        ("dog.progress(in_step=True)\nwhile True: pass", 1, f"no progress for 5 s in a step {HANGS}"),
+        ("time.sleep(1000)", 1, f"no progress for 2 s and nothing computed {HANGS}"),
+        ("dog.progress(in_step=True)\nwhile True: pass", 1, f"no progress for 2 s in a step {HANGS}"),
     ],
     ids=["compiles", "is idle", "is in an endless step"],
 )
@@ -61,7 +61,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path, monkeypatch):
     idle = watched("time.sleep(1000)", tmp_path, monkeypatch)
-    assert idle == "no progress for 5 s after 0 steps: process PID computes nothing, so it was ended"
+    assert idle == "no progress for 2 s after 0 steps: process PID computes nothing, so it was ended"
     assert watched(f"if os.fork():\n    sys.exit(os.wait()[1])\n{COMPUTE}", tmp_path, monkeypatch) == ""
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped

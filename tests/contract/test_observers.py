@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from compare.contract.divergence import DivergedError
-from compare.contract.observers import Done, Observer, Observers
-from compare.contract.progress import Place, Progress
+from compare.contract.observers import FinishedStep, Observer, Observers
+from compare.contract.progress import Progress, ProgressSnapshot
 from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_steps, read_tensors
 from compare.contract.recording import Evaluating, Ladder, Steps
 from compare.contract.request import Request, Rung, rungs_asked_for
@@ -21,8 +21,8 @@ from compare.numerics.evaluation import Evaluation, steps_due
 ONE = Window(steps=1, wall_s=0.5, cpu_s=0.25)
 
 
-def done(step: int, loss: float = 1.0, norm: float = 2.0) -> Done:
-    return Done(Place(step=step, updates=step), loss, norm)
+def done(step: int, loss: float = 1.0, norm: float = 2.0) -> FinishedStep:
+    return FinishedStep(ProgressSnapshot(step=step, updates=step), loss, norm)
 
 
 class SideOf:

@@ -9,8 +9,8 @@ from functools import cache
 from itertools import groupby
 
 import pytest
-from dynamic_counts import EXPERIMENT, watch
 from msgspec.structs import replace
+from watched_steps import EXPERIMENT, watch
 
 from compare.contract.record import Recorder, read_record
 from compare.contract.request import Request
@@ -35,7 +35,7 @@ LAYOUTS = {
 BY_COMPILER = ("zero2", "fsdp_tp_sp", "fsdp_pp")
 BY_HAND = ("ddp", "fsdp_tp_sp", "fsdp_pp", "interleaved", "tp_pp")
 CASES = [("jax-compiler", name) for name in BY_COMPILER] + [("jax-manual", name) for name in BY_HAND]
-"""All presets are in docs/dynamic_counts.json."""
+"""All presets are in docs/data/counts.json."""
 
 
 @cache

@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compare.numerics.parameters import parameter_table
+from compare.present.lesson.holdings import WHOLE, part_of, sides_of
 from compare.spec.axes import DP_SHARD, LAYER, PP, TP
+from compare.spec.experiment import load
+from compare.studies.presets import spread
 from jaxpar.placement import one_layer, place, split_axes
 
 SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
@@ -100,3 +104,18 @@ def test_which_dim(shape, axes, shards, expected):
     if axes[:1] == (LAYER,) and expected is not None:
         (layer,) = one_layer([p])
         assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)
+
+
+@pytest.mark.parametrize("preset", ["single", "fsdp", "tp", "fsdp_tp"])
+def test_the_lessons_picture_cuts_matrices_where_they_are_placed(preset):
+    """The same side along tp, and as large a share, for every parameter of the table."""
+    experiment = spread(load("check"), preset, 4 if preset != "single" else 1)
+    for parameter in parameter_table(experiment.model):
+        p = place(parameter.shape, parameter.axes, split=SPLIT, degrees=experiment.layout.axes)
+        drawn = part_of(parameter, "parameters", "jax-manual", experiment, 0)
+        held = math.prod(p.part(dim, sharded=True) for dim in range(len(p.shape)))
+        assert drawn.share == held / parameter.size, parameter.name
+        rows, _ = sides_of(parameter)
+        if TP in p.dims and DP_SHARD not in p.dims:
+            is_row = parameter.axes[p.dims[TP]] in rows
+            assert (drawn.columns if is_row else drawn.rows) == WHOLE, parameter.name

@@ -7,7 +7,7 @@ import pytest
 from compare.contract.timeline import Span
 from jaxpar.measure.merging import LIMIT, SMALLEST_GAP_US, merged
 from jaxpar.measure.nesting import Turns, places
-from jaxpar.measure.profile_events import Event, UnreadableProfileError, read_events
+from jaxpar.measure.profile_events import Execution, UnreadableProfileError, read_events
 
 HLO = """HloModule jit_step, num_partitions=2
 
@@ -59,7 +59,7 @@ def test_an_instruction_is_its_device_s_whatever_thread_begins_or_ends_it():
         hlo=HLO,
         devices=CPUS,
     )
-    assert found.events == [Event(1, "add.1", 5, 20), Event(0, "add.1", 8, 9)]
+    assert found.events == [Execution(1, "add.1", 5, 20), Execution(0, "add.1", 8, 9)]
     assert found.waited_us == 3
 
 
@@ -77,7 +77,7 @@ def test_on_a_gpu_a_plane_is_a_device_and_its_streams_are_read_once():
         *profile([event]).planes,
     ]
     found = read_events(SimpleNamespace(planes=planes), hlo=HLO, devices=gpus)
-    assert found.events == [Event(0, "add.1", 1, 4)]
+    assert found.events == [Execution(0, "add.1", 1, 4)]
 
 
 def test_the_turn_of_a_loop_follows_from_what_stands_in_its_body():
@@ -88,11 +88,13 @@ def test_the_turn_of_a_loop_follows_from_what_stands_in_its_body():
     assert found["in_branch"].op_name == "jit(step)/jvp()/neg"
     assert found["before"].loop == ""
 
-    events = [Event(0, "before", 0, 1)]
+    events = [Execution(0, "before", 0, 1)]
     for turn in range(3):
         begin = 10.0 * (turn + 1)
-        events += [Event(0, "each", begin, begin + 1), Event(0, "choice", begin + 1, begin + 9)]
-    nested = [Event(0, "in_branch", begin, begin + 0.5) for begin in (12, 13, 14, 33)]  # an inner loop, too
+        events += [Execution(0, "each", begin, begin + 1), Execution(0, "choice", begin + 1, begin + 9)]
+    nested = [
+        Execution(0, "in_branch", begin, begin + 0.5) for begin in (12, 13, 14, 33)
+    ]  # an inner loop, too
     turns = Turns(events + nested, found)
     assert [turns.of(event) for event in nested] == [0, 0, 0, 2]
     assert [turns.of(event) for event in events if event.name == "each"] == [0, 1, 2]
@@ -100,7 +102,7 @@ def test_the_turn_of_a_loop_follows_from_what_stands_in_its_body():
 
 
 def test_a_loop_that_did_not_turn_as_often_as_xla_says_tells_nothing():
-    events = [Event(0, "each", 10, 11), Event(0, "each", 20, 21)]
+    events = [Execution(0, "each", 10, 11), Execution(0, "each", 20, 21)]
     turns = Turns(events, places(HLO))
     assert [turns.of(event) for event in events] == [-1, -1]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+import warm
 from bounds import assert_bounded
 from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
@@ -28,18 +29,21 @@ from compare.contract.record import (
 )
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.work import WORK
+from compare.execute.launch import child_environment
 from compare.host.json_files import decode_json, write_json
 from compare.judge.strategy import strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import initial_parameters, parameter_count, parameter_table
+from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Optimizer, Train
 
 
 def start(folder: Path, request: Request, *arguments: str, **options) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
     write_json(folder / REQUEST, request)
-    command = [sys.executable, "-m", "jaxpar", str(folder), *arguments]
-    return processes.start(command, **options)
+    environment = child_environment(SIDES["jaxpar"], request.platform)
+    command = [warm.python(), "-m", "jaxpar", str(folder), *arguments]
+    return processes.start(command, env=environment, **options)
 
 
 def finish(folder: Path, request: Request) -> tuple[int, str]:

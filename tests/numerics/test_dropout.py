@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compare.numerics.dropout import (
-    Site,
+    DropoutSite,
     is_kept,
     kept_scale,
     sequence_keys,
@@ -61,22 +61,22 @@ def test_every_sequence_of_every_step_has_a_key_of_its_own():
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 5), (7,), (1, 1)])
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_masks_are_the_same_everywhere(shape, rate):
-    keys, site = sequence_keys(2**40 + 7, 5, 2, 3)[1], site_number(3, Site.MLP_OUT)
+    keys, site = sequence_keys(2**40 + 7, 5, 2, 3)[1], site_number(3, DropoutSite.MLP_OUT)
     kept = is_kept(keys, site, shape, rate)
     assert kept.shape == (3, *shape)
     x = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
     expected = np.where(kept, x * np.float32(kept_scale(rate)), 0)
-    of_torch = in_torch.Dropout(rate, Site.MLP_OUT, 3)(torch.from_numpy(x), signed(keys))
+    of_torch = in_torch.Dropout(rate, DropoutSite.MLP_OUT, 3)(torch.from_numpy(x), signed(keys))
     np.testing.assert_array_equal(of_torch.numpy(), expected)
     noise = in_jax.Noise.of(jnp.asarray(keys), 2).next_layer
-    of_jax = in_jax.Dropout(rate, Site.MLP_OUT)(jnp.asarray(x), noise)
+    of_jax = in_jax.Dropout(rate, DropoutSite.MLP_OUT)(jnp.asarray(x), noise)
     np.testing.assert_array_equal(np.asarray(of_jax), expected)
-    assert in_jax.Dropout(rate, Site.MLP_OUT)(x, None) is x
-    assert in_torch.Dropout(rate, Site.MLP_OUT, 3)(x) is x
+    assert in_jax.Dropout(rate, DropoutSite.MLP_OUT)(x, None) is x
+    assert in_torch.Dropout(rate, DropoutSite.MLP_OUT, 3)(x) is x
 
 
 def test_a_part_of_a_batch_or_of_a_sequence_has_its_part_of_the_mask():
-    keys, site = sequence_keys(1, 2, 1, 2)[0], site_number(1, Site.ATTENTION_OUT)
+    keys, site = sequence_keys(1, 2, 1, 2)[0], site_number(1, DropoutSite.ATTENTION_OUT)
     whole = is_kept(keys, site, (6, 10), 0.3)
     part = in_torch.is_kept(signed(keys), site, (2, 10), rate=0.3, first_row=4)
     np.testing.assert_array_equal(part.numpy(), whole[:, 4:])
@@ -88,7 +88,7 @@ def test_a_part_of_a_batch_or_of_a_sequence_has_its_part_of_the_mask():
 def test_tensor_parallelism_says_which_rows_are_here():
     model = Model(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=16, dropout=0.5)
     gpt = GPT(model)
-    for sequence_parallel, sites in ((False, {Site.ATTENTION}), (True, set(Site))):
+    for sequence_parallel, sites in ((False, {DropoutSite.ATTENTION}), (True, set(DropoutSite))):
         in_torch.split_rows(gpt, 1, sequence_parallel=sequence_parallel)
         drops = [module for module in gpt.modules() if isinstance(module, in_torch.Dropout)]
         assert len(drops) == 1 + 3 * model.n_layer
@@ -101,7 +101,9 @@ def test_the_rate_is_met_and_nothing_repeats():
         [sequence_keys(seed, step, 2, 3).reshape(-1, 2) for seed in (1, 2**33) for step in (0, 1)]
     )
     assert len({tuple(key) for key in keys.tolist()}) == 2 * 2 * 2 * 3
-    assert len({site_number(layer, site) for layer in range(5) for site in Site}) == 5 * len(Site)
+    assert len({site_number(layer, site) for layer in range(5) for site in DropoutSite}) == 5 * len(
+        DropoutSite
+    )
     kept = is_kept(sequence_keys(0, 0, 1, 50)[0], 0, (100, 64), 0.2)
     assert abs(kept.mean() - (1 - threshold(0.2) / 2**16)) < 2e-3
     assert abs(np.corrcoef(kept[:-1].ravel(), kept[1:].ravel())[0, 1]) < 5e-3

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from records import make_record, make_steps
 
 from compare.contract.divergence import DivergedError
-from compare.contract.progress import Place, Progress
-from compare.contract.request import Request, Resume
+from compare.contract.progress import Progress, ProgressSnapshot
+from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import LOSS_SCALE, OF_FIRST_STEP, REQUEST, climb
 from compare.numerics.loss_scale import LossScale, first_scale, next_scale
 from compare.spec.experiment import Experiment, ExperimentError, Precision, edited, revalidate
@@ -54,7 +54,7 @@ def test_a_skipped_step_is_none_for_adam_and_the_schedule():
     state = Progress(loss_scale=first_scale(HALF))
     seen = []
     for norm in (2.0, math.inf, 3.0, math.nan, 1.0):
-        seen.append(state.place.record(spec, loss=5.0, grad_norm=norm, seconds=0.1))
+        seen.append(state.snapshot.record(spec, loss=5.0, grad_norm=norm, seconds=0.1))
         state.move_on("jax-manual", spec, grad_norm=norm)
     assert [(one.step, one.skipped, one.loss_scale) for one in seen] == [
         (0, False, 64), (1, True, 64), (2, False, 64), (3, True, 64), (4, False, 32),
@@ -70,7 +70,7 @@ def test_a_skipped_step_is_none_for_adam_and_the_schedule():
 def test_without_float16_there_is_none():
     spec = Experiment(precision=Precision(dtype="bfloat16"))
     assert first_scale(spec.precision) is None
-    step = Place(step=3, updates=3).record(spec, loss=5.0, grad_norm=math.inf, seconds=0.1)
+    step = ProgressSnapshot(step=3, updates=3).record(spec, loss=5.0, grad_norm=math.inf, seconds=0.1)
     assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
 
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_begins_with_the_scale_of_its_checkpoint():
     spec = Experiment(precision=HALF)
     assert Request(engine="jax-manual", experiment=spec).first_loss_scale == first_scale(HALF)
     found = LossScale(scale=32.0, good_steps=1)
-    resume = Resume(checkpoint="there", step=1, updates=1, loss_scale=found)
+    resume = ResumePoint(checkpoint="there", step=1, updates=1, loss_scale=found)
     assert Request(engine="jax-manual", experiment=spec, resume=resume).first_loss_scale == found
     wide = edited(spec, {"precision": {"dtype": "float32"}})
     assert Request(engine="jax-manual", experiment=wide, resume=resume).first_loss_scale is None
@@ -102,7 +102,7 @@ def scaled_steps(spec: Experiment, overflows: str) -> list:
     state, found = Progress(loss_scale=first_scale(spec.precision)), []
     for plain, overflow in zip(make_steps(spec), overflows, strict=True):
         norm = math.inf if overflow == "x" else plain.grad_norm
-        found.append(state.place.record(spec, loss=plain.loss, grad_norm=norm, seconds=0.1))
+        found.append(state.snapshot.record(spec, loss=plain.loss, grad_norm=norm, seconds=0.1))
         state.move_on("", spec, grad_norm=norm)
     return found
 

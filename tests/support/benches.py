@@ -7,7 +7,7 @@ import numpy as np
 
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances, Machine
-from compare.judge.outcome import HowItRan, Measurement, Outcome, TimedCase
+from compare.judge.outcome import HowItRan, Measurement, TimedCase, TimedOutcome
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
 
@@ -39,7 +39,7 @@ HERE = Circumstances(
 )
 
 
-def bench_of(cases: list[TimedCase], *, busy_cores: list[float] | None = None, **given: Any) -> Outcome:
+def bench_of(cases: list[TimedCase], *, busy_cores: list[float] | None = None, **given: Any) -> TimedOutcome:
     """A bench of these cases, nothing of it measured yet; fields that are not given say nothing."""
     nothing: dict[str, Any] = {
         "study": "bench",
@@ -54,7 +54,7 @@ def bench_of(cases: list[TimedCase], *, busy_cores: list[float] | None = None, *
         "cases": cases,
         "how": dict.fromkeys((case.name for case in cases), RAN),
     }
-    return Outcome(**nothing | given)
+    return TimedOutcome(**nothing | given)
 
 
 def measurement_of(case: TimedCase, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
@@ -76,7 +76,7 @@ def measurement_of(case: TimedCase, number: int, *, wall_ms: float = 10.0, **giv
     return Measurement(round=number, case=case.name, **figures | given)
 
 
-def finished(cases: list[TimedCase], *, noise: float = 0.03, **given: Any) -> Outcome:
+def finished(cases: list[TimedCase], *, noise: float = 0.03, **given: Any) -> TimedOutcome:
     """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
     planned = bench_of(cases, **given)
     random = np.random.default_rng(0)

@@ -16,6 +16,7 @@ import pytest
 
 PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
+SETTLED_S = 5.0  # an environment that is empty may be that of a process between fork and exec
 MARK = "SHARDPAIR_TESTS"
 TRACKER, WARM = "multiprocessing.resource_tracker", "warm.serve"
 """What tracks the resources of `forks.SERVER`, and the servers of `warm`: they live as long as we do."""
@@ -90,6 +91,11 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
         at_the_end: of the session: count also what lives from one test to the next, the forks of the server
             that `forks.SERVER` starts.
     """
+    now = set(psutil.pids())
+    _strangers.intersection_update(now)  # a number that is free again may be one of ours next
+    unknown = now - _strangers - {os.getpid()}
+    if not unknown:  # as after most tests: who is whose child is a look at every process
+        return []
     children = psutil.Process().children()
     servers = [child for child in children if _runs(child, "multiprocessing.forkserver", TRACKER)]
     expected = {server.pid for server in (*servers, *(child for child in children if _runs(child, WARM)))}
@@ -98,11 +104,13 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 expected |= {fork.pid for fork in server.children(recursive=True)}
     found = []
-    for pid in set(psutil.pids()) - _strangers - expected - {os.getpid()}:
+    for pid in unknown - expected:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
-            if process.environ().get(MARK) == os.environ[MARK]:
+            mark = process.environ().get(MARK)
+            if mark == os.environ[MARK]:
                 found.append(process)
+            if mark or time.time() - process.create_time() < SETTLED_S:  # it may be about to exec
                 continue
         _strangers.add(pid)
     return found

@@ -9,15 +9,17 @@ from compare.contract.communication import GRADIENTS, Communication, ring_wire_b
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.work import Work, name_of
+from compare.contract.work import ObservedWork, name_of
 from compare.execute.source import git_state
 from compare.host.json_files import write_json
+from compare.judge.circumstances import Circumstances, Machine
 from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.sizes import microbatches_of
-from compare.judge.comparison import Comparison, judged, save
+from compare.judge.comparison import Comparison, judged
 from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
+from compare.judge.outcome import save
 from compare.judge.strategy import with_remat_resolved
 from compare.numerics.data import open_corpus
 from compare.numerics.evaluation import Evaluation, steps_due
@@ -46,17 +48,21 @@ FEW_ROWS = [
 """A ledger of round numbers."""
 
 
+MADE = Circumstances(
+    created_utc="2026-01-01T00:00:00+00:00",
+    machine=Machine(system="a machine"),
+    git_commit="0123456789abcdef",
+)
+
+
 def comparison_of(experiment: Experiment, **given: Any) -> Comparison:
     """A comparison of this experiment; fields that are not given say nothing."""
     commit, dirty = git_state()
     nothing: dict[str, Any] = {
-        "command": "run",
+        "study": "run",
         "name": "test",
         "platform": "cpu",
-        "created_utc": "",
-        "machine": "",
-        "git_commit": commit,
-        "git_dirty": dirty,
+        "circumstances": Circumstances(git_commit=commit, git_dirty=dirty),
         "requests": {},
     }
     return Comparison(experiment=experiment, **nothing | given)
@@ -156,7 +162,7 @@ def make_record(
     return read_record(folder)
 
 
-def make_work(engine: str, experiment: Experiment) -> Work:
+def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     """What a step computes if it does as it was asked."""
     layout, chunks = experiment.layout, experiment.train.loss_chunks
     again = {"none": [], "dots": ["activations"], "full": ["activations", "products"]}
@@ -164,7 +170,7 @@ def make_work(engine: str, experiment: Experiment) -> Work:
         layout.schedule, ranks=layout.pp, microbatches=microbatches_of(experiment), chunks=layout.chunks
     )
     messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
-    return Work(
+    return ObservedWork(
         products={experiment.precision.product_dtype: 12},
         again=again[ENGINES[engine].remat_for(layout)],
         logits_positions=[experiment.model.block_size // chunks],
@@ -220,9 +226,7 @@ def make_comparison(
     planned = comparison_of(
         experiment,
         name="<script>alert(1)</script>",
-        created_utc="2026-01-01T00:00:00+00:00",
-        machine="a machine",
-        git_commit="0123456789abcdef",
+        circumstances=MADE,
         requests={name: record.request for name, record in records.items()}
         | {name: make_request(experiment, engine=name) for name in missing},
         failures={name: "<b>no</b> luck [/x]" for name in missing[:1]},

@@ -4,27 +4,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from records import comparison_of, make_record, make_steps
+from records import MADE, comparison_of, make_record, make_steps
 
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison, judged
+from compare.judge.outcome import save
 from compare.spec.experiment import Experiment
 from compare.studies.cases import Case
-from compare.studies.sweep import SweepPlan, sweep_batches
-from compare.studies.sweep_outcome import SweepOutcome, outcome_of
+from compare.studies.sweep_outcome import SweepOutcome, with_rows
 
 StepTime = Callable[[Case], float]
 """A case's step time in ms."""
 
 
-def plan_of(experiment: Experiment, **given) -> SweepPlan:
+def plan_of(experiment: Experiment, **given) -> SweepOutcome:
     """A sweep of torch-manual over two strategies on two devices, and what is given instead."""
     asked = {"strategies": ["ddp", "fsdp"], "engines": ["torch-manual"], "devices": [2], "ladder": False}
-    return SweepPlan(name="test", experiment=experiment, **asked | given)
+    asked |= {"study": "sweep", "name": "sweep-test", "platform": "cpu", "circumstances": MADE}
+    return SweepOutcome(experiment=experiment, **asked | given)
 
 
 def swept(
-    plan: SweepPlan,
+    plan: SweepOutcome,
     folder: Path,
     step_ms: StepTime = lambda case: 10.0,
     *,
@@ -34,7 +35,7 @@ def swept(
     """The outcome of a sweep whose cases all finish; those that are `wrong` have other losses, and the last
     `steps_left` steps are missing from all."""
     comparisons, records = {}, {}
-    for batch in sweep_batches(plan):
+    for batch in plan.batches():
         found = {}
         for case in batch.cases:
             off = 1.1 if case.name in wrong else 1.0
@@ -53,11 +54,12 @@ def swept(
             )
         planned = comparison_of(
             batch.experiment,
-            command="sweep",
-            created_utc="2026-01-01T00:00:00+00:00",
+            study="run",
+            circumstances=MADE,
             requests={name: record.request for name, record in found.items()},
             left_out=batch.left_out,
         )
         comparisons[batch.name] = judged(planned, found)
         records[batch.name] = list(found.values())
-    return outcome_of(plan, comparisons, records), comparisons, records
+        save(comparisons[batch.name], folder / batch.name)
+    return with_rows(plan, comparisons, records), comparisons, records

@@ -62,6 +62,8 @@ def test_it_ends_as_what_was_started_is_ended(program, number):
     process = start([*program, "sleep"], stdin=open(os.devnull))  # noqa: SIM115
     *_, pid = json.loads(process.stdout.readline())
     assert pid != process.pid  # a fork of the server
+    wait_for(lambda: warm.program(process.pid).pid == pid)
+    assert warm.program(os.getpid()).pid == os.getpid()  # no fork
     process.send_signal(number)
     assert process.wait() == -number
     wait_for(lambda: processes.has_ended(pid))

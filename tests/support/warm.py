@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import processes
+import psutil
 
 PRELOADED = {
     "compare": ("compare.cli", "compare.present.report.pictures"),
@@ -115,6 +117,14 @@ def start_server(module: str, folder: Path) -> None:
     _servers.append(processes.start([REAL, "-c", begin], env=environment, stdout=None, stderr=None))
 
 
+def program(pid: int) -> psutil.Process:
+    """The program that a started process stands for: the fork behind a warm one, any other itself."""
+    for note in [folder / str(pid) for folder in _folders]:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not begun, or half written
+            return psutil.Process(int(note.read_text()))
+    return psutil.Process(pid)
+
+
 def end() -> None:
     """End the servers."""
     for server in _servers:
@@ -141,23 +151,33 @@ def serve(module: str, folder: str) -> NoReturn:
     unfinished = Path(folder, f"{module}.part")
     unfinished.write_text(json.dumps(at_import))
     unfinished.rename(Path(folder, f"{module}.json"))  # now clients come
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for monitors
+    signal.signal(signal.SIGCHLD, lambda number, frame: reap())
     while True:
         connection, _ = listener.accept()
         if not os.fork():
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            monitor(connection, module)
+            monitor(connection, module, Path(folder))
         connection.close()
 
 
-def monitor(connection: socket.socket, module: str) -> NoReturn:
+def reap() -> None:
+    """Wait for the monitors that have ended: so their CPU time is the tests', for whoever measures it."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def monitor(connection: socket.socket, module: str, folder: Path) -> NoReturn:
     """Fork the program that a client asks for, pass its signals on, tell it the end."""
     message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 3)
+    client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     child = os.fork()
     if not child:
         connection.close()
         become(module, json.loads(message), files)
+    note = folder / str(client)
+    note.write_text(str(child))
     for file in files:
         os.close(file)
     ended = os.pidfd_open(child)
@@ -171,6 +191,7 @@ def monitor(connection: socket.socket, module: str) -> NoReturn:
         if number[0] == signal.SIGKILL:
             break
     _, status = os.waitpid(child, 0)
+    note.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         connection.send(str(status).encode())
     os._exit(0)

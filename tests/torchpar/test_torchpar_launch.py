@@ -17,13 +17,16 @@ import processes
 import psutil
 import pytest
 import torch
+import warm
 from forks import run_forked
-from processes import PATIENCE_S, assert_gone, wait_for
+from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract import record
 from compare.contract.record import read_failure, read_record
 from compare.contract.request import Request
+from compare.execute.launch import child_environment
 from compare.host.json_files import write_json
+from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
@@ -32,8 +35,8 @@ from torchpar.launcher.local import bind_to_loopback, launch
 from torchpar.launcher.supervisor import RanksFailed
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-TIMEOUT_S = 5.0  # of those that hang
+ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
+TIMEOUT_S = 3.0  # of those that hang
 SHORT_S = 1.0
 LONG = Experiment(
     model=Model(n_layer=2, n_head=4, n_embd=32, block_size=16),
@@ -109,7 +112,7 @@ def parent(main: Callable[[Rank], None], timeout_s: float, folder: Path) -> int:
         *(
             (
                 deed,
-                f"rank 2 made no progress for 5 s: it is {state}in step 3, forward, "
+                f"rank 2 made no progress for 3 s: it is {state}in step 3, forward, "
                 "while ranks 0, 1, 3 wait in step 3, backward",
             )
             for deed, state in (("stop", "stopped "), ("sleep", ""))
@@ -156,14 +159,15 @@ class Running:
         self.folder = folder
         write_json(folder / record.REQUEST, Request(engine="torch-manual", experiment=LONG))
         self.process = processes.start(
-            [sys.executable, "-m", "torchpar", str(folder), *arguments],
+            [warm.python(), "-m", "torchpar", str(folder), *arguments],
             stdin=subprocess.PIPE,
             cwd=ROOT,
             env=ENVIRONMENT,
         )
         part = folder / record.STEPS_PART
         wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 3, self.process)
-        self.ranks = psutil.Process(self.process.pid).children(recursive=True)
+        self.parent = warm.program(self.process.pid)
+        self.ranks = in_order(self.parent.children(recursive=True))
         assert len(self.ranks) == 4
 
     def end(self) -> str:
@@ -177,7 +181,7 @@ class Running:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_all_ranks_in_a_line(number, tmp_path):
     running = Running(tmp_path)
-    os.killpg(running.process.pid, number)  # as a terminal does: the ranks get it too
+    os.killpg(running.parent.pid, number)  # as a terminal does: the ranks get it too
     assert running.end() == f"ended by {number.name}\n"
     assert running.process.returncode == 128 + number
 
@@ -186,7 +190,7 @@ def test_killed_parent_takes_its_ranks_with_it(tmp_path):
     running = Running(tmp_path)
     if sys.platform == "linux":
         running.ranks[2].suspend()
-    running.process.kill()
+    running.parent.kill()
     running.end()
 
 
@@ -212,7 +216,7 @@ def test_killed_rank_of_a_real_run(tmp_path):
 def test_one_rank_under_torchruns_environment(tmp_path):
     short = Experiment(model=LONG.model, train=Train(max_iters=3, batch_size=8))
     write_json(tmp_path / record.REQUEST, Request(engine="torch-library", experiment=short))
-    command = [sys.executable, "-m", "torchpar", str(tmp_path)]
+    command = [warm.python(), "-m", "torchpar", str(tmp_path)]
     variables = {**ENVIRONMENT, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     done = processes.run(command, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stderr

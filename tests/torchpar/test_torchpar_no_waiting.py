@@ -20,7 +20,7 @@ from torchpar.manual.megatron import vocab_parallel
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
-from torchpar.state import Batch
+from torchpar.state import RankBatch
 
 _aten = torch.ops.aten
 WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}
@@ -50,7 +50,7 @@ class Waits(TorchDispatchMode):
 def step(parallel: ParallelModel, experiment: Experiment, number: int, *, waits: bool = False) -> None:
     ids = torch.arange(4 * 16).view(1, 4, 16) % experiment.model.vocab_size
     if parallel.run_pipeline:
-        parallel.run_pipeline(Batch(ids, ids), nullcontext)
+        parallel.run_pipeline(RankBatch(ids, ids), nullcontext)
     else:
         parallel.module(ids[0], ids[0])[1].backward()
     parallel.finish_gradient_synchronization()

@@ -18,7 +18,7 @@ from torchpar.launcher.entry import read_request
 from torchpar.manual import parallelize
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.state import Batch
+from torchpar.state import RankBatch
 from torchpar.weights import load_weights
 
 SMALL = Model(n_layer=4, n_head=2, n_embd=8, block_size=8, vocab_size=16, bias=True)
@@ -41,7 +41,7 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         assert parallel.run_pipeline
         rows = torch.arange(2 * 4 * 8).view(2, 4, 8).chunk(mesh.data.size, dim=1)[mesh.data.rank] % 16
         for step in range(3):
-            parallel.run_pipeline(Batch(rows, rows), nullcontext)
+            parallel.run_pipeline(RankBatch(rows, rows), nullcontext)
             parallel.finish_gradient_synchronization()
             optimizer_step(parallel, experiment.optimizer, step)
         mine = parallel.weights().get(TIED)

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 DECLARED = "compare/spec/axes.py"
 NAMES_OF_PRESETS = {
     "compare/studies/presets.py",
-    "compare/studies/faults.py",
+    "compare/studies/known_faults.py",
+    "compare/studies/memory.py",
+    "compare/studies/moves.py",
     "compare/studies/lessons.py",
 }
 """Where "tp" and "pp" name a preset: a user's word for a layout, which is no axis."""

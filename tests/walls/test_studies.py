@@ -11,7 +11,7 @@ from compare.commands.overview import overview
 from compare.studies.registry import STUDIES
 
 LONGEST = 250
-BY_NAME = {"compare/studies/registry.py", "compare/api.py"}
+BY_NAME = {"compare/studies/registry.py", "compare/api.py", "compare/studies/resume.py"}
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)

@@ -140,7 +140,7 @@ class Axis:
             return WorkThen(work, lambda: piece.copy_(mine[: len(piece)]))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> None:
-        """Send `sent[r]` to rank r, and receive `received[r]` from it; both (size, ...)."""
+        """Send `sent[r]` to rank r, and receive `received[r]` from it; both (R, ...), R ranks."""
         self.start_all_to_all(received, sent, purpose=purpose).wait()
 
     def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> Work:

@@ -18,11 +18,11 @@ class Call(NamedTuple):
     purpose: str
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """Observer of every call, on any mesh."""
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """A call over a (gathered) tensor begins; what it sends itself comes before `ends`."""
+        """A call over a gathered tensor, any shape, begins; calls within it come before `ends`."""
         ...
 
     def ends(self) -> None:
@@ -30,12 +30,12 @@ class Observer(Protocol):
         ...
 
 
-observers: list[Observer] = []
+observers: list[CallObserver] = []
 
 
 @contextmanager
 def observed(call: Call, full: torch.Tensor, ranks: int) -> Generator[None]:
-    """Tell the observers of a call that is made inside."""
+    """Tell the observers of a call inside; `full`, any shape, is its gathered tensor."""
     watching = list(observers)
     for observer in watching:
         observer.begins(call, full, ranks)
@@ -67,7 +67,7 @@ class Traffic:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Count nothing inside: what is gathered for the record is no part of a step."""
+        """Pause the count inside: gathers for the record are outside of a step."""
         before, self.is_paused = self.is_paused, True
         try:
             yield

@@ -56,7 +56,7 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device, apart: bool = 
     Args:
         layout: the degrees.
         rank: this process among `layout.devices`.
-        device: its own.
+        device: of this rank.
         apart: no axis of a step shares the group of all ranks.
     """
     traffic, sizes = Traffic(), layout.axes

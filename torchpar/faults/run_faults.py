@@ -135,7 +135,7 @@ def unscaled_dropout() -> AbstractContextManager:
 
 
 def same_dropout_on_every_rank() -> AbstractContextManager:
-    """No rank knows which rows are its own."""
+    """Every rank takes its rows for the first ones."""
 
     def forget(run: Run) -> None:
         for module in run.parallel.module.modules():
@@ -171,7 +171,7 @@ def wrong_optimizer_shard() -> AbstractContextManager:
 
 @torch.no_grad()
 def take_next_ranks(mine: list[torch.Tensor], axis: Axis) -> None:
-    """Fill these with the next rank's, which may be cut elsewhere: round and round, where it has too few."""
+    """Fill these flat tensors, (n,) each, with the next rank's elements, repeated if it has too few."""
     shards = axis.all_gather_objects(torch.cat(mine))
     theirs, start = shards[(axis.rank + 1) % axis.size], 0
     for gradient in mine:

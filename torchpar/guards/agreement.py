@@ -14,7 +14,7 @@ def agree_on_use(
     """The parameters that have a gradient on any rank: one small all-reduce along each axis.
 
     Args:
-        used: which have one on this rank; as many, in the same order, on all ranks.
+        used: for each, whether this rank has one; as many, in the same order, on all ranks.
         axes: the ranks.
         device: of the gradients; any if there are none.
     """

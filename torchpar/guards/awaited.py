@@ -13,7 +13,7 @@ from torchpar.guards.weak_hooks import weakly
 
 
 class Awaited:
-    """The pieces among some that await a gradient, and what was done to `grad` since.
+    """Pieces that await a gradient, and changes of their `grad` since.
 
     Args:
         names, pieces: in the same order.
@@ -59,20 +59,20 @@ class Awaited:
         return gradient is None and index in self._seen
 
     def remove(self, index: int) -> None:
-        """A piece awaits none any more: it has what it had before."""
+        """End a piece's wait: its `grad` is again the one before it."""
         self._seen.pop(index, None)
         if self._pieces[index].grad is self._stand_ins.get(index):
             self._pieces[index].grad = None
 
     def clear(self) -> None:
-        """No piece awaits any."""
+        """End all waits."""
         for index in list(self._seen):
             self.remove(index)
         # Zeros may be written to them, all the same.
         self._stand_ins = {index: nan for index, nan in self._stand_ins.items() if not nan._version}
 
     def has_other_hooks(self, piece: nn.Parameter) -> bool:
-        """True if there are tensor hooks on a piece besides the one that is put on it here."""
+        """True if a piece, (n,), has tensor hooks besides the one of this class."""
         return len(piece._backward_hooks or ()) > (id(piece) in self._hooked)
 
     def _stand_in(self, index: int) -> torch.Tensor:

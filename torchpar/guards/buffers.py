@@ -27,7 +27,7 @@ class Buffers:
     """A module's buffers, made the first rank's when DistributedDataParallel would.
 
     Args:
-        module: which buffers it has is asked anew each time, because modules may replace them.
+        module: its buffers are listed anew each time: modules may replace them.
         axes: one after the other; each passes on what came along the one before.
         each_pass: whether `before_forward` does anything.
     """

@@ -26,15 +26,15 @@ class Claimant(Protocol):
     kind: str
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if the optimizer must not step now; not asked where a closure makes gradients."""
+        """RuntimeError if the optimizer must not step now over these, any shapes; a closure skips this."""
         ...
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if PyTorch's own clipping would not find the gradients of these."""
+        """RuntimeError if PyTorch's own clipping would miss the gradients of these tensors, any shapes."""
         ...
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """The optimizer has updated these of the claimed parameters, or some of them."""
+        """The optimizer has updated some of these claimed parameters, any shapes."""
         ...
 
 
@@ -42,7 +42,7 @@ _claims: dict[int, weakref.ref[Any]] = {}  # by id: a claimant keeps its paramet
 
 
 def claim(claimant: Claimant, named: Mapping[str, torch.Tensor]) -> None:
-    """Claim parameters, by name, instead of those that the same claimant had before.
+    """Claim parameters of any shapes, by name, in place of the claimant's former ones.
 
     Raises:
         ValueError: another one has claimed one of them.
@@ -55,7 +55,7 @@ def claim(claimant: Claimant, named: Mapping[str, torch.Tensor]) -> None:
 
 
 def require_unclaimed(named: Mapping[str, torch.Tensor], *, by: object = None) -> None:
-    """ValueError if somebody else than `by` has claimed one of these parameters."""
+    """ValueError if a claimant other than `by` has one of these parameters, any shapes."""
     for name, parameter in named.items():
         if hasattr(parameter, "device_mesh"):
             made = "which PyTorch's own parallelism has made"
@@ -69,7 +69,7 @@ def require_unclaimed(named: Mapping[str, torch.Tensor], *, by: object = None) -
 
 
 def claimant_of(parameter: torch.Tensor) -> Claimant | None:
-    """The claimant that synchronises a parameter's gradients, if there is one."""
+    """The claimant that synchronises the gradients of a parameter, any shape; None if it has none."""
     claimant = _claims.get(id(parameter))
     return claimant() if claimant else None
 

@@ -18,7 +18,7 @@ from torchpar.guards.buffers import Buffers
 from torchpar.guards.replicated import ReplicatedParameters
 from torchpar.guards.weak_hooks import weakly
 from torchpar.manual import data_parallel as lesson
-from torchpar.manual.buckets import Bucket, Buckets
+from torchpar.manual.buckets import Bucket, GradientBuckets
 from torchpar.manual.data_parallel import GradientSync
 
 
@@ -79,7 +79,7 @@ class DataParallel(lesson.DataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: between two steps, and without hooks, which are about this module's parameters."""
-        return {**super().__getstate__(), "is_synchronizing": True, "hooks": [], "buckets": Buckets()}
+        return {**super().__getstate__(), "is_synchronizing": True, "hooks": [], "buckets": GradientBuckets()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the copy."""
@@ -102,7 +102,7 @@ class DataParallel(lesson.DataParallel):
             self.make_buckets()
 
     def hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        """One that keeps nobody alive."""
+        """The lesson's hook, on a gradient of the parameter's shape, behind weak references."""
         return weakly(self.gradient_ready, bucket, index)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class DataParallel(lesson.DataParallel):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
+        """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         used = [parameter.grad is not None for parameter in parameters]
         self._fill_in_unused()

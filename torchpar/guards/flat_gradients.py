@@ -56,7 +56,7 @@ class FlatGradients(lesson.FlatGradients):
         """Count as zero the gradients that other ranks alone have.
 
         Args:
-            used: which parameters have a gradient on any rank.
+            used: for each parameter, whether any rank has its gradient.
         """
         for index, is_used in enumerate(used):
             if is_used and index not in self.used:
@@ -72,7 +72,7 @@ class FlatGradients(lesson.FlatGradients):
             )
 
     def require_no_hooks(self) -> None:
-        """RuntimeError if somebody waits for a piece's gradient with a hook: autograd makes none for it."""
+        """RuntimeError if a piece has a gradient hook: autograd makes no gradient for a piece."""
         for name, piece in zip(self.names, self.pieces, strict=True):
             if piece._post_accumulate_grad_hooks or self._awaited.has_other_hooks(piece):
                 raise RuntimeError(
@@ -87,7 +87,7 @@ class FlatGradients(lesson.FlatGradients):
 
     @property
     def are_there(self) -> bool:
-        """True if backward has left gradients that are to be reduced, and that nobody has dropped."""
+        """True if gradients of backward await their reduction."""
         self._forget_dropped()
         return super().are_there
 
@@ -109,7 +109,7 @@ class FlatGradients(lesson.FlatGradients):
             piece.grad = None if gradient is None else self._part_of(gradient, index)
 
     def hand_out(self) -> None:
-        """Give each piece its part of the shard, which is the mean by now, added to what is there already.
+        """Add its part of the shard of the mean to each piece's gradient.
 
         Raises:
             RuntimeError: a part belongs to a parameter that this rank did not use.
@@ -120,7 +120,7 @@ class FlatGradients(lesson.FlatGradients):
         self._dropped.clear()
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a part of the mean to the gradient of its piece, unless that was dropped meanwhile."""
+        """Add a part of the mean, (n,), to the gradient of its piece, unless that was dropped meanwhile."""
         was_dropped = index in self._dropped or self._awaited.was_dropped(index)
         self._awaited.remove(index)
         if not was_dropped:

@@ -21,7 +21,7 @@ class FlatParameters(lesson.FlatParameters):
     Args:
         named, axis, options: as the lesson's.
         compute_dtype: of the parameters while they are unsharded; None for that of the shard.
-        values: theirs in a flat buffer (n,), instead of the first rank's; nothing is sent then.
+        values: of a flat buffer, (n,), in place of the first rank's; saves the broadcast.
     """
 
     gradients: FlatGradients
@@ -47,7 +47,7 @@ class FlatParameters(lesson.FlatParameters):
         self._addresses = {kind: [_memory(tensor) for tensor in self._tensors(kind)] for kind in kinds}
 
     def starting_values(self) -> torch.Tensor:
-        """The given ones, or the first rank's."""
+        """Values of the flat buffer, (n,): the given ones, or the first rank's."""
         return super().starting_values() if self._given is None else self._given
 
     def cut(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,12 +103,12 @@ class FlatParameters(lesson.FlatParameters):
 
     @property
     def is_stale(self) -> bool:
-        """True if the parameters are unsharded, or about to be, but not what the shards are by now."""
+        """True if the unsharded parameters, there or on their way, are older than the shards."""
         return self.is_changed and (self.is_unsharded or self.work is not None)
 
     @torch.no_grad()
     def keep_memory(self, kind: Kind) -> None:
-        """Give pieces or parameters their memory back where somebody replaced it, and take in its values.
+        """Give pieces or parameters their memory back after it was replaced, with the new values.
 
         `module.double().float()` and `vector_to_parameters` replace it: else the new one would not be seen.
 

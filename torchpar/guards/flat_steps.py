@@ -56,7 +56,7 @@ class FlatSteps:
                 )
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if gradients are not there yet, or never will be."""
+        """RuntimeError if gradients of the pieces, (n,) each, are late, or can never come."""
         for parameter in parameters:
             if parameter in self._names:
                 raise RuntimeError(
@@ -67,12 +67,12 @@ class FlatSteps:
             flat.gradients.require_finished("step()")
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if gradients are not there yet."""
+        """RuntimeError if gradients of the pieces, (n,) each, are late."""
         for flat in self._flats(parameters):
             flat.gradients.require_finished("clip_grad_norm_()")
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """Mark what is gathered as old, whether or not the optimizer's kernels tell (fused ones do not)."""
+        """Mark gathered parameters as old: fused kernels update pieces, (n,), and count no version."""
         flats = self._flats(parameters)
         torch.autograd.graph.increment_version([flat.shard for flat in flats])
         for flat in flats:  # a closure may have forgotten it

@@ -57,7 +57,13 @@ def _refuse(module: nn.Module, *arguments: Any) -> None:
 def full_state(
     module: nn.Module, flats: Sequence[FlatParameters], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The state with full weights, given once by the parameters' names."""
+    """The module's state dict with its full weights.
+
+    Args:
+        module: sharded.
+        flats: its flat buffers.
+        weights: full tensors, in the model's shapes, once by the parameters' names.
+    """
     full = {
         id(p): weights[name] for flat in flats for name, p in zip(flat.names, flat.parameters, strict=True)
     }

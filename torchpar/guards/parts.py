@@ -18,7 +18,7 @@ from torchpar.optimizer import clip_gradients, flags_on_all
 
 
 def mark_part(parameter: torch.Tensor, *axes: Axis) -> None:
-    """Say over which axes a parameter is cut; what it said before is forgotten."""
+    """Note the axes over which a parameter, any shape, is cut, in place of those noted before."""
     watch()
     parameter.cut_over = tuple(axis for axis in axes if axis.size > 1)  # ty: ignore[missing-attribute]
 

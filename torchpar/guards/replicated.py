@@ -18,7 +18,7 @@ class ReplicatedParameters:
     No optimizer may step over one while its gradient is still this rank's own: `claims.Claimant`.
 
     Args:
-        module: which parameters it has is asked anew, because users freeze, convert and replace them.
+        module: its parameters are listed anew each time: users freeze, convert and replace them.
         axis: the ranks.
 
     Attributes:
@@ -56,15 +56,15 @@ class ReplicatedParameters:
         claim(self, dict(self._module.named_parameters()))
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if the gradient of one of them is still this rank's own."""
+        """RuntimeError if a parameter, any shape, still has this rank's own gradient."""
         self._require_finished(parameters, "step()")
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The same."""
+        """As `before_step`: parameters of any shapes."""
         self._require_finished(parameters, "clip_grad_norm_()")
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """The same, if a closure made them."""
+        """As `before_step`, after a closure has made the gradients, of any shapes."""
         self.before_step(optimizer, parameters)
 
     def _require_finished(self, parameters: Sequence[torch.Tensor], what: str) -> None:

@@ -108,7 +108,7 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
         self._take_defaults()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: parameters and what is cut of them come first, for all else is about those."""
+        """For copies: parameters and their pieces come first, because the rest refers to them."""
         for flat in self.flats:
             flat.keep_memory("parameters")
         # As ever without hooks, and without the `step` that schedulers put around the class's.
@@ -147,7 +147,7 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
         return pieces
 
     def flatten(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[Any]:
-        """Guarded flat buffers of some parameters, one a bucket."""
+        """Guarded flat buffers, (n,) each, of some parameters: one a bucket."""
         options = {"replicas": self.replicas, "keeps_full": True, "keeps_gradients": self._reduces}
         return flatten_parameters(named, self.axis, limit_bytes=self.limit_bytes, **options)
 
@@ -234,11 +234,11 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
 
     @property
     def elements(self) -> dict[torch.Tensor, slice]:
-        """Which elements of each parameter this rank's piece is."""
+        """Elements of each flattened parameter, (numel,), in this rank's piece."""
         return self.elements_by_parameter
 
     def gather(self, pieces: TensorsByParameter) -> TensorsByParameter:
-        """Full tensors, by parameter, from every rank's pieces of them, such as moments; on all ranks."""
+        """Full tensors, by parameter and of its shape, from all ranks' pieces (n,), such as moments."""
         return self.gather_by_parameter(pieces)
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
             group.update(_options(inner))
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError if another optimizer steps over parameters whose gradients come to this one."""
+        """RuntimeError if another optimizer steps over parameters, any shapes, whose gradients come here."""
         if optimizer is not self:
             raise RuntimeError(
                 f"the gradients of {self._names[parameters[0]]} go to a ShardedOptimizer: step that, and no "
@@ -269,14 +269,14 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
             )
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """RuntimeError: the gradients are gone from the parameters to this rank's pieces."""
+        """RuntimeError: the gradients are with this rank's pieces, (n,) each, and no longer here."""
         raise RuntimeError(
             f"the gradients of {self._names[parameters[0]]} go to a ShardedOptimizer: call its own "
             f"clip_grad_norm_()"
         )
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """The same, if it made gradients in a closure."""
+        """As `before_step`, after a closure has made the gradients, of any shapes."""
         self.before_step(optimizer, parameters)
 
     def _claim(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -295,7 +295,7 @@ class ShardedOptimizer(lesson.ShardedOptimizer):
 
     @property
     def _cut(self) -> dict[str, Any]:
-        """What says which elements are in this rank's shard."""
+        """Description of this rank's shard: equal ones hold the same elements."""
         return {"rank": self.axis.rank, "size": self.axis.size, "bucket_size_mb": self._bucket_size_mb}
 
     def _require_dropped(self) -> None:

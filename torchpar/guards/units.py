@@ -87,7 +87,7 @@ class Unit(lesson.Unit):
 
 
 class Structure:
-    """A module's submodules and parameters, to notice what has come since.
+    """A module's submodules and parameters, to notice later additions.
 
     Args:
         module: at rest.
@@ -130,7 +130,7 @@ def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.
 
 
 def groups_of(module: nn.Module, units: Units | None) -> list[list[nn.Module]]:
-    """The modules of each unit, and of one more: the module itself, for what is in no other.
+    """The modules of each unit; the last unit is the module itself, for the parameters left over.
 
     Args:
         module: all of it.

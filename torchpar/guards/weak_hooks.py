@@ -14,7 +14,7 @@ from torchpar.comm.untraced import untraced
 
 
 def weakly(method: Callable[..., Any], *whom: object) -> Callable[[torch.Tensor], None]:
-    """A hook that calls `method(*whom)`, whatever it is given, as long as its owner and they live.
+    """A tensor hook that drops its gradient, any shape, and calls `method(*whom)` while owner and whom live.
 
     Args:
         method: bound.

@@ -85,8 +85,8 @@ def start_ranks(
         record = read_record(folder, requested=False)
 
     Args:
-        request: what to run.
-        folder: which exists.
+        request: experiment, engine and observers of the run.
+        folder: an existing one.
         weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
         batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step; every rank calls it,
             and must get the same. By default the corpus's. Picklable on GPUs and on macOS.
@@ -94,7 +94,7 @@ def start_ranks(
     Raises:
         ExperimentError: the weights do not fit the model.
         MissingDevicesError: too few GPUs.
-        RanksFailed, Interrupted: from `launch`.
+        RanksFailed, LaunchInterrupted: from `launch`.
     """
     devices = request.experiment.layout.devices
     if request.platform == "gpu":

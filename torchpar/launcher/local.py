@@ -30,7 +30,7 @@ TERMINATE_GRACE_S = 0.5
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Interrupted(BaseException):
+class LaunchInterrupted(BaseException):
     """The parent got SIGINT or SIGTERM; the ranks have been ended."""
 
     def __init__(self, signal_number: int):
@@ -49,14 +49,14 @@ def launch(
     """Run `main(rank)` in `world_size` processes on this machine, and wait until all are done.
 
     Args:
-        main: what each rank does; picklable if `spawn`.
+        main: each rank's function; picklable if `spawn`.
         folder: for the file through which the ranks meet, if it has to have a name; then it is removed.
         timeout_s: seconds without progress of any rank after which the run counts as hung.
         spawn: start fresh interpreters. Forking takes 0.1 s, but a GPU or macOS does not survive it.
 
     Raises:
         RanksFailed: a rank failed, was killed, or hangs. All ranks have been ended.
-        Interrupted: SIGINT or SIGTERM came. All ranks have been ended.
+        LaunchInterrupted: SIGINT or SIGTERM came. All ranks have been ended.
     """
     context: SpawnContext | ForkContext = SpawnContext() if spawn else ForkContext()
     heartbeat = Heartbeat(context.RawArray("q", Heartbeat.cells_for(world_size)))
@@ -165,13 +165,13 @@ def _end(children: list[Child]) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Generator[None]:
-    """SIGINT and SIGTERM, unless ignored, raise Interrupted in the main thread, and elsewhere nothing."""
+    """SIGINT and SIGTERM, unless ignored, raise LaunchInterrupted in the main thread; elsewhere nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: object) -> None:
-        raise Interrupted(number)
+        raise LaunchInterrupted(number)
 
     heard = [number for number in (signal.SIGINT, signal.SIGTERM) if not is_ignored(number)]
     before = {number: signal.signal(number, interrupt) for number in heard}

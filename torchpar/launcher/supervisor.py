@@ -23,7 +23,7 @@ from torchpar.comm.rank import Heartbeat, Rank
 POLL_S = 0.1
 # Peers may notice a killed rank before the parent does: so long it waits for a better explanation.
 CAUSE_GRACE_S = 1.0
-# A terminal sends Ctrl-C to the ranks and to the parent: so long it waits for its own, which is Interrupted.
+# A terminal sends Ctrl-C to the ranks and to the parent: so long the parent waits for its own signal.
 SIGINT_GRACE_S = 0.3
 
 

@@ -23,7 +23,7 @@ from torchpar.library.tensor_parallel import complete_gradients, restore_order, 
 from torchpar.model import GPT
 from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.state import Batch
+from torchpar.state import RankBatch
 
 
 def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
@@ -117,7 +117,7 @@ def _pipeline(
     )
 
     def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(batch: Batch, context: Context) -> torch.Tensor:
+        def call(batch: RankBatch, context: Context) -> torch.Tensor:
             microbatches = len(batch.inputs_ABT) * layout.microbatches
             inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
             also = dict(zip(("keys_B2",), keys, strict=False))
@@ -160,7 +160,7 @@ class PartitionedStateModel(ParallelModel):
         return (self.state_axis,)
 
     def moments(self, key: str) -> TensorsByName:
-        """Whole ones, on every rank."""
+        """Whole moments, any shapes, on every rank."""
         state = self.optimizer.state
         moments = {
             name: state[p][key].clone() if p in state else torch.zeros_like(p)

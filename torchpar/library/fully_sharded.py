@@ -37,7 +37,7 @@ def shard_parameters(model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_
 
 
 def reshard_parameters(models: Sequence[nn.Module]) -> None:
-    """Free what a forward without a backward has left gathered: the root, and with ZeRO-2 all blocks."""
+    """Free parameters after a forward without a backward: the root's, and with ZeRO-2 all blocks'."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -30,7 +30,7 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes over which a DTensor is split."""
+    """The axes over which a DTensor, any shape, is split."""
     assert isinstance(tensor, DTensor)
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
@@ -40,7 +40,7 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Which elements of tensor parallelism's part of it FSDP2 left this rank, row by row; None for all."""
+    """Elements of its flattened part along tp, (numel,), that FSDP2 leaves this rank; None for all."""
     axes = axes_of(tensor, mesh)
     if mesh.dp_shard not in axes:
         return None

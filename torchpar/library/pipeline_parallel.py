@@ -40,13 +40,13 @@ def run_pipeline(
 
     Args:
         schedule: one of `SINGLE` or `MULTI`, over this rank's stages.
-        inputs: whole, on the rank that has the first stage; None on the others.
-        targets: whole, on the rank that has the last stage; None on the others.
-        also: what else every stage takes, by keyword: whole, on all ranks.
+        inputs: (B, T), on the rank that has the first stage; None on the others.
+        targets: (B, T), on the rank that has the last stage; None on the others.
+        also: further inputs of every stage by keyword, (B, ...), on all ranks.
         forward_only: no backward.
 
     Returns:
-        The microbatches' losses, on the rank that has the last stage.
+        The microbatches' losses, () each, on the rank that has the last stage.
     """
     losses: list[torch.Tensor] = []
     first = () if inputs is None else (inputs,)
@@ -98,7 +98,7 @@ class PipelineParallel:
         Args:
             inputs, targets: whole, on all ranks; cut along dim 0.
             microbatches: into how many.
-            also: what else every stage takes, by keyword; cut likewise.
+            also: further inputs of every stage, (B, ...), by keyword; cut likewise.
             context: made anew around every forward, such as autocast.
             forward_only: no backward, and no gradients.
 

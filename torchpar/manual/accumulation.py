@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class Accumulates:
-    """What reduces gradients in backward, but not in `no_sync`."""
+    """A wrapper that reduces gradients in backward, except in `no_sync`."""
 
     is_synchronizing = True
 

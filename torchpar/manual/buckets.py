@@ -76,7 +76,7 @@ class Bucket:
         self._buffer = None
 
 
-class Buckets(LaunchOrder[Bucket]):
+class GradientBuckets(LaunchOrder[Bucket]):
     """Buckets in the order in which all ranks reduce them."""
 
     def reset(self) -> None:
@@ -86,7 +86,7 @@ class Buckets(LaunchOrder[Bucket]):
         self.restart()
 
 
-def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:
+def make_buckets(module: nn.Module, limit_bytes: float) -> GradientBuckets:
     """Split a module's trainable parameters, in reverse, into buckets of one dtype and device each.
 
     Args:
@@ -95,4 +95,4 @@ def make_buckets(module: nn.Module, limit_bytes: float) -> Buckets:
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     packs = pack(trainable[::-1], limit_bytes)
-    return Buckets([Bucket([name for name, _ in named], [p for _, p in named]) for named in packs])
+    return GradientBuckets([Bucket([name for name, _ in named], [p for _, p in named]) for named in packs])

@@ -22,19 +22,19 @@ from torch import nn
 from compare.contract.communication import GRADIENTS
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.buckets import Bucket, Buckets, make_buckets
+from torchpar.manual.buckets import Bucket, GradientBuckets, make_buckets
 from torchpar.manual.replicate import replicate
 
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
 
 
-def all_reduce_full_buckets(buckets: Buckets, axis: Axis) -> None:
+def all_reduce_full_buckets(buckets: GradientBuckets, axis: Axis) -> None:
     """Begin to sum the buckets that are full over the ranks, each behind those before it."""
     for bucket in buckets.take_full():
         bucket.work = axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
 
 
-def synchronize_gradients(buckets: Buckets, axis: Axis) -> None:
+def synchronize_gradients(buckets: GradientBuckets, axis: Axis) -> None:
     """Make every gradient the mean over the ranks. All buckets are full by now; some are on their way."""
     all_reduce_full_buckets(buckets, axis)
     for bucket in buckets:
@@ -81,7 +81,7 @@ class DataParallel(Accumulates, nn.Module):
         ]
 
     def hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        """What runs in backward when the gradient of a bucket's parameter is there."""
+        """A hook for backward: the gradient of a bucket's parameter, shaped as it, is there."""
         return lambda parameter: self.gradient_ready(bucket, index)
 
     def forward(self, *args, **kwargs):
@@ -98,7 +98,7 @@ class DataParallel(Accumulates, nn.Module):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks; launch what was not launched in backward."""
+        """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
         for bucket in self.buckets:
             for index in bucket.pending:  # gradients that came in no_sync alone
                 bucket.add(index, ranks=self.axis.size)

@@ -282,7 +282,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         self._reducing = unit
 
     def reduce_rest(self) -> None:
-        """Begin to reduce what is not under way yet, in the order of backward."""
+        """Begin to reduce the remaining units, in the order of backward."""
         for unit in reversed(self.units):
             self.reduce(unit)
 
@@ -294,7 +294,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors of a module's output that backward goes through."""
+    """The tensors, any shapes, of a module's output that backward goes through."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 

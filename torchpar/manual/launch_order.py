@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Fillable)
 
 
 class LaunchOrder(list[T]):
-    """What is launched during backward, each once a step.
+    """Groups of gradients reduced during backward, each once a step.
 
     An order of its own on every rank, as gradients happen to come, would mix up the collectives of ranks
     whose graphs differ.
@@ -26,7 +26,7 @@ class LaunchOrder(list[T]):
     taken = 0
 
     def take_full(self) -> Iterator[T]:
-        """Those that are full and whose turn it is."""
+        """The full groups whose turn it is."""
         while self.taken < len(self) and self[self.taken].is_full:
             self.taken += 1
             yield self[self.taken - 1]

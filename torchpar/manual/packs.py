@@ -8,10 +8,10 @@ from torch import nn
 def pack(
     named: Iterable[tuple[str, nn.Parameter]], limit_bytes: float = float("inf")
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Put parameters together, in their order, that are of one dtype and device, and all trainable or frozen.
+    """Packs of parameters, in their order, of one dtype and device, and all trainable or all frozen.
 
     Args:
-        named: by name.
+        named: any shapes, by name.
         limit_bytes: a pack is closed before it would pass this; 0 gives every parameter its own.
     """
     packs: list[list[tuple[str, nn.Parameter]]] = []

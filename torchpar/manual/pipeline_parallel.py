@@ -56,7 +56,7 @@ def run_pipeline(
         stages: this rank's, by number along the model.
         mail: holds what the first stage takes and then what the last one leaves.
         axis: the ranks.
-        also: what else every module takes, by microbatch.
+        also: further inputs of every module, (B, ...), by microbatch.
         finish: from a stage's number, a microbatch and its module's output to the stage's output.
         forward_context: around every forward.
         no_sync: around every backward but each stage's last.

@@ -79,7 +79,7 @@ class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
         return {**group, "params": [piece_of[p] for p in parameters]}
 
     def flatten(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameters]:
-        """Flat buffers of some parameters, one a bucket."""
+        """Flat buffers, (n,) each, of some parameters: one a bucket."""
         options: dict[str, Any] = {"replicas": self.replicas, "keeps_full": True, "keeps_gradients": True}
         return flatten_parameters(named, self.axis, limit_bytes=self.limit_bytes, **options)
 
@@ -97,7 +97,7 @@ class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
                 reduce_scatter_gradients(gradients)
 
     def finish_gradient_synchronization(self) -> None:
-        """Leave each rank the mean gradient of its pieces; launch what was not launched in backward."""
+        """Launch the buckets that backward left, and leave each rank the mean gradient of its pieces."""
         for gradients in self.order:
             reduce_scatter_gradients(gradients)
         for gradients in self.order:

@@ -137,6 +137,7 @@ class ColumnParallelLinear(SplitLayer):
         return cls(linear, axis, split=split, sequence_dim=sequence_dim, gather_output=gather_output)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., N) -> y (..., M / R) on each of R ranks, (..., M) with gather_output."""
         if self.sequence_dim is None:
             x = copy_to_region(x, self.axis)
         else:
@@ -198,6 +199,7 @@ class RowParallelLinear(SplitLayer):
         return cls(linear, axis, split_input=split_input, sequence_dim=sequence_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., N / R) on each of R ranks, (..., N) with split_input -> y (..., M)."""
         if self.split_input:
             x = scatter_to_region(x, self.axis)
         partial = F.linear(x, self.weight)
@@ -213,7 +215,7 @@ def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Ax
     """Sum gradients of whole parameters over ranks that each saw a part of the sequence, in one all-reduce.
 
     Args:
-        gradients: of LayerNorms, row-parallel biases, position embeddings; of one dtype and device.
+        gradients: of LayerNorms, row-parallel biases (C,), positions (T, C); of one dtype and device.
         axis: the ranks.
     """
     if axis.size == 1 or not gradients:

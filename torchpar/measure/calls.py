@@ -53,7 +53,7 @@ class SeenCall(NamedTuple):
 
 
 def call_of(name: str, arguments: tuple, ranks: int) -> SeenCall | None:
-    """What an operator of c10d communicates; None if it does not, or only takes what somebody else sends.
+    """Communication of an operator of c10d; None if it sends nothing itself.
 
     Raises:
         ValueError: it is none that is known, or has a tensor of unknown layout.

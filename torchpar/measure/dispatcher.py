@@ -22,7 +22,7 @@ _GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 
 
 class Watcher(Protocol):
-    """Somebody who wants to know of every operator of c10d that has a process group."""
+    """An observer of every operator of c10d with a process group."""
 
     def sees(self, name: str, arguments: tuple, group: dist.ProcessGroup) -> None:
         """An operator ran, on this thread; must not raise."""

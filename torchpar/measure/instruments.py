@@ -7,7 +7,7 @@ import torch
 
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.observers import Observer
-from compare.contract.work import Work
+from compare.contract.work import ObservedWork
 from torchpar.measure.ledger import LedgerMode, RankLedger
 from torchpar.measure.memory import allocator_peak, resident_bytes, watch_memory
 from torchpar.measure.places import group_names
@@ -34,11 +34,11 @@ class Instruments(Observer):
         self.ledger = LedgerMode(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
         self.gradient_bytes = 0
         self._watching: StorageMode | None = None
-        self._found: tuple[DeviceMemory, Work] | None = None
+        self._found: tuple[DeviceMemory, ObservedWork] | None = None
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Note what the step inside communicates, allocates and computes."""
+        """Note communication, allocations and work of the step inside."""
         device, parallel = self._run.mesh.device, self._run.parallel
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
         held: dict[Class, Iterable[torch.Tensor]] = {
@@ -55,7 +55,7 @@ class Instruments(Observer):
         self._found = self._watching.memory(allocator_peak=allocator_peak(device)), work.seen()
 
     def gradients(self, step: int) -> None:
-        """What is allocated from now on is the optimizer's."""
+        """Count later allocations to the optimizer."""
         if self._watching and step == self.watched:
             held = self._run.parallel.held_gradients()
             self.gradient_bytes = resident_bytes(held)
@@ -63,7 +63,7 @@ class Instruments(Observer):
             self._watching.updates()
             self.ledger.is_updating = True
 
-    def found(self) -> tuple[DeviceMemory, Work, RankLedger]:
+    def found(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
         """Memory, work and ledger of the step, which is over."""
         assert self._found, "no step was watched"
         return (*self._found, self.ledger.noted())

@@ -42,8 +42,8 @@ WIDEST = 8
 """Bytes of a float64."""
 
 
-class Place(NamedTuple):
-    """Key of a row."""
+class LedgerKey(NamedTuple):
+    """Key of a row of the ledger."""
 
     kind: str
     axis: str
@@ -65,8 +65,8 @@ class LedgerMode:
     Attributes:
         is_updating: gradients are ready, and the optimizer is at work.
         seen, own: bytes on the wire by axis: of all that the dispatcher saw, and of our own calls.
-        library_calls: those that are not our own, in their order.
-        problems: what could not be counted.
+        library_calls: calls by libraries, in their order.
+        problems: calls that could not be counted.
     """
 
     def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
@@ -77,7 +77,7 @@ class LedgerMode:
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
         self._modules = RunningModules()
-        self._rows = dict[Place, list[int]]()
+        self._rows = dict[LedgerKey, list[int]]()
         self._thread = threading.local()
         self._watch = ExitStack()
 
@@ -102,7 +102,7 @@ class LedgerMode:
                 self._objects(f"{where} {count} went past PyTorch's dispatcher, to the backend: in no row")
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """Note one of torchpar's own collectives; what it sends itself is part of it."""
+        """Note one of torchpar's own collectives, `full` of any shape, and the calls within it."""
         self._depth += 1
         if ranks > 1 and not self._own_calls.is_paused:
             dtype = str(full.dtype).removeprefix("torch.")
@@ -160,12 +160,12 @@ class LedgerMode:
         purpose = said if said is not None else self._inferred_purpose(kind, axis, dtype)
         if said is None:
             self.library_calls.append(Call(kind, axis, purpose))
-        place = Place(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
+        place = LedgerKey(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
         row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
 
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
-        """What PyTorch's wrappers use a collective for: mostly to reduce gradients."""
+        """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
         if not self._infers:
             return ""
         if dtype == "int32":
@@ -200,7 +200,7 @@ class LedgerMode:
 
 
 class RankLedger(NamedTuple):
-    """What a `LedgerMode` noted on one rank."""
+    """Notes of a `LedgerMode` on one rank."""
 
     rows: list[Communication]
     seen: dict[str, int]

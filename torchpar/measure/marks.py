@@ -28,7 +28,7 @@ PREFIX, BETWEEN = "shardpair", "|"  # a trace drops quotes and turns backslashes
 What = Kind | Literal["step", "wait"]
 
 
-class Mark(Struct, frozen=True, kw_only=True):
+class TraceMark(Struct, frozen=True, kw_only=True):
     """Description of a range of the trace."""
 
     what: What
@@ -46,8 +46,8 @@ class Mark(Struct, frozen=True, kw_only=True):
         return BETWEEN.join((PREFIX, *map(str, fields)))
 
     @classmethod
-    def parse(cls, name: str) -> "Mark | None":
-        """The mark of this name in a trace; None for what is none."""
+    def parse(cls, name: str) -> "TraceMark | None":
+        """The mark of this name in a trace; None for a name of PyTorch's."""
         prefix, *fields = name.split(BETWEEN)
         if prefix != PREFIX:
             return None
@@ -67,11 +67,11 @@ PHASES: dict[str, Kind] = {
 def marked(run: Run) -> Generator[None]:
     """Put marks into the trace of what runs inside: one step."""
     with ExitStack() as stack:
-        stack.enter_context(record_function(str(Mark(what="step"))))
+        stack.enter_context(record_function(str(TraceMark(what="step"))))
         calls = _Calls()
         observers.append(calls)
         stack.callback(observers.remove, calls)
-        stack.enter_context(_around(dist.Work, "wait", lambda work, *_: Mark(what="wait")))
+        stack.enter_context(_around(dist.Work, "wait", lambda work, *_: TraceMark(what="wait")))
         for task in _pipeline_tasks(run.mesh.pp.size) if run.parallel.run_pipeline else ():
             stack.enter_context(task)
         phases = _Phases(run)
@@ -99,7 +99,7 @@ class _Phases:
         if phase in self._kinds:
             of_pass = self._has_many and phase in ("forward", "backward")
             name = f"{phase}, pass {self._passes}" if of_pass else phase
-            self._open = record_function(str(Mark(what=self._kinds[phase], name=name)))
+            self._open = record_function(str(TraceMark(what=self._kinds[phase], name=name)))
             self._open.__enter__()
 
     def end(self) -> None:
@@ -122,7 +122,7 @@ class _Calls:
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         name = call_name(call)
-        mark = Mark(
+        mark = TraceMark(
             what="communication", name=name, operation=call.kind, axis=call.axis, purpose=call.purpose
         )
         self._open.append(record_function(str(mark)))
@@ -135,19 +135,21 @@ class _Calls:
 def _pipeline_tasks(ranks: int) -> list[AbstractContextManager]:
     """Marks around the tasks of both engines' stages. All take the microbatch's number first."""
 
-    def task(what: What, name: str) -> Callable[..., Mark]:
-        def mark(stage: Any, microbatch: int, *_: Any, **options: Any) -> Mark:
+    def task(what: What, name: str) -> Callable[..., TraceMark]:
+        def mark(stage: Any, microbatch: int, *_: Any, **options: Any) -> TraceMark:
             ours = isinstance(stage, Stage)
             is_half = stage.splits_backward if ours else not options.get("full_backward", True)
             title = "input gradients" if is_half and name == "backward" else name
             number = stage.number if ours else stage.stage_index
-            return Mark(what=what, name=f"{title} {microbatch}", microbatch=microbatch, chunk=number // ranks)
+            return TraceMark(
+                what=what, name=f"{title} {microbatch}", microbatch=microbatch, chunk=number // ranks
+            )
 
         return mark
 
     def loss(
         schedule: Any, stage: PipelineStage, output: Any, targets: Any, microbatch: int, *_: Any
-    ) -> Mark | None:
+    ) -> TraceMark | None:
         return task("forward", "loss")(stage, microbatch) if stage.is_last else None
 
     whole, weights = task("backward", "backward"), task("backward", "weight gradients")
@@ -162,7 +164,7 @@ def _pipeline_tasks(ranks: int) -> list[AbstractContextManager]:
     ]
 
 
-def _around(owner: type, method: str, mark: Callable[..., Mark | None]) -> AbstractContextManager:
+def _around(owner: type, method: str, mark: Callable[..., TraceMark | None]) -> AbstractContextManager:
     """A mark around every call of a method; `mark` makes it from the call's arguments, or None for none."""
     right = getattr(owner, method)
 

@@ -27,7 +27,7 @@ def watch_memory(
     elsewhere: Iterable[torch.Tensor] = (),
     module: nn.Module | None = None,
 ) -> Generator[StorageMode]:
-    """Follow the memory of what runs inside: see `StorageMode`."""
+    """Follow the memory, in bytes, of operations inside. `held`: tensors of any shape by their class."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with StorageMode(held, elsewhere=elsewhere, module=module, device=device.type) as mode:
@@ -40,14 +40,14 @@ def allocator_peak(device: torch.device) -> int:
 
 
 def memory_in_use(device: torch.device) -> MemoryUse:
-    """What the allocator gave out of a GPU; of a CPU what this process has in RAM."""
+    """Bytes in use: the allocator's on a GPU, this process's RAM on a CPU."""
     if device.type != "cuda":
         return process_memory()
     return MemoryUse(now=torch.cuda.memory_allocated(device), peak=torch.cuda.max_memory_allocated(device))
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each storage once."""
+    """Bytes of the storages behind tensors of any shape, each storage once."""
     storages = (_storage(local(tensor)) for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

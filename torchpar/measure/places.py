@@ -18,7 +18,7 @@ from torchpar.measure.ledger import LedgerMode
 
 @contextmanager
 def ledger_of(mesh: Mesh | DeviceMesh | None = None) -> Generator[Ledger]:
-    """What this rank communicates inside, a row for each place; filled when it ends.
+    """Ledger of this rank's communication inside, a row for each place; filled when it ends.
 
     Args:
         mesh: names the process groups; by default they are world and subgroup.

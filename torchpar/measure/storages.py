@@ -151,7 +151,7 @@ class StorageMode(TorchDispatchMode):
         return result
 
     def tag(self, kind: Tag, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors' memory is of this class."""
+        """Give the memory of these tensors, any shapes, this class."""
         for life in self._see_all(list(tensors), is_made=False):
             life.tags.add(kind)
 
@@ -160,7 +160,7 @@ class StorageMode(TorchDispatchMode):
         self._is_updating = True
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """One of torchpar's own collectives begins: what it sends itself is no message."""
+        """One of torchpar's own collectives, `full` of any shape, begins: messages within belong to it."""
         self._calls.append(call)
 
     def ends(self) -> None:
@@ -287,7 +287,7 @@ class StorageMode(TorchDispatchMode):
 
 
 def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """What a tensor is made of: a DTensor of its local part."""
+    """The plain tensor in this rank's memory: a DTensor's local part."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -34,7 +34,7 @@ GPU_METHOD = (
 )
 
 
-class Profile(Observer):
+class StepProfiler(Observer):
     """Watches one step, and writes timeline.json.
 
     Args:

@@ -15,7 +15,7 @@ from compare.contract.timeline import COMPUTE, Span
 from compare.spec.axes import PP
 from torchpar.comm.counter import Call
 from torchpar.measure.calls import KINDS
-from torchpar.measure.marks import Mark, call_name
+from torchpar.measure.marks import TraceMark, call_name
 
 GLOO, NCCL = "gloo:", "nccl"
 WAIT_OPERATOR = "_c10d_functional::wait_tensor"
@@ -27,7 +27,7 @@ PERMUTE = "permute"
 MESSAGES = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
 RECEIVE = "receive"
 DDP, AUTOGRAD = "DistributedDataParallel.forward", "autograd::engine::evaluate_function"
-STEP = str(Mark(what="step"))
+STEP = str(TraceMark(what="step"))
 OPERATORS = ("c10d::", "_c10d_functional::")
 UNSEEN = ("waittensor", "barrier", "monitoredbarrier", "wraptensorautograd")
 
@@ -70,7 +70,7 @@ class RankTrace(NamedTuple):
 class Marked(NamedTuple):
     """A range with its mark."""
 
-    mark: Mark
+    mark: TraceMark
     begin: float
     end: float
 
@@ -94,7 +94,7 @@ def read_trace(content: bytes, *, on_gpu: bool, library_calls: Sequence[Call]) -
     marks = [
         Marked(mark, event.ts, event.end)
         for event in events
-        if event.cat != "gpu_user_annotation" and (mark := Mark.parse(event.name))
+        if event.cat != "gpu_user_annotation" and (mark := TraceMark.parse(event.name))
     ]
     step = next(one for one in marks if one.mark.what == "step")
     calls, problem = find_calls(events, marks, library_calls)
@@ -202,7 +202,7 @@ def _kernels(events: Sequence[Event], marks: Sequence[Marked], calls: Sequence[M
     """Spans of a GPU: kernels that follow each other closely are one."""
     launches = {event.args.correlation: event.ts for event in events if event.cat in LAUNCHES}
     tasks = outermost([one for one in marks if one.mark.what in COMPUTE])
-    open_spans: dict[Mark, tuple[float, float]] = {}
+    open_spans: dict[TraceMark, tuple[float, float]] = {}
     for event in events:
         if event.cat not in GPU_WORK or (launched := launches.get(event.args.correlation)) is None:
             continue
@@ -220,7 +220,7 @@ def _kernels(events: Sequence[Event], marks: Sequence[Marked], calls: Sequence[M
 
 
 def outermost(ranges: Iterable[Marked]) -> list[Marked]:
-    """Those that lie in no other, in their order."""
+    """Ranges outside of all others, in their order."""
     found: list[Marked] = []
     for one in sorted(ranges, key=lambda one: (one.begin, -one.end)):
         if not found or one.begin >= found[-1].end:
@@ -231,7 +231,7 @@ def outermost(ranges: Iterable[Marked]) -> list[Marked]:
 def without(
     whole: tuple[float, float], holes: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """What is left of an interval when others are taken out of it."""
+    """Rest of an interval without the others."""
     begin, end = whole
     for hole_begin, hole_end in sorted(holes):
         if hole_end <= begin or hole_begin >= end:
@@ -244,7 +244,7 @@ def without(
 
 
 def _place(ranges: Sequence[Marked], time: float) -> int:
-    """Which of the ranges, none of which overlap, holds a time; -1 for none."""
+    """Index of the range, among disjoint ones, that holds a time; -1 for none."""
     place = bisect.bisect_right(ranges, time, key=lambda one: one.begin) - 1
     return place if place >= 0 and time <= ranges[place].end else -1
 
@@ -254,15 +254,15 @@ def _bare(operator: str) -> str:
     return operator.split("::")[1].replace("_", "")
 
 
-def _mark_of(operator: str) -> Mark:
+def _mark_of(operator: str) -> TraceMark:
     name = _bare(operator)
     if name in ("recv", "recvanysource"):  # its sender counts the message
-        return Mark(what="communication", name=RECEIVE, operation=PERMUTE, axis=PP)
+        return TraceMark(what="communication", name=RECEIVE, operation=PERMUTE, axis=PP)
     kind = KINDS.get(name, name)
-    return Mark(what="communication", name=kind, operation=kind)
+    return TraceMark(what="communication", name=kind, operation=kind)
 
 
-def _span(mark: Mark, begin: float, end: float) -> Span:
+def _span(mark: TraceMark, begin: float, end: float) -> Span:
     assert mark.what not in ("step", "wait")
     return Span(
         kind=mark.what,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
-from compare.contract.work import Again, Work, name_of
+from compare.contract.work import Again, ObservedWork, name_of
 from compare.pipeline.schedules import Kind, Task
 from torchpar.comm.counter import Call, observers
 
@@ -68,15 +68,15 @@ class WorkMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """One of torchpar's own collectives begins."""
+        """One of torchpar's own collectives, `full` of any shape, begins."""
         self._is_overlapped |= call.purpose == GRADIENTS and _is_in_backward()
 
     def ends(self) -> None:
         """The call has been handed on."""
 
-    def seen(self) -> Work:
+    def seen(self) -> ObservedWork:
         """Work of this rank's step. Call it after the end."""
-        return Work(
+        return ObservedWork(
             products=dict(self._products),
             again=sorted(self._again),
             logits_positions=sorted(self._positions),
@@ -93,14 +93,14 @@ class WorkMode(TorchDispatchMode):
             self._positions.add(logits_BTV.shape[1])
 
 
-def of_all_ranks(ranks: Sequence[Work], *, stages: int) -> Work:
-    """What all ranks computed, and the tasks of the first of each stage.
+def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: int) -> ObservedWork:
+    """Work of all ranks; tasks are those of the first rank of each stage.
 
     Args:
         ranks: in the order of the mesh, in which the ranks of a stage stand together.
         stages: ranks of the pipeline; 1 without.
     """
-    return Work(
+    return ObservedWork(
         products=dict(sum((Counter(one.products) for one in ranks), Counter())),
         again=sorted({what for one in ranks for what in one.again}),
         logits_positions=sorted({positions for one in ranks for positions in one.logits_positions}),

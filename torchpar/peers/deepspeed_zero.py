@@ -57,7 +57,7 @@ class Loop:
         return torch.stack(losses).mean()
 
     def update(self, lr: float) -> torch.Tensor:
-        """The engine clips, updates, gathers and drops the gradients. Returns the norm before clipping."""
+        """The engine clips, updates, gathers and drops the gradients. Returns the norm () before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         self._engine.step()
@@ -75,17 +75,17 @@ class ZeRO(ParallelModel):
     engine: Any
 
     def weights(self) -> TensorsByName:
-        """Whole weights; all ranks call this together."""
+        """Whole weights by name, in nanoGPT's shapes; all ranks call this together."""
         named = dict(self.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(named.values())):  # of ZeRO-1 and 2 they are whole
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def gradients(self) -> TensorsByName:
-        """Whole gradients, between backward and step; all ranks call this together."""
+        """Whole gradients by name, between backward and step; all ranks call this together."""
         return {name: safe_get_full_grad(parameter) for name, parameter in self.module.named_parameters()}
 
     def moments(self, key: str) -> TensorsByName:
-        """Whole moments; all ranks call this together."""
+        """Whole moments by name, in nanoGPT's shapes; all ranks call this together."""
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             # ZeRO-1 and 2 link them once, after the first group's step, when the second group has none yet.
             self.engine.optimizer._hp_optimizer_states_linked = False
@@ -94,14 +94,14 @@ class ZeRO(ParallelModel):
         return {name: safe_get_full_optimizer_state(parameter, key) for name, parameter in named}
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """This rank's moments, and DeepSpeed's own copy of the weights that it updates."""
+        """This rank's moments, and DeepSpeed's own copy of the updated weights, (n,) each."""
         inner = self.engine.optimizer.optimizer
         masters = [parameter for group in inner.param_groups for parameter in group["params"]]
         entries = [value for entry in inner.state.values() for value in entry.values()]
         return masters + [value for value in entries if torch.is_tensor(value)]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """This rank's averaged gradients."""
+        """This rank's averaged gradients, (n,) each."""
         groups = self.engine.optimizer.averaged_gradients.values()
         return [gradient for group in groups for gradient in group or ()]
 

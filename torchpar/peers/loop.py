@@ -7,12 +7,12 @@ from typing import Protocol, SupportsFloat
 import torch
 
 from compare.contract.communication import LOSS
-from compare.contract.observers import Done, Observer, Observers
+from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.timing import Window
 from compare.numerics.learning_rate import learning_rate
 from torchpar import train
 from torchpar.observers import observers_of
-from torchpar.state import Batch, Run
+from torchpar.state import RankBatch, Run
 
 
 class Peer(Protocol):
@@ -40,7 +40,7 @@ def follow(run: Run, peer: Peer, *, folder: Path, started_utc: str) -> None:
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
 
-    def compute(batch: Batch) -> torch.Tensor:
+    def compute(batch: RankBatch) -> torch.Tensor:
         run.rank.at(run.state.step, "forward")
         return peer.gradients(batch.inputs_ABT, batch.targets_ABT)
 
@@ -58,7 +58,7 @@ class MeanLosses(Observers):
         super().__init__([observer])
         self._run = run
 
-    def steps(self, done: Sequence[Done], window: Window) -> None:
+    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
         """The means over the ranks, outside of the ledger."""
         super().steps([one._replace(loss=self._mean(one.loss)) for one in done], window)
 

@@ -57,7 +57,7 @@ class Loop:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def update(self, lr: float) -> torch.Tensor:
-        """Clip, step, flush. Returns the norm before clipping; nanoGPT finds it only in order to clip."""
+        """Clip, step, flush. Returns the norm () before clipping; nanoGPT finds it only in order to clip."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_clip or float("inf"))

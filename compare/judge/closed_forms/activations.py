@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from compare.spec.experiment import Experiment
 
 
-class Kept(NamedTuple):
+class StoredActivation(NamedTuple):
     """Numbers a token that a block, or the end of the model, keeps for backward: width * C + ..."""
 
     tensor: str
@@ -36,42 +36,46 @@ class Kept(NamedTuple):
 
 
 TORCH_BLOCK = (
-    Kept("the stream, for ln_1, and its mean and 1/deviation", "stream", width=1, numbers=2),
-    Kept("ln_1's result, for c_attn", "entering", width=1),
-    Kept("q, k, v, for attention", "inside", width=3),
-    Kept("attention's result, for itself and for c_proj, and its logsumexp", "inside", width=1, heads=1),
-    Kept("the stream, for ln_2, and its mean and 1/deviation", "stream", width=1, numbers=2),
-    Kept("ln_2's result, for c_fc", "entering", width=1),
-    Kept("c_fc's result, for GELU", "inside", width=4),
-    Kept("GELU's result, for c_proj", "inside", width=4),
+    StoredActivation("the stream, for ln_1, and its mean and 1/deviation", "stream", width=1, numbers=2),
+    StoredActivation("ln_1's result, for c_attn", "entering", width=1),
+    StoredActivation("q, k, v, for attention", "inside", width=3),
+    StoredActivation(
+        "attention's result, for itself and for c_proj, and its logsumexp", "inside", width=1, heads=1
+    ),
+    StoredActivation("the stream, for ln_2, and its mean and 1/deviation", "stream", width=1, numbers=2),
+    StoredActivation("ln_2's result, for c_fc", "entering", width=1),
+    StoredActivation("c_fc's result, for GELU", "inside", width=4),
+    StoredActivation("GELU's result, for c_proj", "inside", width=4),
 )
 TORCH_ENDS = (
-    Kept("the stream, for ln_f, and its mean and 1/deviation", "stream", width=1, numbers=2),
-    Kept("ln_f's result, for the head", "entering", width=1),
+    StoredActivation("the stream, for ln_f, and its mean and 1/deviation", "stream", width=1, numbers=2),
+    StoredActivation("ln_f's result, for the head", "entering", width=1),
 )
-BLOCK_INPUT = (Kept("a block's input, to compute it anew", "stream", width=1),)
+BLOCK_INPUT = (StoredActivation("a block's input, to compute it anew", "stream", width=1),)
 JAX_NORM = (
-    Kept("x - mean, for the variance", "stream", width=1),
-    Kept("x - mean, for the result", "stream", width=1),
-    Kept("scale / deviation, of every number, and what it is made of", "stream", width=1, numbers=2),
-    Kept("the norm's result, for the product", "entering", width=1),
+    StoredActivation("x - mean, for the variance", "stream", width=1),
+    StoredActivation("x - mean, for the result", "stream", width=1),
+    StoredActivation(
+        "scale / deviation, of every number, and what it is made of", "stream", width=1, numbers=2
+    ),
+    StoredActivation("the norm's result, for the product", "entering", width=1),
 )
 JAX_BLOCK = (
     *JAX_NORM,
-    Kept("q, k, v, for attention", "inside", width=3),
-    Kept("attention's weights", "inside", scores=1),
-    Kept("attention's result, for itself, and again for the product", "inside", width=2),
+    StoredActivation("q, k, v, for attention", "inside", width=3),
+    StoredActivation("attention's weights", "inside", scores=1),
+    StoredActivation("attention's result, for itself, and again for the product", "inside", width=2),
     *JAX_NORM,
-    Kept("the derivative of GELU", "inside", width=4),
-    Kept("GELU's result, for the product", "inside", width=4),
+    StoredActivation("the derivative of GELU", "inside", width=4),
+    StoredActivation("GELU's result, for the product", "inside", width=4),
 )
 JAX_DOTS = (
     *BLOCK_INPUT,
-    Kept("the product q, k, v", "inside", width=3),
-    Kept("the product q k", "inside", scores=1),
-    Kept("the product of weights and values", "inside", width=1),
-    Kept("attention's last product, summed over tp", "stream", width=1),
-    Kept("the MLP's first product", "inside", width=4),
+    StoredActivation("the product q, k, v", "inside", width=3),
+    StoredActivation("the product q k", "inside", scores=1),
+    StoredActivation("the product of weights and values", "inside", width=1),
+    StoredActivation("attention's last product, summed over tp", "stream", width=1),
+    StoredActivation("the MLP's first product", "inside", width=4),
 )
 
 
@@ -81,7 +85,7 @@ def tokens(experiment: Experiment) -> float:
     return train.batch_size / layout.data_parallel / layout.microbatches * experiment.model.block_size
 
 
-def numbers_kept(kept: Sequence[Kept], experiment: Experiment) -> float:
+def numbers_kept(kept: Sequence[StoredActivation], experiment: Experiment) -> float:
     """Numbers of a token that one device keeps."""
     model, layout = experiment.model, experiment.layout
     parts = {"stream": layout.tp if layout.sequence_parallel else 1, "entering": 1, "inside": layout.tp}

@@ -25,7 +25,7 @@ from compare.judge.closed_forms.activations import (
     JAX_NORM,
     TORCH_BLOCK,
     TORCH_ENDS,
-    Kept,
+    StoredActivation,
     numbers_kept,
     tokens,
 )
@@ -39,11 +39,11 @@ UNKNOWN = Keeps(residuals="autograd", logits=5, logits_with_tp=5, logits_with_pp
 """Bound for an engine outside this project: the largest of our engines'."""
 JAX_LOGITS = 4
 DROPPED = (
-    Kept("masks, and what they are put on, of both branches", "stream", width=4),
-    Kept("attention's weights, dropped, and their mask", "inside", scores=4),
+    StoredActivation("masks, and what they are put on, of both branches", "stream", width=4),
+    StoredActivation("attention's weights, dropped, and their mask", "inside", scores=4),
 )
-UNFUSED = (Kept("scores, and the gradients of scores and weights", "inside", scores=3),)
-EMBEDDED = (Kept("what the embeddings give, its gradient and the stream's", "stream", width=3),)
+UNFUSED = (StoredActivation("scores, and the gradients of scores and weights", "inside", scores=3),)
+EMBEDDED = (StoredActivation("what the embeddings give, its gradient and the stream's", "stream", width=3),)
 
 
 def held_at_most(engine: str, experiment: Experiment) -> dict[str, list[float]]:

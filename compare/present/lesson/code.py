@@ -39,7 +39,7 @@ def highlighted(
     targets: Mapping[tuple[int, int], str],
     links: Mapping[int, Sequence[Link]],
 ) -> Markup:
-    """Source as lines of HTML, each with an anchor PREFIX-L12.
+    """Source as lines of HTML; those with a mark or a link have an anchor PREFIX-L12.
 
     Args:
         source: Python.
@@ -61,9 +61,9 @@ def highlighted(
         whole = "".join(part for _, part in tokens)
         indent = len(whole) - len(whole.lstrip())
         style = Markup(' style="--i:{}"').format(indent) if indent else ""
-        lines.append(
-            Markup('<span class="l" id="{}-L{}"{}>{}{}</span>').format(prefix, number, style, text, behind)
-        )
+        is_led_to = number in by_line or number in links
+        anchor = Markup(' id="{}-L{}"').format(prefix, number) if is_led_to else ""
+        lines.append(Markup('<span class="l"{}{}>{}{}</span>').format(anchor, style, text, behind))
     return Markup("\n").join(lines)
 
 

@@ -17,6 +17,7 @@ from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.known_deviations import PATTERNS
 from compare.numerics.parameters import parameter_count
+from compare.present.lesson import holdings, rings, worked
 from compare.present.lesson.code import Link, highlighted
 from compare.present.lesson.rows import Cell, Compiled, Row, compiled_steps, ledger_rows
 from compare.present.lesson.sources import Source, read_sources
@@ -26,7 +27,7 @@ from compare.present.report.memory import at_rest, memory_table, peak_table
 from compare.present.report.pictures import Picture, peak_words, timelines
 from compare.present.report.template import render_page
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
 from compare.terminal.layout_words import layout_in_words
@@ -103,6 +104,13 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         parameters=parameter_count(experiment.model),
         versions=_versions(comparison),
         columns=columns,
+        holdings=_holdings(list(records), experiment),
+        collectives=_collectives(rows),
+        worked_in=worked.sentence(),
+        derivation=worked.derivation(strategy),
+        worked=worked.table(strategy),
+        pays=worked.when_it_pays(strategy),
+        sources=worked.SOURCES,
         missing=[engine for engine in FOLDERS if engine not in records],
         rows=rows,
         ledgers=ledgers,
@@ -113,6 +121,31 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         moments=peak_words(list(records), peaks),
         timelines=_timelines(records),
     )
+
+
+def _holdings(engines: list[str], experiment: Experiment) -> list[Picture]:
+    """Who holds what: a picture of each group of engines that hold the same."""
+    tiles = (
+        f"{holdings.tiles_in_words(experiment)}. Filled is what the device keeps: parameters and optimizer "
+        "state between two steps, gradients until the update."
+    )
+    return [
+        Picture(", ".join(group), holdings.picture(group[0], experiment), "" if place else tiles)
+        for place, group in enumerate(holdings.alike(engines, experiment))
+    ]
+
+
+def _collectives(rows: Sequence[Row]) -> list[Picture]:
+    """A picture of each kind of collective that carries tensors, those with most bytes first."""
+    carried: dict[str, dict[str, None]] = {}
+    for row in rows:
+        kind, _, purpose = row.key
+        if row.stages and kind in rings.RINGS:
+            carried.setdefault(kind, {})[purpose] = None
+    return [
+        Picture(kind, rings.picture(kind), f"{rings.caption(kind)} Here it carries {', '.join(purposes)}.")
+        for kind, purposes in carried.items()
+    ]
 
 
 def _by_engine(records: Sequence[Record], folder: Path) -> dict[str, Record]:

@@ -10,6 +10,7 @@ from compare.judge.closed_forms.memory import KINDS
 from compare.judge.costs import Cost
 from compare.present.report.canvas import INK, WIDTH, colour, legend_above, legend_height, svg
 from compare.present.report.memory import AtRest
+from compare.present.report.slim_svg import value_of
 from compare.terminal.units import human_bytes
 
 KIND_COLOURS = {"parameters": "#56B4E9", "gradients": "#E69F00", "optimizer": "#009E73"}
@@ -68,7 +69,8 @@ def _draw_kinds(axes: Axes, place: int, held: AtRest, factor: float) -> float:
     """One case's kinds end to end, and the mark of the closed form; where the further of both ends."""
     end, expected = 0.0, sum(held.expected.values()) / factor
     for kind, size in held.fullest.items():
-        axes.barh(place, size / factor, left=end, height=0.6, color=KIND_COLOURS[kind])
+        (bar,) = axes.barh(place, size / factor, left=end, height=0.6, color=KIND_COLOURS[kind])
+        bar.set_gid(value_of(f"{human_bytes(size)} {kind}, closed form {human_bytes(held.expected[kind])}"))
         end += size / factor
     axes.vlines(expected, place - 0.4, place + 0.4, color=INK, linewidth=1.6)
     return max(end, expected)

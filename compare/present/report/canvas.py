@@ -1,7 +1,6 @@
 """Axes to draw on, and drawings as SVG for the page: its own ink, a name for those who cannot see them."""
 
 import io
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,8 @@ from markupsafe import Markup, escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from compare.present.report.slim_svg import Readings, slim, strips
 
 INK = "#010203"  # a colour nothing else has: replaced by the page's own text colour
 OKABE_ITO = ("#1F88D1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
@@ -23,6 +24,7 @@ MARKERS = ("", "o", "s", "^", "D", "v", "P", "X", "*")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # each text names the whole list
     "font.size": 9,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
@@ -59,29 +61,45 @@ def figure_for_page(size: tuple[float, float]) -> Generator[Figure]:
         yield Figure(figsize=size, layout="constrained")
 
 
-def svg(title: str, draw: Callable[[Axes], None], *, size: tuple[float, float]) -> Markup:
-    """Draw on fresh axes of `size` inches; the <svg> element, named `title`."""
+def svg(
+    title: str,
+    draw: Callable[[Axes], None],
+    *,
+    size: tuple[float, float],
+    readings: Readings | None = None,
+) -> Markup:
+    """Draw on fresh axes of `size` inches; the <svg> element, named `title`, with values to point at."""
     with figure_for_page(size) as figure:
         draw(figure.add_subplot())
-        return inline_svg(figure, title)
+        return inline_svg(figure, title, readings)
 
 
-def inline_svg(figure: Figure, title: str) -> Markup:
+def inline_svg(figure: Figure, title: str, readings: Readings | None = None) -> Markup:
     """The figure as an <svg> element that can stand in a page among others.
 
     It is an image with a name, has the page's text colour, and no id that another picture has, too. The
     same figure gives the same bytes.
+
+    Args:
+        figure: drawn.
+        title: its name for those who cannot see it.
+        readings: values that its first axes show under a pointer.
     """
-    buffer = io.StringIO()
-    with matplotlib.rc_context(rc={"svg.hashsalt": f"shardpair {title}"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to a group
+    text = _svg_file(figure, salt=f"shardpair {title}")
+    text = slim(text[text.index("<svg") :].replace(INK, "currentColor"))
+    if readings:
+        text = text.replace("</svg>", f"{strips(figure.axes[0], readings)}</svg>")
     opening, rest = text.split(">", 1)
     name = escape(title)
     return Markup(f'{opening} role="img" aria-label="{name}"><title>{name}</title>{rest}')
+
+
+def _svg_file(figure: Figure, *, salt: str) -> str:
+    """The figure as an SVG file's text; `salt` makes its ids those of no other figure."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(rc={"svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def legend_above(axes: Axes, keys: Sequence[Artist]) -> None:

@@ -1,11 +1,14 @@
 """A measured step as a picture: for each device a row of what it computed, and a thin one of what it sent."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.transforms import Affine2D
 
 from compare.contract.record import Record
 from compare.contract.timeline import Kind, Lane, Span, Timeline, exposed_us, idle_us
@@ -21,7 +24,7 @@ COLOURS: dict[Kind, str] = {
 WIDTH, ROW, AROUND = 10.0, 0.44, 0.95  # inches
 COMPUTE, SENT = (0.06, 0.56), (0.66, 0.22)
 """Where in a device's row: its top, and its height."""
-FINEST = 1 / 2000
+FINEST = 1 / 1000
 """Of the step: spans of a kind that are closer are drawn as one, narrower ones as broad as this."""
 NARROWEST = 0.13  # inches of a microbatch that still has room for its number
 LATER_CHUNK = 0.55  # opacity of a rank's chunks after its first
@@ -83,14 +86,11 @@ def _draw_lane(axes: Axes, row: int, lane: Lane, end_us: float) -> None:
         top, height = SENT if kind == "communication" else COMPUTE
         boxes = blended(spans, end_us * FINEST)
         numbered = microbatch >= 0
-        axes.broken_barh(
-            boxes,
-            (row + top, height),
-            facecolors=COLOURS[kind],
-            alpha=LATER_CHUNK if chunk else 1.0,
-            edgecolor=INK if numbered else "none",
-            linewidth=0.4 if numbered else 0.0,
-        )
+        look: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.4} if numbered else {"linewidth": 0}
+        shapes = [_box(begin, row + top, length, height) for begin, length in boxes]
+        area = Path.make_compound_path(*shapes)  # one path: a step has hundreds of spans
+        opacity = LATER_CHUNK if chunk else 1.0
+        axes.add_patch(PathPatch(area, facecolor=COLOURS[kind], alpha=opacity, **look))
         for begin, length in boxes if numbered else ():
             if length * inches > NARROWEST:
                 axes.text(
@@ -102,6 +102,10 @@ def _draw_lane(axes: Axes, row: int, lane: Lane, end_us: float) -> None:
                     color="black",
                     fontsize=7,
                 )
+
+
+def _box(x: float, y: float, width: float, height: float) -> Path:
+    return Path.unit_rectangle().transformed(Affine2D().scale(width, height).translate(x, y))
 
 
 def _finish(figure: Figure, axes: Axes, timeline: Timeline, end_us: float) -> None:

@@ -50,6 +50,12 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
             "As each step recorded it.",
         ),
         Picture("Step time", bars.step_times(names, costs), _of_timing(comparison.platform)),
+        Picture(
+            "Step time over steps",
+            figures.times_over_steps(names, records),
+            f"Steady steps: neither the first nor the watched one. The axis ends at {figures.HICCUP} times "
+            "the largest p95: a step beyond it was held up by the machine.",
+        ),
         Picture("Peak memory", bars.peak_memory(names, costs), how_peaks(names, records)),
         Picture(
             "Memory at rest",

@@ -1,6 +1,9 @@
 """Fill the report's template from a comparison, whether all of it finished or not."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from msgspec import UNSET
 
 from compare.contract.communication import summed
 from compare.contract.record import Record
@@ -9,6 +12,13 @@ from compare.judge.comparison import Comparison, differences, how_to_go_on, read
 from compare.numerics.parameters import parameter_count
 from compare.present.memory_tables import at_peak
 from compare.present.report import tables
+from compare.present.report.beside import (
+    MeasuredCeiling,
+    ceilings_beside,
+    files_of,
+    links_beside,
+    own_links,
+)
 from compare.present.report.memory import at_rest, device_table, memory_table, peak_table
 from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.present.report.template import render_page
@@ -36,6 +46,7 @@ def write_report(folder: Path) -> Path:
     """
     comparison, records = read_comparison(folder)
     spec = to_toml(comparison.experiment)
+    write_atomically(folder / EXPERIMENT, spec.encode())
     page = render_page(
         "report.html",
         comparison=comparison,
@@ -46,10 +57,11 @@ def write_report(folder: Path) -> Path:
         removed=REMOVED,
         parameters=parameter_count(comparison.experiment.model),
         spec=spec,
+        own_links=own_links(folder),
+        others=links_beside(folder, comparison),
         **_summary(comparison),
-        **_findings(comparison, records),
+        **_findings(comparison, records, ceilings_beside(folder, comparison, records)),
     )
-    write_atomically(folder / EXPERIMENT, spec.encode())
     write_atomically(folder / PAGE, page.encode())
     return folder / PAGE
 
@@ -74,7 +86,9 @@ def _summary(comparison: Comparison) -> dict[str, object]:
     }
 
 
-def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object]:
+def _findings(
+    comparison: Comparison, records: list[Record], ceilings: Sequence[MeasuredCeiling | None]
+) -> dict[str, object]:
     """Pictures and tables of what finished."""
     from compare.present.report.lanes import measured_steps
     from compare.present.report.pictures import memory_curves, peak_words, pictures, timelines
@@ -88,7 +102,8 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
         "pictures": pictures(comparison, records, held),
         "timelines": [*measured_steps(names, records), *timelines(records)],
         "layouts": tables.layout_table(comparison, records),
-        "costs": tables.cost_table(comparison),
+        "costs": tables.cost_table(comparison, ceilings),
+        "utilisation": _utilisation(comparison, ceilings),
         "ladder": tables.ladder_table(comparison.verdicts),
         "reasons": tables.tolerance_reasons(comparison.verdicts),
         "memory": memory_table(names, held),
@@ -103,10 +118,28 @@ def _findings(comparison: Comparison, records: list[Record]) -> dict[str, object
         "ledger": ledger_table(names, sums, comparison.costs, beside),
         "ledger_notes": ledger_notes(beside),
         "manifests": [
-            (name, ENGINES[record.manifest.engine].decides, tables.manifest_table(name, record))
+            (
+                name,
+                ENGINES[record.manifest.engine].decides,
+                tables.manifest_table(name, record),
+                files_of(name, record),
+            )
             for name, record in zip(names, records, strict=True)
         ],
     }
+
+
+def _utilisation(comparison: Comparison, ceilings: Sequence[MeasuredCeiling | None]) -> str:
+    """What the model's operations are held against; where nothing is known, how to find it out."""
+    counted = "GFLOP/s are the model's, forward and backward, without what is computed anew."
+    if any(cost.mfu is not UNSET for cost in comparison.costs):
+        return f"{counted} MFU is their share of what the vendor promises of the devices."
+    if any(ceilings):
+        return f"{counted} The ceiling is the fastest matrix product of the same framework on this machine."
+    return (
+        f"{counted} No vendor gives a peak of this device; a shardpair bench beside this run measures a "
+        f"ceiling, and its share then stands here."
+    )
 
 
 def _news(good: bool) -> str:

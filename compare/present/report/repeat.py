@@ -10,8 +10,8 @@ from compare.numerics.initial_weights import INIT
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import revalidate
 from compare.studies.cases import Case, engine_cases, ladder_cases
-from compare.studies.faults import fault_cases, planted
-from compare.studies.matrix import STUDIES, matrix_cases
+from compare.studies.known_faults import fault_cases, planted
+from compare.studies.matrix_cells import STUDIES, matrix_cases
 from compare.studies.presets import Said, settings_in
 
 EXPERIMENT = "experiment.toml"
@@ -29,12 +29,12 @@ def repeat_command(comparison: Comparison) -> str:
     """
     try:
         revalidate(comparison.experiment)  # a layout that its presets replaced may be none
-        options, cases = _REBUILD[comparison.command](comparison)
+        options, cases = _REBUILD[comparison.study](comparison)
     except (KeyError, ValueError):  # made by no command, or by one of another version
         return ""
     if not _same(cases, comparison):
         return ""
-    has_ladder = comparison.command == "profile" or all(
+    has_ladder = comparison.study == "profile" or all(
         request.ladder for request in comparison.requests.values()
     )
     if comparison.platform != "cpu":
@@ -47,7 +47,7 @@ def repeat_command(comparison: Comparison) -> str:
         if len(resumed) > 1:  # each engine from its own: the folder of their run
             resumed = {str(Path(folder).parents[2]) for folder in resumed}
         options += ["--resume", *sorted(resumed)]
-    return shlex.join(["shardpair", comparison.command, EXPERIMENT, *_data(comparison), *options])
+    return shlex.join(["shardpair", comparison.study, EXPERIMENT, *_data(comparison), *options])
 
 
 def _run(comparison: Comparison) -> tuple[list[str], list[Case]]:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from compare.contract.record import Record
 from compare.judge.comparison import Comparison
+from compare.judge.costs import Cost
 from compare.judge.ladder import LADDER, Verdict, rungs_of
 from compare.judge.strategy import done_words
+from compare.present.report.beside import MeasuredCeiling
 from compare.present.tables import cost_rows
 from compare.show.findings import Row, Table, Text
 from compare.terminal.layout_words import layout_in_words
@@ -38,8 +40,13 @@ def upright(table: Table) -> Table:
     return Table(name=table.name, corner="case", columns=heads, rows=rows, look="upright")
 
 
-def cost_table(comparison: Comparison) -> Table:
-    """Every case's figures, with the ratios of those that can be compared to the first case's."""
+def cost_table(comparison: Comparison, ceilings: Sequence[MeasuredCeiling | None] = ()) -> Table:
+    """Every case's figures, with the ratios of those that can be compared to the first case's.
+
+    Args:
+        comparison: its costs.
+        ceilings: for each case the fastest matrix products that are known of its machine.
+    """
     rows = []
     for label, cells in cost_rows(comparison):
         notes = (
@@ -47,7 +54,19 @@ def cost_table(comparison: Comparison) -> Table:
         )
         texts = [Text(cell, note) for cell, note in zip(cells, notes or [""] * len(cells), strict=True)]
         rows.append(Row(Text(label), texts))
+    if any(ceilings):
+        shares = [_share_of_ceiling(cost, one) for cost, one in zip(comparison.costs, ceilings, strict=True)]
+        rows.append(Row(Text("of the ceiling", "fastest matrix products here"), shares))
     return upright(Table(name="Costs", corner="figure", columns=comparison.cases, rows=rows))
+
+
+def _share_of_ceiling(cost: Cost, measured: MeasuredCeiling | None) -> Text:
+    """The model's operations as a share of the machine's fastest products: all cores, or one GPU each."""
+    if measured is None:
+        return Text(NONE)
+    ceiling = measured.ceiling
+    most = ceiling.flops_per_s * (1 if ceiling.threads else cost.devices)
+    return Text(f"{cost.model_flops_per_s / most:.1%}", f"of {most / 1e9:,.0f} GFLOP/s, {measured.study}")
 
 
 def _ratios(values: Sequence[float]) -> list[str]:

@@ -28,13 +28,13 @@ class EndSums(NamedTuple):
     """Sums over microbatches at the two ends of a pipeline."""
 
     loss: jax.Array
-    """Loss of the last stage."""
+    """Loss of the last stage, ()."""
     gradients: Any
     """Gradients of all parameters outside the layers: embedding on the first stage, loss on the last."""
 
 
-class Kept(NamedTuple):
-    """Tensors that a forward keeps for its backward."""
+class Residuals(NamedTuple):
+    """Tensors of a microbatch that a forward keeps for its backward."""
 
     y: jax.Array
     """Output of the layers, input of the last stage's loss."""
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stage, and its current microbatch. x, y and g have one shape: a microbatch's activations."""
+    """A stage, and its current microbatch. x, y and g have one shape, (B, ...): that of its activations."""
 
     pieces: Pieces
     stacked: str
@@ -55,7 +55,7 @@ class Stage(NamedTuple):
     batch: Any
     """The microbatch: leaves (B, ...)."""
     first_layer: jax.Array
-    """The number of its first layer among the model's."""
+    """The number of its first layer among the model's, (); `is_first` and `is_last` are scalars, too."""
     is_first: jax.Array
     is_last: jax.Array
     accumulate: Callable[[Any, Any], Any]
@@ -64,23 +64,23 @@ class Stage(NamedTuple):
     """A scope around the computations of one end alone, given FIRST or LAST, for the ledger."""
 
     def forward(self, x: jax.Array) -> jax.Array:
-        """Output y of the stage, for the next one; the first stage ignores x."""
+        """Output y of the stage, shaped as its input x, for the next stage; the first stage ignores x."""
         return self.run_layers(self.layers, self.start(x))
 
-    def forward_keeping(self, x: jax.Array) -> Kept:
-        """Output y of the stage, and the residuals of its backward."""
+    def forward_keeping(self, x: jax.Array) -> Residuals:
+        """Output y of the stage, shaped as its input x, and the residuals of its backward."""
         start = self.start(x)
         y, back = jax.vjp(self.run_layers, self.layers, start)
         needed = zip(jax.tree.leaves(back), self.comes_of_input(start), strict=True)
-        return Kept(y, [array for array, kept in needed if kept])
+        return Residuals(y, [array for array, kept in needed if kept])
 
     def backward_anew(self, x: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
-        """`backward` from the stage's input x: it computes the forward again."""
+        """`backward` from the stage's input x, shaped as g: it computes the forward again."""
         y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
         return self.backward(y, back, g, sums)
 
-    def backward_kept(self, kept: Kept, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
-        """`backward` from the residuals of its forward."""
+    def backward_kept(self, kept: Residuals, g: jax.Array, sums: EndSums) -> tuple[jax.Array, Any, EndSums]:
+        """`backward` from the residuals of its forward, whose y has the shape of g."""
         # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
         start = jnp.zeros_like(kept.y)
         _, back = jax.vjp(self.run_layers, self.layers, start)
@@ -93,7 +93,7 @@ class Stage(NamedTuple):
         return self.backward(kept.y, jax.tree.unflatten(structure, arrays), g, sums)
 
     def comes_of_input(self, x: jax.Array) -> list[bool]:
-        """For each residual: whether it depends on the stage's input, and not on parameters alone."""
+        """For each residual of an input shaped as x: whether it depends on the input."""
 
         def needed(layers: Any, x: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(self.run_layers, layers, x)[1])
@@ -106,10 +106,17 @@ class Stage(NamedTuple):
     def backward(
         self, y: jax.Array, back: Callable[[jax.Array], Any], g: jax.Array, sums: EndSums
     ) -> tuple[jax.Array, Any, EndSums]:
-        """Backward from y, the layers' backward, and g, the gradient of y; the last stage ignores g.
+        """Backward of the layers and of the ends.
+
+        Args:
+            y: output of the layers.
+            back: backward of the layers: g -> gradients of (layers, input).
+            g: gradient of y, shaped as y; the last stage ignores it.
+            sums: of the microbatches before.
 
         Returns:
-            The gradient of the stage's input, of the layers, and the sums of the ends.
+            Gradients of the stage's input, shaped as y, and of the layers, leaves (layers of a stage, ...);
+            the new sums.
         """
         g, sums = lax.cond(self.is_last, self.loss_backward, lambda y, g, sums: (g, sums), y, g, sums)
         of_layers, of_x = back(g)
@@ -117,7 +124,7 @@ class Stage(NamedTuple):
         return of_x, of_layers, sums
 
     def start(self, x: jax.Array) -> jax.Array:
-        """Input of the stage's layers: the embedding on the first stage, x on the others."""
+        """Input of the stage's layers, shaped as x: the embedding on the first stage, x on the others."""
 
         def embed(x: jax.Array) -> jax.Array:
             with self.end_scope(FIRST):
@@ -126,11 +133,11 @@ class Stage(NamedTuple):
         return lax.cond(self.is_first, embed, lambda x: x, x)
 
     def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
-        """Output of the stage's layers for x."""
+        """Output of the layers, leaves (layers of a stage, ...), shaped as their input x."""
         return self.pieces.layers({**self.rest, self.stacked: layers}, x, self.batch, self.first_layer)
 
     def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
-        """Gradient of the loss by the last layer's output y; g is ignored."""
+        """Gradient of the loss by the last layer's output y, shaped as y; g is ignored."""
 
         def loss(rest: Any, y: jax.Array) -> jax.Array:
             return self.pieces.loss(self.params(rest), y, self.batch)
@@ -140,7 +147,7 @@ class Stage(NamedTuple):
             return of_y, EndSums(sums.loss + value, self.accumulate(sums.gradients, of_rest))
 
     def embed_backward(self, g: jax.Array, sums: EndSums) -> EndSums:
-        """Add the embedding's gradients to the sums, given g, the gradient of its output."""
+        """Add the embedding's gradients to the sums, given g, the gradient of its output, shaped as x."""
 
         def embed(rest: Any) -> jax.Array:
             return self.pieces.embed(self.params(rest), self.batch)

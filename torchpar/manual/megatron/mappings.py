@@ -35,33 +35,37 @@ SEQUENCE_DIM = 1  # of activations (B, T, C)
 
 
 def copy_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Hand a tensor that all ranks share to computations that differ by rank: f."""
+    """f: x, any shape, shared by all ranks, for computations that differ by rank."""
     return x if axis.size == 1 else _move(x, axis, _same, _all_reduce)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum what the ranks computed; all share the result: g."""
+    """g: the sum of the ranks' x, of its shape, shared by all ranks."""
     return x if axis.size == 1 else _move(x, axis, _all_reduce, _same)
 
 
 def scatter_to_region(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
-    """This rank's part of a tensor that all share. ValueError if the ranks do not divide `dim`."""
+    """This rank's part, (.., d / R, ..) at `dim`, of a tensor (.., d, ..) that all R ranks share.
+
+    Raises:
+        ValueError: R does not divide d.
+    """
     return x if axis.size == 1 else _move(x, axis, _AlongDim(dim).take, _AlongDim(dim).all_gather)
 
 
 def gather_from_region(x: torch.Tensor, axis: Axis, *, dim: int = -1) -> torch.Tensor:
-    """The ranks' parts put together along `dim`, for computations that all ranks repeat."""
+    """Parts (.., d, ..) of R ranks joined at `dim`: (.., R d, ..), for computations that all ranks repeat."""
     return x if axis.size == 1 else _move(x, axis, _AlongDim(dim).all_gather, _AlongDim(dim).take)
 
 
 def all_gather_to_region(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
-    """The ranks' parts put together along `dim`, for computations that differ by rank."""
+    """Parts (.., d, ..) of R ranks joined at `dim`: (.., R d, ..), for computations that differ by rank."""
     along = _AlongDim(dim)
     return x if axis.size == 1 else _move(x, axis, along.all_gather, along.reduce_scatter)
 
 
 def reduce_scatter_from_region(x: torch.Tensor, axis: Axis, *, dim: int = SEQUENCE_DIM) -> torch.Tensor:
-    """This rank's part, along `dim`, of the sum of what the ranks computed."""
+    """This rank's part, (.., d / R, ..) at `dim`, of the sum of x, (.., d, ..), over R ranks."""
     along = _AlongDim(dim)
     return x if axis.size == 1 else _move(x, axis, along.reduce_scatter, along.all_gather)
 
@@ -125,7 +129,7 @@ class _AlongDim:
 
 
 def gather_parts(x: torch.Tensor, axis: Axis, purpose: str) -> list[torch.Tensor]:
-    """Every rank's `x`, in order."""
+    """Every rank's x, of one shape, in the order of ranks."""
     whole = x.new_empty((axis.size, *x.shape))
     axis.all_gather(whole.view(-1), x.contiguous().view(-1), purpose=purpose)
     return list(whole.unbind())

@@ -29,7 +29,7 @@ class Split:
     padded: bool = False
 
     def take(self, whole: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """This rank's part: a copy, so that the whole can be freed."""
+        """A copy of this rank's part, (.., d / R, ..) at `dim`, of the whole, (.., d, ..)."""
         group, rest = divmod(self.size, self.groups)
         if rest or (group % axis.size and not self.padded):
             by = f"{axis.name} = {axis.size}" + (f" x groups = {self.groups}" if self.groups > 1 else "")
@@ -43,7 +43,7 @@ class Split:
         return part.flatten(self.dim, within)
 
     def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """The whole from every rank's part: the inverse of `take`, on all ranks."""
+        """The whole, (.., d, ..), from every rank's part: the inverse of `take`, on all ranks."""
         parts = (p.unflatten(self.dim, (self.groups, -1)) for p in gather_parts(part, axis, RECORD))
         joined = torch.cat(list(parts), dim=self.dim + 1)
         return joined.narrow(self.dim + 1, 0, self.size // self.groups).flatten(self.dim, self.dim + 1)
@@ -63,7 +63,7 @@ class SplitLayer(nn.Module):
     parts: tuple[str, ...] = ("weight",)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, whose parts are such, too."""
+        """A copy, with marked parts."""
         super().__setstate__(state)
         for name in self.parts:
             if (parameter := getattr(self, name)) is not None:
@@ -96,7 +96,7 @@ def split_layers_of(module: nn.Module) -> dict[str, SplitLayer]:
 
 
 def take_parameter(whole: torch.Tensor, split: Split, axis: Axis) -> nn.Parameter:
-    """This rank's part of a parameter, as a parameter of its own; frozen if that is."""
+    """This rank's part, (.., d / R, ..), of a parameter, (.., d, ..), as a parameter: frozen if that is."""
     part = nn.Parameter(split.take(whole, axis), requires_grad=whole.requires_grad)
     mark_part(part, axis)
     return part

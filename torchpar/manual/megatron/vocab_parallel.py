@@ -60,6 +60,7 @@ class VocabParallelEmbedding(SplitLayer):
         return cls(embedding, axis, sequence_dim=sequence_dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (...), integers -> (..., C); with `sequence_dim` this rank's part along it."""
         require_inside(ids, self.split.size, what="id")
         local = ids - self.axis.rank * len(self.weight)
         elsewhere = (local < 0) | (local >= len(self.weight))
@@ -133,7 +134,7 @@ def vocab_parallel_cross_entropy(
 def require_inside(
     tokens: torch.Tensor, size: int, *, ignore_index: int | None = None, what: str = "target"
 ) -> None:
-    """IndexError if a token is outside of the vocabulary; on a GPU, which is not waited for, later."""
+    """IndexError if one of the tokens, any shape, is outside [0, size); on a GPU the kernel asserts it."""
     outside = (tokens < 0) | (tokens >= size)
     if ignore_index is not None:
         outside &= tokens != ignore_index

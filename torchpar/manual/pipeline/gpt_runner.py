@@ -16,17 +16,17 @@ from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import GPTStages, OneStage
 from torchpar.manual.pipeline_parallel import PipelineParallel, evaluate_stages
 from torchpar.parallel_model import ParallelModel
-from torchpar.state import Batch
+from torchpar.state import RankBatch
 
 
 def make_runner(
     part: GPTStages, parallel: ParallelModel, *, axis: Axis, layout: Layout
 ) -> Callable[..., torch.Tensor]:
-    """A function for `ParallelModel.run_pipeline`.
+    """A function for `ParallelModel.run_pipeline`: from a batch (A, B, T) to its mean loss, ().
 
     Args:
         part: this rank's stages, which `parallel.module` is, or wraps.
-        parallel: what is done to them over the other axes.
+        parallel: these stages, parallel over the other axes.
         axis: the pipeline's ranks.
         layout: schedule, chunks and microbatches.
     """
@@ -44,7 +44,7 @@ def make_runner(
             no_sync=parallel.no_sync,
         )
 
-    def run(batch: Batch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
+    def run(batch: RankBatch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
         inputs_MBT, targets_MBT, *keys_MB2 = microbatches_of(batch, layout)
         pipeline = make_pipeline(len(inputs_MBT))
         also = list(zip(*keys_MB2, strict=True))
@@ -56,9 +56,9 @@ def make_runner(
 def make_evaluation(
     part: GPTStages, parallel: ParallelModel, *, axis: Axis, layout: Layout
 ) -> Callable[..., torch.Tensor]:
-    """A function for `ParallelModel.evaluate_pipeline`. Arguments as of `make_runner`."""
+    """A function for `ParallelModel.evaluate_pipeline`: a batch to its loss, (). As `make_runner`."""
 
-    def evaluate(batch: Batch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
+    def evaluate(batch: RankBatch, forward_context: Callable[[], AbstractContextManager]) -> torch.Tensor:
         inputs_MBT, targets_MBT = microbatches_of(batch, layout)
         return evaluate_stages(
             {stage: OneStage(parallel.module, stage) for stage in part.blocks_of},
@@ -74,7 +74,7 @@ def make_evaluation(
     return evaluate
 
 
-def microbatches_of(batch: Batch, layout: Layout) -> list[tuple[torch.Tensor, ...]]:
+def microbatches_of(batch: RankBatch, layout: Layout) -> list[tuple[torch.Tensor, ...]]:
     """Of a step's inputs (A, b, T), targets and keys, if it has any, every microbatch's (B, ...)."""
     size = batch.inputs_ABT.shape[1] // layout.microbatches
     return [tensor.flatten(0, 1).split(size) for tensor in batch if tensor is not None]

@@ -20,21 +20,21 @@ class Mailbox:
         self._tensors, self._empty = dict(given), empty
 
     def put(self, message: Message, tensor: torch.Tensor | None) -> None:
-        """Leave a tensor; the gradient of the model's own input has no taker, and is dropped."""
+        """Leave a tensor, any shape; the gradient of the model's own input has no taker: drop it."""
         if message.stage >= 0:
             assert tensor is not None
             self._tensors[message] = tensor.contiguous()
 
     def take(self, message: Message) -> Any:
-        """The tensor, or what was given; it is in the box no longer."""
+        """Remove the tensor, or the given object, from the box and return it."""
         return self._tensors.pop(message)
 
     def peek(self, message: Message) -> torch.Tensor:
-        """The tensor, which stays in the box until it is taken."""
+        """The tensor, any shape; it stays in the box until it is taken."""
         return self._tensors[message]
 
     def buffer(self, message: Message) -> torch.Tensor:
-        """An empty tensor to receive the message into; it is in the box at once."""
+        """An empty tensor, shaped as the message, to receive it into; it is in the box at once."""
         self._tensors[message] = tensor = self._empty(message)
         return tensor
 

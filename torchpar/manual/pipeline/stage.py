@@ -55,12 +55,12 @@ class Stage:
 
         Args:
             microbatch: its number.
-            x: what the stage before it sent.
-            also: what else the module takes; it gets no gradient.
+            x: output of the stage before, (B, ...) of a microbatch; on the first stage the microbatch.
+            also: further inputs of the module, (B, ...), without gradients.
             finish: from the module's output to the stage's: the loss, on the last stage.
 
         Returns:
-            The output, detached.
+            The output, detached: (B, ...), or a loss ().
         """
         x = x.detach().requires_grad_(x.is_floating_point())
         factors: list[Factors] = []
@@ -74,10 +74,10 @@ class Stage:
 
         Args:
             microbatch: its number.
-            gradient: of the stage's output; None for a loss.
+            gradient: of the stage's output, shaped as it; None for a loss.
 
         Returns:
-            The gradient of the input; None where that is no floating-point tensor.
+            The gradient of the input, shaped as it; None of tokens, which are integers.
         """
         kept = self._activations.pop(microbatch)
         if kept.y.requires_grad:  # else the stage is frozen, and its input is no floating-point tensor

@@ -96,7 +96,7 @@ def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody wants to know of its gradients, as wrappers that reduce them do."""
+    """Whether a parameter, any shape, has hooks on its gradients, such as those of a wrapper."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

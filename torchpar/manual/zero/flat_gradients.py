@@ -57,7 +57,7 @@ class FlatGradients:
             self.used.add(index)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Where in the buffer the gradient of the parameter at `index` is, in its shape."""
+        """The buffer's slot for the gradient of the parameter at `index`: a view of its shape."""
         if self._buffer is None:
             self._buffer = self.pieces[0].detach().new_empty(self.layout.numel)
         return self.layout.view(self._buffer, index)
@@ -93,14 +93,14 @@ class FlatGradients:
         self.work = None
 
     def hand_out(self) -> None:
-        """Give each piece its part of the shard, which is the mean by now."""
+        """Give each piece, (n,), its part of the shard of the mean."""
         for index in sorted(self.reduced):
             assert self.shard is not None
             self.give(index, self.shard[self.layout.slice_of(index)])
         self.shard, self.reduced = None, set()
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a part of the mean to the gradient that its piece has already."""
+        """Add a part of the mean, (n,) as the piece, to the gradient that the piece has already."""
         piece = self.pieces[index]
         piece.grad = gradient if piece.grad is None else piece.grad + gradient
 

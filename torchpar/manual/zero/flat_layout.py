@@ -40,6 +40,6 @@ class FlatLayout:
         return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
 
     def elements_of(self, index: int) -> slice:
-        """Which elements of the parameter at `index` this rank's piece is, in the order of its strides."""
+        """Elements of the parameter at `index` in this rank's piece, in the order of its strides."""
         first, cut = max(self.own.start - self._starts[index], 0), self.slice_of(index)
         return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)

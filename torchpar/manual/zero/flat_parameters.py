@@ -87,7 +87,7 @@ class FlatParameters:
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's cut of the full buffer: a view."""
+        """This rank's shard, (n / R,), of the full buffer, (n,): a view."""
         return self.full[self.layout.own]
 
     def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
@@ -97,7 +97,7 @@ class FlatParameters:
                 parameter.register_post_accumulate_grad_hook(partial(ready, index))
 
     def begin_unshard(self) -> bool:
-        """Whether the parameters are to be gathered: they are neither there nor on their way."""
+        """Whether a gather must begin: the parameters are sharded, and no gather is under way."""
         return not self.is_unsharded and self.work is None
 
     def wait_unshard(self) -> None:
@@ -110,7 +110,7 @@ class FlatParameters:
 def flatten_parameters(
     named: Sequence[tuple[str, nn.Parameter]], axis: Axis, *, limit_bytes: float = float("inf"), **options
 ) -> list[FlatParameters]:
-    """Flat buffers of some parameters: one for each dtype and device, frozen ones apart.
+    """Flat buffers, (n,) each, of some parameters: one for each dtype and device, frozen ones apart.
 
     Args:
         named, axis, options: as for `FlatParameters`.

@@ -12,7 +12,7 @@ TensorsByParameter = Mapping[torch.Tensor, torch.Tensor]
 
 
 class HoldsPieces:
-    """What keeps a cut of some parameters, in flat buffers."""
+    """A holder of flat buffers: this rank's pieces of some parameters."""
 
     flats: list[FlatParameters]
 
@@ -25,11 +25,11 @@ class HoldsPieces:
 
     @property
     def elements_by_parameter(self) -> dict[torch.Tensor, slice]:
-        """Which elements of each parameter its piece is."""
+        """Elements of each flattened parameter, (numel,), in its piece."""
         return {p: flat.layout.elements_of(n) for flat in self.flats for n, p in enumerate(flat.parameters)}
 
     def gather_by_parameter(self, pieces: TensorsByParameter) -> TensorsByParameter:
-        """Full tensors from all ranks' pieces of weights, gradients or moments. All ranks call it at once."""
+        """Full tensors, shaped as the parameters, from all ranks' pieces (n,). All ranks call it at once."""
         full: dict[torch.Tensor, torch.Tensor] = {}
         for flat in self.flats:
             shard = torch.cat([pieces[p].reshape(-1) for p in flat.parameters])

@@ -1,0 +1,127 @@
+"""Collectives on a ring, hop by hop: carried out on pieces that know whose numbers are in them, and drawn.
+
+Every device sends to the next one only, one piece a hop. The pictures show what these functions did; the
+bytes in the captions are the pieces that they sent.
+
+Source: Thakur et al., "Optimization of collective communication operations in MPICH".
+"""
+
+from collections.abc import Callable
+
+from markupsafe import Markup
+from msgspec import Struct
+
+from compare.present.lesson.drawing import Drawing
+from compare.present.report.canvas import colour
+
+DEVICES = 4
+"""On two an all-reduce and a gather look alike."""
+CELL, GAP, LEFT, TOP = 18, 26, 56, 16  # pixels
+Piece = frozenset[int]
+"""The devices whose numbers a piece is the sum of; empty for a piece that is not there."""
+State = list[list[Piece]]
+"""Pieces of the tensor, by device."""
+NOTHING: Piece = frozenset()
+
+
+class Ring(Struct, frozen=True):
+    """A collective that was carried out."""
+
+    states: list[State]
+    """At the start and after each hop."""
+    sent: int
+    """Pieces that a device sent; of devices that send unequally, the most."""
+
+
+def reduce_scatter(n: int) -> Ring:
+    """Each device has all of its own tensor; in the end each has one piece of the sum, (n - 1) hops later."""
+    return _hops([[frozenset({d})] * n for d in range(n)], lambda d, hop: (d - hop - 1) % n, keeps=False)
+
+
+def all_gather(n: int) -> Ring:
+    """Each device has one piece; in the end all have all of them, (n - 1) hops later."""
+    start = [[frozenset({d}) if piece == d else NOTHING for piece in range(n)] for d in range(n)]
+    return _hops(start, lambda d, hop: (d - hop) % n, keeps=True)
+
+
+def all_reduce(n: int) -> Ring:
+    """A reduce-scatter, and an all-gather of its pieces: all have the whole sum, 2 (n - 1) hops later."""
+    first = reduce_scatter(n)
+    second = _hops(first.states[-1], lambda d, hop: (d - hop) % n, keeps=True)
+    return Ring([*first.states, *second.states[1:]], first.sent + second.sent)
+
+
+def permute(n: int) -> Ring:
+    """A send and a receive: each stage of a pipeline hands its tensor, one piece, to the next."""
+    start = [[frozenset({d})] for d in range(n)]
+    return Ring([start, [[frozenset({d - 1}) if d else NOTHING] for d in range(n)]], 1)
+
+
+RINGS: dict[str, Callable[[int], Ring]] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "permute": permute,
+}
+"""By the kind of a ledger's row."""
+CAPTIONS = {
+    "all_reduce": "Everybody needs the sum of all. Its pieces go round twice: n - 1 hops add them up, n - 1 "
+    "hops hand them on. A device sends {sent} pieces of S / {n}, 2 (n - 1) / n of the tensor's S bytes: "
+    "hardly more on a thousand devices than on ten.",
+    "reduce_scatter": "Everybody needs one piece of the sum: the first half of an all-reduce. A device "
+    "sends {sent} pieces of S / {n}, (n - 1) / n of S.",
+    "all_gather": "Everybody has a piece and needs them all: the second half of an all-reduce. A device "
+    "sends {sent} pieces of S / {n}, (n - 1) / n of S.",
+    "permute": "A send and a receive: a stage hands its tensor of S bytes to the next one, and backward its "
+    "gradient to the one before. Nothing is added up.",
+}
+
+
+def picture(kind: str, n: int = DEVICES) -> Markup:
+    """A collective, hop by hop: a row for each device, a column for each piece, stripes for whose numbers."""
+    ring = RINGS[kind](n)
+    drawing = Drawing(f"{kind} on {n} devices, hop by hop")
+    for device in range(n):
+        drawing.text(0, TOP + device * CELL + 13, f"device {device}", faint=True)
+    x = float(LEFT)
+    for hop, state in enumerate(ring.states):
+        drawing.text(x, TOP - 5, f"hop {hop}" if hop else "start")
+        for device, pieces in enumerate(state):
+            for place, piece in enumerate(pieces):
+                _draw(drawing, x + place * CELL, TOP + device * CELL, piece)
+        x += max(len(state[0]) * CELL, 2 * CELL) + GAP
+    return drawing.svg()
+
+
+def caption(kind: str, n: int = DEVICES) -> str:
+    """What a collective does, and what it sends."""
+    return CAPTIONS[kind].format(n=n, sent=RINGS[kind](n).sent)
+
+
+def _draw(drawing: Drawing, x: float, y: float, piece: Piece) -> None:
+    drawing.box(x, y, CELL, CELL)
+    for stripe, device in enumerate(sorted(piece)):
+        width = (CELL - 2) / len(piece)
+        drawing.box(x + 1 + stripe * width, y + 1, width, CELL - 2, colour=colour(device))
+
+
+def _hops(start: State, sends: Callable[[int, int], int], *, keeps: bool) -> Ring:
+    """Hops until each piece has been everywhere: device d sends its piece `sends(d, hop)` to the next one.
+
+    Args:
+        start: the pieces of each device.
+        sends: (device, hop) -> the piece.
+        keeps: a piece stays with its sender, too, and replaces the receiver's; else it is added to it.
+    """
+    states, n = [start], len(start)
+    for hop in range(n - 1):
+        before = states[-1]
+        after = [list(pieces) for pieces in before]
+        for device in range(n):
+            piece, receiver = sends(device, hop), (device + 1) % n
+            got = before[device][piece]
+            after[receiver][piece] = got if keeps else after[receiver][piece] | got
+            if not keeps:
+                after[device][piece] = NOTHING
+        states.append(after)
+    return Ring(states, n - 1)

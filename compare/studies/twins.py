@@ -1,0 +1,114 @@
+"""Silent twins: what `shardpair profile` runs beside a comparison whose runs are watched.
+
+A twin runs the same steps, and communicates nothing; what the real step takes beyond it is the communication
+that compute does not hide.
+"""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from compare.contract.record import MANIFEST, Record, read_failure, read_record
+from compare.contract.request import Request
+from compare.contract.run_lock import lock_folder
+from compare.execute.launch import EngineError, launch
+from compare.execute.progress import Reporter
+from compare.host.tensors import RecordError
+from compare.judge.comparison import Comparison, how_to_go_on
+from compare.judge.profile import NOT_ASKED
+from compare.spec.engines.registry import ENGINES
+from compare.studies.cases import Interrupted, Settings
+
+ALONE = "nothing is communicated on one device"
+
+
+def twin_of(request: Request) -> Request | str:
+    """The request of an engine's silent twin, or why there is none."""
+    engine = ENGINES[request.engine]
+    if not engine.falls_silent:
+        return engine.no_twin or f"{engine.name} always communicates"
+    if request.experiment.layout.devices == 1:
+        return ALONE
+    return msgspec.structs.replace(request, profile=False, silent=True)
+
+
+def twin_folder(folder: Path, name: str) -> Path:
+    """The folder of a case's twin, beside that of the case."""
+    return folder / f"{name}.silent"
+
+
+def run_twins(
+    comparison: Comparison, folder: Path, *, settings: Settings, reporter: Reporter
+) -> dict[str, Record | str]:
+    """Run the silent twin of every finished case that has one, and is not there yet.
+
+    Args:
+        comparison: whose runs were watched.
+        folder: its own.
+        settings: the interpreters.
+        reporter: told of the progress.
+
+    Returns:
+        By case: the twin's record, or why there is none. One that fails ends no other.
+
+    Raises:
+        Interrupted: Ctrl-C; the profile can be gone on with.
+    """
+    found = read_twins(comparison, folder)
+    asked = {name: twin_of(comparison.requests[name]) for name in comparison.cases}
+    missing = {
+        name: request
+        for name, request in asked.items()
+        if isinstance(request, Request) and not isinstance(found[name], Record)
+    }
+    reporter.start({twin_folder(folder, name).name: one for name, one in missing.items()}, folder)
+    with lock_folder(folder):
+        for name, request in missing.items():
+            found[name] = _run(name, request, comparison, folder, settings=settings, reporter=reporter)
+    return found
+
+
+def read_twins(comparison: Comparison, folder: Path) -> dict[str, Record | str]:
+    """By case: the record of the twin that was run, or why there is none."""
+    return {name: _read(comparison.requests[name], twin_folder(folder, name)) for name in comparison.cases}
+
+
+def _read(request: Request, place: Path) -> Record | str:
+    asked = twin_of(request)
+    if isinstance(asked, str):
+        return asked
+    if not (place / MANIFEST).is_file():
+        failure = read_failure(place)
+        return failure.message if failure else NOT_ASKED
+    try:
+        record = read_record(place)
+    except RecordError as error:
+        return str(error)
+    return record if record.request == asked else f"{place} holds another run than the twin's"
+
+
+def _run(
+    name: str,
+    request: Request,
+    comparison: Comparison,
+    folder: Path,
+    *,
+    settings: Settings,
+    reporter: Reporter,
+) -> Record | str:
+    place = twin_folder(folder, name)
+    shutil.rmtree(place, ignore_errors=True)  # of one that was ended halfway
+    try:
+        with reporter.engine(place.name) as told:
+            return launch(request, place, pythons=settings.pythons, on_step=told)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; every process was ended. Finished and kept: {', '.join(comparison.cases)}. "
+            f"`{how_to_go_on(comparison, folder)}` runs the silent twins",
+            folder,
+        ) from None
+    except (EngineError, RecordError) as error:
+        failure = error if isinstance(error, EngineError) else EngineError(str(error), exit_code=1)
+        reporter.failed(failure)
+        return str(error)

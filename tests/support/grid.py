@@ -1,0 +1,55 @@
+"""Runs that many tests read: each layout is trained once a session, by whichever worker needs it first."""
+
+import fcntl
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from compare.contract.record import MANIFEST, Record, read_record
+from compare.spec.engines.registry import REFERENCE
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+"""What all of them read, so that they are one training."""
+SETTINGS = (
+    *("--model.n_layer", "2", "--model.dropout", "0.2", "--train.max_iters", "3"),
+    *("--data.source", str(TEXT), "--keep_tensors"),
+)
+DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
+"""The layouts that every engine trains that can, and on how many devices."""
+
+
+def arguments_of(preset: str) -> tuple[str, ...]:
+    """The command of a layout; one device needs no engine but the reference."""
+    if preset == "single":
+        return ("run", "check", "--engines", REFERENCE)
+    return ("run", "check", "--preset", preset, "--devices", str(DEVICES[preset]))
+
+
+class Grid:
+    """Every engine under every layout of DEVICES: the experiment `check`, in float64, with dropout."""
+
+    def __init__(self, folder: Path, start: Callable[..., subprocess.CompletedProcess]) -> None:
+        """`folder` is shared by all workers; `start` runs `shardpair` in it."""
+        self._folder, self._start = folder, start
+
+    def run(self, preset: str) -> Path:
+        """The folder of a layout's `shardpair run`, with its tensors. Nothing in it may be changed."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        done = self._folder / f"{preset}.done"
+        with (self._folder / f"{preset}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                ended = self._start(*arguments_of(preset), *SETTINGS, "--run_dir", preset, "--quiet")
+                assert ended.returncode == 0, ended.stdout + ended.stderr
+                done.touch()
+        return self._folder / preset
+
+    def records(self, preset: str) -> dict[str, Record]:
+        """The records of a layout by engine."""
+        found = self.run(preset).glob(f"*/{MANIFEST}")
+        return {path.parent.name: read_record(path.parent) for path in sorted(found)}
+
+    @property
+    def reference(self) -> Record:
+        """The record of PyTorch's plain module on one device."""
+        return read_record(self.run("single") / REFERENCE)
