@@ -13,6 +13,7 @@ from profiles import jax_table, torch_table
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
 from summaries import parity, parity_count
+from type_errors import WAYS, Outcome, read_type_errors
 
 from compare.commands import list as names
 from compare.commands.mirror import FOLDERS
@@ -38,6 +39,20 @@ COUNTS = "counts"
 """A study whose table is empty: its sentence is all there is to show."""
 QUOTED = ("loss", "gradients", "later_weights", "loss_curve")
 """Rungs whose errors the docs quote."""
+
+
+def type_errors() -> str:
+    """Planted mistakes of sharding, and what became of them in each way of writing."""
+
+    def words(found: Outcome) -> str:
+        if found.error:
+            return f"**error**: {found.error.split(': ')[0]}"
+        sent = ", ".join(kind.replace("_", "-") for kind in found.sent) or "nothing"
+        return f"{'right' if found.right else '**wrong**'}; sends {sent}"
+
+    header = ["mistake", "types", "constraints (Auto)", "per device (`check_vma`)"]
+    rows = ([one.mistake, *(words(one.outcomes[way]) for way in WAYS)] for one in read_type_errors())
+    return markdown(header, rows)
 
 
 def mirror() -> str:
@@ -204,6 +219,7 @@ def _measured() -> Measured:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "mirror": mirror,
+    "type-errors": type_errors,
     "which-strategy": which_strategy,
     "commands": commands,
     "experiments": experiments,

@@ -17,31 +17,38 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(
+    x: jax.Array, weight: jax.Array, contracted: int, out_sharding: PartitionSpec | None = None
+) -> jax.Array:
     """x (..., I) with its last `contracted` dims summed against the first ones of weight (I, O): (..., O).
 
-    Differentiable in reverse mode only, as every custom_vjp.
+    Differentiable in reverse mode only, as every custom_vjp. `out_sharding` is as of `jnp.tensordot`: where
+    arrays' types say where they live, and so do their gradients.
     """
-    return jnp.tensordot(x, weight, contracted)
+    return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding)
 
 
 def _product_forward(
-    x: jax.Array, weight: jax.Array, contracted: int
+    x: jax.Array, weight: jax.Array, contracted: int, out_sharding: PartitionSpec | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.tensordot(x, weight, contracted), (x, weight)
+    return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding), (x, weight)
 
 
 def _product_backward(
-    contracted: int, kept: tuple[jax.Array, jax.Array], g: jax.Array
+    contracted: int,
+    out_sharding: PartitionSpec | None,
+    kept: tuple[jax.Array, jax.Array],
+    g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = kept
     of_batch = list(range(x.ndim - contracted))
     outputs_of_g = list(range(len(of_batch), g.ndim))
     outputs_of_weight = list(range(contracted, weight.ndim))
-    of_x = jnp.tensordot(g, weight, (outputs_of_g, outputs_of_weight))
+    of_x = jnp.tensordot(g, weight, (outputs_of_g, outputs_of_weight), out_sharding=type_of_gradient(x))
     if math.prod(x.shape) <= math.prod(g.shape):
         return of_x, jnp.tensordot(x, g, (of_batch, of_batch))
     of_weight_OI = jnp.tensordot(g, x, (of_batch, of_batch))
@@ -49,6 +56,21 @@ def _product_backward(
 
 
 product.defvjp(_product_forward, _product_backward)
+
+
+def type_of_gradient(x: jax.Array) -> NamedSharding | None:
+    """Where a gradient lives, as the type of what it is of says; None where types say nothing.
+
+    That of what is reduced is a sum to be made, and the other way round ("Autodiff and sharding" in JAX's
+    documentation). Types speak of explicit axes alone.
+    """
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    spec = sharding.spec
+    return sharding.update(
+        spec=PartitionSpec(*spec.partitions, unreduced=spec.reduced, reduced=spec.unreduced)
+    )
 
 
 @jax.custom_jvp

@@ -36,6 +36,9 @@ from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment, Layout, Model
 from jaxpar import compilation, dropout, manual, optimizer, setup, train, weights
 from jaxpar.comm import collectives
+from jaxpar.explicit import data_parallel as typed_data_parallel
+from jaxpar.explicit import replicas
+from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 from jaxpar.remat import Remat, resolve_remat
@@ -196,7 +199,45 @@ def same_dropout_on_every_rank() -> AbstractContextManager:
     return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
 
 
-MANUAL, BOTH = ("manual",), ("compiler", "manual")
+def first_copy_only() -> AbstractContextManager:
+    """Of a parameter's copies for replicas, only the first one's gradient counts."""
+    right = replicas.copies
+
+    def wrong(w: jax.Array) -> jax.Array:
+        copies = right(w)
+        first = (np.arange(len(copies)) == 0).reshape(-1, *(1,) * (copies.ndim - 1))
+        return jnp.where(first, copies, lax.stop_gradient(copies))
+
+    return patch.object(typed_data_parallel, "copies", wrong)
+
+
+def sum_over_replicas() -> AbstractContextManager:
+    """The sum of gradients over replicas is not divided by their number."""
+    right = typed_data_parallel.synchronize_gradients
+
+    def wrong(gradients: Any, placements: Any, *, sharded: bool) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.tree.map(
+            lambda g: mesh.shape[DP_REPLICATE] * g, right(gradients, placements, sharded=sharded)
+        )
+
+    return patch.object(typed_data_parallel, "synchronize_gradients", wrong)
+
+
+def first_part_only() -> AbstractContextManager:
+    """Of a row-parallel product, only the first device's part counts."""
+    row = typed_tensor_parallel.RowParallelLinear
+    right = row.product
+
+    def wrong(self: Any, x: jax.Array) -> jax.Array:
+        dim, devices = x.ndim - self.contracted, jax.sharding.get_abstract_mesh().shape[TP]
+        first = np.arange(x.shape[dim]) < x.shape[dim] // devices
+        return right(self, x * first.reshape(-1, *(1,) * (self.contracted - 1)).astype(x.dtype))
+
+    return patch.object(row, "product", wrong)
+
+
+MANUAL, TYPED, ALL = ("manual",), ("explicit",), ("compiler", "explicit", "manual")
 _gradients = partial(wrong_collectives, "all_reduce", axis=DP_REPLICATE, purpose=GRADIENTS)
 _row_products = partial(wrong_collectives, "all_reduce", "reduce_scatter", axis=TP, purpose=ACTIVATIONS)
 _partial_gradients = partial(wrong_collectives, "all_reduce", axis=TP, purpose=REPLICATED_GRADIENTS)
@@ -204,8 +245,11 @@ _tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED
 
 FAULTS = (
     PlantedFault("dropped_all_reduce", MANUAL, REPLICAS, partial(_gradients, of=first_only)),
+    PlantedFault("dropped_all_reduce", TYPED, REPLICAS, first_copy_only),
+    PlantedFault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
+    PlantedFault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
     PlantedFault("sum_for_mean", MANUAL, REPLICAS, partial(_gradients, of=times_devices)),
-    PlantedFault("moved_weight", BOTH, ANY_LAYOUT, moved_weight),
+    PlantedFault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
     PlantedFault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(_row_products, of=first_only)),
     PlantedFault("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
     PlantedFault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(_partial_gradients, of=first_only)),
@@ -213,10 +257,10 @@ FAULTS = (
     PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, wrong_optimizer_shard),
     PlantedFault("overwritten_microbatch", MANUAL, STAGES, overwritten_microbatch),
     PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
-    PlantedFault("unscaled_dropout", BOTH, ANY_LAYOUT, unscaled_dropout),
+    PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
     PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
-    PlantedFault("reversed_update", BOTH, REPLICAS, reversed_update),
-    PlantedFault("rounded_weights", BOTH, REPLICAS, rounded_weights),
-    PlantedFault("skipped_last_update", BOTH, ANY_LAYOUT, skipped_last_update),
-    *(PlantedFault(name, BOTH, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
+    PlantedFault("reversed_update", ALL, REPLICAS, reversed_update),
+    PlantedFault("rounded_weights", ALL, REPLICAS, rounded_weights),
+    PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
+    *(PlantedFault(name, ALL, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
 )

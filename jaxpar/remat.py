@@ -9,7 +9,7 @@ from compare.spec.experiment import Layout
 
 Remat = Literal["none", "dots", "full"]
 IsGather = Callable[..., bool]
-"""(primitive, **its parameters) -> whether it makes a whole parameter out of shards."""
+"""(primitive, *its arguments, **its parameters) -> whether it makes a whole parameter out of shards."""
 
 # What only casts or reshapes: kept in place of a gathered parameter, it would be the parameter again.
 VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "transpose"})
@@ -44,14 +44,27 @@ def apply_remat(
         return layer
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-        if is_gather is not None and is_gather(primitive, **parameters):
+        if is_gather is not None and is_gather(primitive, *arguments, **parameters):
             return keep_gathered
         if remat == "none":
             return primitive.name not in VIEWS
-        return remat == "dots" and (
-            primitive.name in REDUCTIONS
-            or bool(jax.checkpoint_policies.dots_saveable(primitive, *arguments, **parameters))
+        if remat == "full" or _is_part_of_sum(**parameters):
+            return False
+        return _is_reduction(primitive, *arguments) or bool(
+            jax.checkpoint_policies.dots_saveable(primitive, *arguments, **parameters)
         )
 
     # A scan compiles its body apart from its backward: nothing has to be kept from merging the two (CSE).
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def _is_reduction(primitive: Any, *arguments: Any) -> bool:
+    """A sum over devices; where types say so, a cast from what is unreduced."""
+    if primitive.name == "reshard":
+        return bool(arguments[0].sharding.spec.unreduced)
+    return primitive.name in REDUCTIONS
+
+
+def _is_part_of_sum(out_sharding: Any = None, **others: Any) -> bool:
+    """A product that is typed unreduced: the sum that is made of it is kept in its place."""
+    return out_sharding is not None and bool(out_sharding.spec.unreduced)

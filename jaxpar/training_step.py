@@ -67,6 +67,7 @@ def accumulated_gradients(
     batch: Any,
     *,
     reduce: Callable[[Any], Any] = lambda gradients: gradients,
+    finish: Callable[[Any], Any] = lambda gradients: gradients,
     like: Any = None,
 ) -> tuple[jax.Array, Any]:
     """Mean loss and its gradients over the A microbatches of a batch, one at a time.
@@ -76,16 +77,17 @@ def accumulated_gradients(
         params: any pytree.
         batch: a pytree of arrays (A, B, ...).
         reduce: applied to the gradients of each microbatch before they are added up.
+        finish: applied to their sum, before it is divided.
         like: a pytree like what `reduce` returns; `params` by default.
 
     Returns:
-        The loss, and gradients as `reduce` leaves them: sums over A divided by A.
+        The loss, and gradients as `finish` leaves them: sums over A divided by A.
     """
     value_and_grad = jax.value_and_grad(loss)
     accumulation = passes_of(batch)
     if accumulation == 1:
         value, gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
-        return value, reduce(gradients)
+        return value, finish(reduce(gradients))
 
     def add(total: Any, microbatch: Any) -> tuple[Any, jax.Array]:
         value, gradients = value_and_grad(params, microbatch)
@@ -93,4 +95,4 @@ def accumulated_gradients(
 
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
     total, losses_A = lax.scan(add, zeros, batch)
-    return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, total)
+    return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, finish(total))

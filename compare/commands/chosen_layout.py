@@ -16,7 +16,7 @@ class Spread(Spec, frozen=True, kw_only=True):
     """An experiment, a layout by name, and engines that can express it."""
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines, the first being what the others are held against. Default: all four that can express
+    """Which engines, the first being what the others are held against. Default: all that can express
     the layout; the others are named, with the reason. A peer runs if it is named, and is left out, with the
     line that installs it, where it is missing."""
     preset: str = ""

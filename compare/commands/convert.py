@@ -16,7 +16,7 @@ from compare.terminal.console import print_json, results_console
 class Convert(SidePythons, frozen=True, kw_only=True):
     """Write the state of a training in another format; nothing in a file is executed.
 
-    Checkpoints of the four engines are one format, and need no conversion: any of them goes on from any.
+    Checkpoints of all engines are one format, and need no conversion: any of them goes on from any.
 
     Try:
       shardpair convert out-shakespeare-char/ckpt.pt imported      (then: shardpair run --resume imported ...)

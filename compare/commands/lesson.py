@@ -1,4 +1,4 @@
-"""`shardpair lesson`: one strategy in four engines on one page, with what a real run of it sent."""
+"""`shardpair lesson`: one strategy in every engine on one page, with what a real run of it sent."""
 
 import os
 import sys
@@ -26,10 +26,10 @@ else:
 
 
 class ReadLesson(SidePythons, frozen=True, kw_only=True):
-    """Read one strategy in four engines, side by side, beside what XLA made of it and what each sent.
+    """Read one strategy in every engine, side by side, beside what XLA made of it and what each sent.
 
-    Trains the experiment `check` (float64, small, half a minute) with all four engines under the strategy's
-    layout, and writes one HTML page that needs no network: the four source files with their collectives, each
+    Trains the experiment `check` (float64, small, half a minute) with all engines under the strategy's
+    layout, and writes one HTML page that needs no network: the source files with their collectives, each
     tied to the row of the ledger that it causes; XLA's instructions with the lines that caused them; memory
     against its closed form; and three experiments to try. Exit code 1 if the engines do not agree.
 

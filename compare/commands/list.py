@@ -131,7 +131,7 @@ def lessons() -> list[Entry]:
     return [
         Entry(
             name=name,
-            description=f"{lesson.title}, in all four engines on one page",
+            description=f"{lesson.title}, in all engines on one page",
             facts={"preset": lesson.preset, "devices": lesson.devices},
         )
         for name, lesson in LESSONS.items()

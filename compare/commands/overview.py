@@ -11,7 +11,7 @@ _COMMANDS: dict[str, dict[str, str]] = {
     "Measure": {},
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",
-        "lesson": "one strategy in four engines, side by side, on a page",
+        "lesson": "one strategy in every engine, side by side, on a page",
         "schedule": "draw pipeline schedules, with bubble and memory",
         "mirror": "lines of code of each strategy in each engine",
         "list": "names of experiments, presets, faults, engines, lessons",

@@ -27,7 +27,7 @@ EARLY = {
     "float16": {"loss": 1e-4, "grad_norm": 2e-3},  # 2e-5 and 4e-4
 }
 """The largest relative differences that pass in early steps, by dtype; beside them the worst measured of all
-pairs of the four engines on one device, under DDP, FSDP and tensor parallelism."""
+pairs of engines on one device, under DDP, FSDP and tensor parallelism."""
 LATE = {
     "float64": {"loss": 1e-10, "grad_norm": 1e-10},
     "float32": {"loss": 1e-5, "grad_norm": 1e-3},  # 1e-6 and 3e-5

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.ledger import SCALAR
-from compare.judge.closed_forms import dtensor, library, xla
+from compare.judge.closed_forms import dtensor, library, typed, xla
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.xla import Deviations
 from compare.numerics.parameters import (
@@ -38,6 +38,14 @@ PATTERNS = {
     "a tick, and one before the first (`run_pipeline`).",
     xla.ITS_LOSS: "the three numbers a position that the loss needs are reduced among the activations, or "
     "one of them among their gradients: nothing tells them apart.",
+    typed.EAGER: "the gradient of what is whole along tp, and used on a part of the positions, is summed at "
+    "each use, in every pass: its type is whole, so that nothing unreduced can wait.",
+    typed.AT_ONCE: "ends of a pipeline are on every stage: their gradients are summed over stages and "
+    "replicas in one all-reduce.",
+    typed.ONCE: "gradients of all microbatches of a pipeline are added up unreduced, and summed over devices "
+    "once a step.",
+    typed.THRICE: "a tick computes its stage anew before backward, and within it each layer: the stage "
+    "gathers all, and the layer all but the bias that is added last.",
     library.OWNERS: "each parameter's moments are on one rank: DDP all-reduces gradients, and owners "
     "broadcast what they updated.",
     library.EACH_PASS: "SHARD_GRAD_OP gathers for each accumulated pass, and frees after its backward; "
@@ -103,6 +111,8 @@ def _deviations(engine: str, experiment: Experiment, expected: Bytes, stage: int
     match ENGINES[engine].sends_by:
         case "xla":
             return xla.by_xla(experiment, expected)
+        case "types":
+            return typed.by_types(experiment, expected)
         case "pytorch":
             return library.by_pytorch(engine, experiment, expected, stage=stage)
         case "dtensor":
@@ -118,7 +128,7 @@ def _allowance(
     beyond = size - predicted
     if beyond == 0:
         return ""
-    by_xla = ENGINES[engine].sends_by == "xla" and kind == "all_reduce"
+    by_xla = ENGINES[engine].sent_by_xla and kind == "all_reduce"
     if by_xla and predicted and 0 < beyond <= _most_scalars(experiment) * SCALAR and not beyond % SCALAR:
         return ALONG
     is_split = experiment.layout.zero or experiment.layout.tp > 1

@@ -36,7 +36,7 @@ class Bench(TimedStudy, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all four. One that is named twice is held against itself. A peer
+    """Which engines. Default: all. One that is named twice is held against itself. A peer
     (`shardpair list`) runs if it is named, and is left out, with the line that installs it, where missing."""
     presets: tuple[str, ...] = ()
     """Layouts by name (`shardpair list`), a block of the table each. Default: the experiment's own layout."""

@@ -28,6 +28,11 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def typed(mesh: Mesh) -> Mesh:
+    """The same devices, with every axis Explicit: where an array lives along it is part of its type."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+
+
 def require_layout(layout: Layout, mesh: Mesh, *, folder: str) -> None:
     """Refuse a layout that the engine of this folder has not, and a mesh of another shape.
 

@@ -72,7 +72,7 @@ def gather_of_layer(placements: Any, *, mesh: Mesh, stages: str | None = None) -
     leaves = jax.tree.leaves(shardings(mesh, one_layer(placements), sharded=False))
     gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
 
-    def is_gather(primitive: Any, **parameters: Any) -> bool:
+    def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
         return (
             primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
         )

@@ -132,5 +132,5 @@ def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any
     return jax.tree.map(moved, placements, tree)
 
 
-def _is_gather(primitive: Any, **parameters: Any) -> bool:
+def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return primitive.name == "all_gather" and AXIS in parameters["axis_name"]

@@ -60,7 +60,7 @@ def _through(equation: JaxprEqn, inputs: list[Labels]) -> list[Labels]:
     if kind == "name":
         return [_marked(parameters["name"], *inputs)]
     if kind == "scan":
-        return _through_loop(parameters["jaxpr"], inputs, parameters["num_consts"], parameters["num_carry"])
+        return _through_loop(parameters["jaxpr"], inputs, *_consts_and_carried(parameters))
     if kind == "while":
         start, consts = parameters["cond_nconsts"], parameters["body_nconsts"]
         condition = NOTHING.union(*inputs[:start], *inputs[start + consts :])
@@ -69,7 +69,7 @@ def _through(equation: JaxprEqn, inputs: list[Labels]) -> list[Labels]:
             o | condition for o in _through_loop(parameters["body_jaxpr"], inputs[start:], consts, carried)
         ]
     if kind == "cond":
-        branches = [_through_jaxpr(branch.jaxpr, inputs[1:]) for branch in parameters["branches"]]
+        branches = [_through_jaxpr(_open(branch), inputs[1:]) for branch in parameters["branches"]]
         return [inputs[0].union(*outputs) for outputs in zip(*branches, strict=True)]
     inner = [_open(value) for value in parameters.values() if isinstance(value, Jaxpr | ClosedJaxpr)]
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):
@@ -77,6 +77,14 @@ def _through(equation: JaxprEqn, inputs: list[Labels]) -> list[Labels]:
         if len(outputs) == len(equation.outvars):
             return outputs
     return [NOTHING.union(*inputs)] * len(equation.outvars)
+
+
+def _consts_and_carried(scan: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many its carry has; the rest are slices."""
+    if "num_consts" in scan:
+        return scan["num_consts"], scan["num_carry"]
+    consts, carry, _ = scan["ft_in"].unpack()  # from jax 0.11.2 on
+    return len(consts.vals), len(carry.vals)
 
 
 def _marked(name: str, labels: Labels) -> Labels:

@@ -19,7 +19,7 @@ from compare.numerics.shards import Shard
 from compare.numerics.stream import OwnBatches
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited, to_toml
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
 LAYOUTS = {
     "single": (),
     "ddp_pp": (

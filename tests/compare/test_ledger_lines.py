@@ -1,7 +1,7 @@
 """Ledgers beside closed forms, without running anything: what is named, in which order, what explains it.
 
-`sent_otherwise.json` has what some engines sent in steps of `check`, of its own size and of others, where that
-is not the closed form: logical bytes of the last stage.
+`sent_otherwise.json` has what some engines sent in steps of `check`, of its own size and of others, where
+that is not the closed form: logical bytes of the last stage.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from compare.contract.communication import Communication, of_busiest_stage, summ
 from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.communication import Bytes, communication
 from compare.judge.closed_forms.library import by_pytorch
+from compare.judge.closed_forms.typed import by_types
 from compare.judge.closed_forms.xla import by_xla
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line, line_up
@@ -100,12 +101,14 @@ def test_what_is_wrong_comes_first_and_by_name():
     assert [(line.state, line.found / line.expected) for line in twice] == [("different", 2), ("expected", 1)]
 
 
-@cells("jax-compiler", "torch-library")
+@cells("jax-compiler", "jax-explicit", "torch-library")
 def test_a_pattern_explains_its_bytes_and_no_others(engine, preset):
     experiment = laid_out(preset)
     stage = experiment.layout.pp - 1
     expected = communication(engine, experiment, stage=stage)
-    if engine == "jax-compiler":
+    if ENGINES[engine].sends_by == "types":
+        deviations = by_types(experiment, expected)
+    elif engine == "jax-compiler":
         deviations = by_xla(experiment, expected)
     else:
         deviations = by_pytorch(engine, experiment, expected, stage=stage)

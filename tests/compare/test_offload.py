@@ -9,7 +9,7 @@ from compare.contract.request import Rung
 from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
 from compare.spec.experiment import to_toml
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-manual")
+ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual")
 ONE_OF_EACH = ENGINES[:2]
 GPIPE = ("--layout.pp", "2", "--layout.schedule", "gpipe", "--layout.microbatches", "2")
 LAYOUTS = {

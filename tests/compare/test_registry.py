@@ -93,7 +93,14 @@ def test_a_broken_declaration_is_named_and_the_rest_goes_on(third_side, tmp_path
 def test_ours_are_all_there_is_and_one_is_the_reference():
     assert not OBJECTIONS
     assert list(SIDES) == ["jaxpar", "torchpar"]
-    assert list(STUDIED) == ["jax-compiler", "jax-manual", "torch-manual", "torch-library", "torch-compiler"]
+    assert list(STUDIED) == [
+        "jax-compiler",
+        "jax-explicit",
+        "jax-manual",
+        "torch-manual",
+        "torch-library",
+        "torch-compiler",
+    ]
     assert REFERENCE == "torch-manual"
 
 

@@ -12,7 +12,7 @@ from compare.contract.record import read_record
 from compare.judge.checkpoint_difference import difference
 from compare.spec.experiment import Experiment, edited, to_toml
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
 HALF, ALL = 3, 6
 
 

@@ -135,7 +135,10 @@ def test_sizes_that_no_run_has_are_refused_at_once(folder, capsys, layout, train
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"engine": "zzz"}, "is of zzz, and here are jax-compiler, jax-manual, torch-manual, torch-library"),
+        (
+            {"engine": "zzz"},
+            "is of zzz, and here are jax-compiler, jax-explicit, jax-manual, torch-manual, torch-library",
+        ),
         ({"peak_memory_bytes": []}, "cannot be judged (ValueError"),
         ({"resident_bytes": {"parameters": []}}, "cannot be judged"),
     ],

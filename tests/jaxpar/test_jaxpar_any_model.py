@@ -15,13 +15,17 @@ from flax import nnx
 
 from compare.numerics.optimizer import step_scalars
 from compare.spec.experiment import Layout, Optimizer, Precision
-from jaxpar import compiler, manual
+from jaxpar import compiler, explicit, manual
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.model import Dtypes, Embedding, Linear, cross_entropy
 from jaxpar.optimizer import make_optimizer, state_like
 from jaxpar.problem import Pieces, Problem
 
-ENGINES = {"jax-compiler": compiler.parallelize, "jax-manual": manual.parallelize}
+ENGINES = {
+    "jax-compiler": compiler.parallelize,
+    "jax-explicit": explicit.parallelize,
+    "jax-manual": manual.parallelize,
+}
 ZERO3, TP, BOTH = Layout(dp_shard=4, zero=3), Layout(tp=2), Layout(dp_shard=2, zero=3, tp=2)
 L, C, M, V, T = 3, 4, 8, 7, 6
 F64 = Dtypes(Precision(dtype="float64"))

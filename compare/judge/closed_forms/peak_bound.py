@@ -112,7 +112,7 @@ def _logits(engine: str, experiment: Experiment, stage: int) -> float:
     if layout.pp > 1:
         copies = max(copies, keeps.logits_with_pp) + 2 * (microbatches - 1)  # GPipe's wait, and results stay
     if keeps.residuals == "scan":
-        is_shared = layout.pp > 1 and ENGINES[engine].sends_by == "xla"  # the stages share all that there are
+        is_shared = layout.pp > 1 and ENGINES[engine].sent_by_xla  # the stages share all that there are
         copies = JAX_LOGITS * (-(-microbatches // layout.pp) if is_shared else 1)
     columns = -(-model.vocab_size // layout.tp)
     return itemsize(experiment) * copies * tokens(experiment) / experiment.train.loss_chunks * columns
@@ -125,7 +125,7 @@ def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
     microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
     if ranks == 1:
         return 1
-    if ENGINES[engine].sends_by == "xla":
+    if ENGINES[engine].sent_by_xla:
         return chunks * microbatches + ranks - 1  # a scan keeps what is computed in the bubble, too
     if _keeps(engine).residuals == "scan":
         # One program for all devices: buffers are as large on each; and those of the tick itself.

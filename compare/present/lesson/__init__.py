@@ -1,1 +1,1 @@
-"""The page of a lesson: one strategy in four engines, from the tree and from one real run."""
+"""The page of a lesson: one strategy in every engine, from the tree and from one real run."""

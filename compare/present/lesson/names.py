@@ -76,6 +76,16 @@ NAMES: dict[str, Names] = {
         "PartitionSpec": (),
         "roll": (_EITHER_WAY,),
     },
+    "jaxpar/explicit": {
+        "reshard": (Sends(ALL_REDUCE), Sends(ALL_GATHER), Sends(REDUCE_SCATTER)),
+        "product": (Sends(ALL_REDUCE, (ACTIVATIONS, ACTIVATION_GRADIENTS)),),
+        "get": (Sends(ALL_REDUCE, (ACTIVATIONS,)),),
+        "roll": (_EITHER_WAY,),
+        "auto_axes": (),
+        "copies": (),
+        "own_copy": (),
+        "PartitionSpec": (),
+    },
     "jaxpar/manual": {
         "all_reduce": (Sends(ALL_REDUCE),),
         "all_reduce_mean": (Sends(ALL_REDUCE),),

@@ -98,8 +98,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
     counts_own_calls: bool = False
     """Whether its ledger counts its own calls, instead of observing somebody else's."""
-    sends_by: Literal["", "xla", "pytorch", "dtensor"] = ""
-    """Sender of collectives that are not written by hand."""
+    sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
+    """Sender of collectives that are not written by hand: XLA as it likes, or as types say; or PyTorch, or DTensor."""
     keeps: Keeps | None = None
     """None if unknown: then its peak has no closed form."""
     impossible_faults: Mapping[str, str] = {}
@@ -166,6 +166,11 @@ class Engine(Struct, frozen=True, kw_only=True):
         if silent and not self.falls_silent:
             why = self.no_twin or f"{self.name} always communicates"
             raise ExperimentError(f"silent: {self.name} has no silent twin: {why}")
+
+    @property
+    def sent_by_xla(self) -> bool:
+        """True if XLA inserts its collectives, and its pipeline is a derivative of forward."""
+        return self.sends_by in ("xla", "types")
 
     @property
     def pip_line(self) -> str:

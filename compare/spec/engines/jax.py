@@ -1,9 +1,10 @@
-"""The side jaxpar and its engines: jax-compiler and jax-manual; its peers are in `peers`."""
+"""The side jaxpar and its engines: jax-compiler, jax-explicit, jax-manual; its peers are in `peers`."""
 
 from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
 from compare.spec.engines.peers import JAX_PEERS
 
 NO_TWIN = "a collective is an operation of XLA's program: to leave it out makes another program"
+SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
 INSERTED_BY_XLA = (
     "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
 )
@@ -63,6 +64,48 @@ JAX = Side(
                         "same_dropout_on_every_rank",
                     ),
                     INSERTED_BY_XLA,
+                ),
+            },
+        ),
+        Engine(
+            name="jax-explicit",
+            sends_by="types",
+            checkpoints=True,
+            evaluates=True,
+            drops=True,
+            offloads=True,
+            profiles=True,
+            tells_work=True,
+            no_twin=NO_TWIN,
+            dtypes=LOSS_SCALED,
+            side="jaxpar",
+            keeps=Keeps(residuals="scan", logits=2, logits_with_tp=2),
+            folder="explicit",
+            gradient_sync=("once",),
+            decides="types: where an array lives is part of it, and each cast says what moves",
+            zero=(1, 2, 3),
+            tp=True,
+            schedules=("gpipe", "interleaved"),
+            no_other_schedule="autodiff orders the backward passes, after all forward ones: choose "
+            "one of these",
+            ends_on_every_stage=True,
+            impossible_faults={
+                "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                "ignored_schedule": "it has one schedule, GPipe",
+                "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "gradients are summed once, by one cast"
+                ),
+                **dict.fromkeys(
+                    (
+                        "doubled_row_bias",
+                        "missing_norm_psum",
+                        "norm_counts_replicas_twice",
+                        "wrong_optimizer_shard",
+                        "stale_tied_copy",
+                        "same_dropout_on_every_rank",
+                    ),
+                    SAID_BY_TYPE,
                 ),
             },
         ),

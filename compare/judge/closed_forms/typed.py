@@ -1,0 +1,157 @@
+"""What XLA on a CPU makes of jax-explicit's layouts, where that is not what jax-manual sends.
+
+Casts say what is sent, so that less is left to XLA than under jax-compiler: gradients are summed once, a tied
+embedding's with its other use, and all that sequence parallelism sends has its mechanism. What remains are
+the ways of XLA's own (`closed_forms.xla`), and one of types: the gradient of what is whole along tp, and used
+on parts of a sequence, is summed at each use (EAGER).
+"""
+
+from compare.contract.communication import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    LOSS,
+    PARAMETERS,
+    REPLICATED_GRADIENTS,
+    TIED_GRADIENTS,
+)
+from compare.judge.closed_forms.communication import Bytes
+from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
+from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
+from compare.numerics.parameters import block_parameters, end_parameters
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
+from compare.spec.experiment import Experiment
+
+EAGER = "summed at each use"
+AT_ONCE = "stages and replicas at once"
+ONCE = "microbatches summed before"
+THRICE = "the last bias is gathered thrice"
+
+
+def by_types(experiment: Experiment, expected: Bytes) -> Deviations:
+    """Rows of jax-explicit that are not jax-manual's, for a reason that is known.
+
+    Args:
+        experiment: with `layout.remat` resolved.
+        expected: the closed form, on one rank of the pipeline.
+    """
+    layout = experiment.layout
+    found: Deviations = {}
+    if layout.zero:
+        found |= _fully_sharded(experiment, expected)
+    if layout.tp > 1:
+        found |= _tensor_parallel(experiment, expected)
+    if layout.pp > 1:
+        found |= _pipeline(experiment)
+    return found
+
+
+def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
+    """Gradients are all-reduced, whole, and each device keeps its slice.
+
+    In a pipeline those of all microbatches are added up first; under ZeRO-3 each tick sums its layers'.
+    """
+    layout = experiment.layout
+    scatter, reduce = ("reduce_scatter", DP_SHARD, GRADIENTS), ("all_reduce", DP_SHARD, GRADIENTS)
+    if layout.pp == 1:
+        return {scatter: (0, SLICED), reduce: (expected[scatter], SLICED)}
+    layers, ends = _layers_and_ends(experiment)
+    found: Deviations = {scatter: (0, SLICED), reduce: (ends + layers, f"{SLICED}, {ONCE}")}
+    if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
+        ticks, of_tick = _ticks(experiment), layers / layout.chunks
+        last_bias = [p for p in block_parameters(experiment.model, 0) if p.name.endswith("mlp.down.bias")]
+        held = experiment.model.n_layer // layout.pp // layout.chunks
+        again = held * bytes_of(last_bias, experiment)
+        found[reduce] = (ends + ticks * of_tick, f"{SLICED}, {IDLE}")
+        found["all_gather", DP_SHARD, PARAMETERS] = (
+            ends + ticks * (2 * of_tick + again),
+            f"{IDLE}, {THRICE}",
+        )
+    return found
+
+
+def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
+    """The loss's three numbers a position are reduced among the activations: nothing tells them apart.
+
+    Sequence parallelism's reduce-scatters are all-reduces and slices, and gradients of norms and row biases,
+    whole along tp, are summed among activations' gradients in every pass.
+    """
+    layout = experiment.layout
+    passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
+    number = passes * stream / experiment.model.n_embd / layout.pp
+    parallel = layout.sequence_parallel
+    kind = "reduce_scatter" if parallel else "all_reduce"
+    names = f"{SLICED}, {ITS_LOSS}" if parallel else ITS_LOSS
+    if layout.pp == 1:
+        forward, backward = (expected[kind, TP, of] for of in (ACTIVATIONS, ACTIVATION_GRADIENTS))
+    else:
+        held = 2 * experiment.model.n_layer // layout.pp
+        of_layers = held * _ticks(experiment) * stream / layout.microbatches
+        forward = backward = of_layers + passes * stream / layout.pp
+        names = f"{IDLE}, {SHARED}, {names}"
+    also = passes * _eager(experiment) if parallel else 0.0
+    found: Deviations = {
+        ("all_reduce", TP, LOSS): (0, ITS_LOSS),
+        ("all_reduce", TP, ACTIVATIONS): (forward + 3 * number, forward + 2 * number, names),
+        ("all_reduce", TP, ACTIVATION_GRADIENTS): (
+            backward + also,
+            backward + also + number,
+            f"{names}, {EAGER}" if parallel else names,
+        ),
+    }
+    if parallel:
+        found |= {
+            ("reduce_scatter", TP, ACTIVATIONS): (0, SLICED),
+            ("reduce_scatter", TP, ACTIVATION_GRADIENTS): (0, SLICED),
+            ("all_reduce", TP, REPLICATED_GRADIENTS): (0, EAGER),
+        }
+    return found
+
+
+def _eager(experiment: Experiment) -> float:
+    """Bytes of a pass: gradients of norms, and of one of a layer's two row biases.
+
+    The other's is made of what is gathered for the product before it.
+    """
+    model = experiment.model
+    _, final_norm = end_parameters(model)
+    of_layer = [p for p in block_parameters(model, 0) if "norm" in p.name or p.name.endswith("mlp.down.bias")]
+    return bytes_of(final_norm, experiment) + model.n_layer * bytes_of(of_layer, experiment)
+
+
+def _pipeline(experiment: Experiment) -> Deviations:
+    """Stages roll at each tick, and the lane of what waits with them; and once before the first.
+
+    What is in no layer is on every stage, and the sum of its gradient runs over stages and replicas at once.
+    """
+    layout = experiment.layout
+    message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
+    rolled = (2 * _ticks(experiment) + 1) * message
+    layers, ends = _layers_and_ends(experiment)
+    shards = layout.dp_shard if layout.zero else 1
+    has_replicas = layout.dp_replicate > 1
+    found: Deviations = {
+        ("permute", PP, ACTIVATIONS): (rolled, ROLLED),
+        ("permute", PP, ACTIVATION_GRADIENTS): (rolled, ROLLED),
+        ("all_reduce", PP, TIED_GRADIENTS): (0, SHARED),
+    }
+    if has_replicas:
+        found["all_reduce", DP_REPLICATE, GRADIENTS] = (layers / shards, AT_ONCE)
+        found["all_reduce", joined(PP, DP_REPLICATE), GRADIENTS] = (ends / shards, f"{SHARED}, {AT_ONCE}")
+    else:
+        found["all_reduce", PP, GRADIENTS] = (ends / shards, SHARED)
+    return found
+
+
+def _ticks(experiment: Experiment) -> int:
+    """Ticks of the forward pipeline; backward has as many. Idle stages compute as the others do."""
+    layout = experiment.layout
+    return microbatches_of(experiment) * layout.chunks + layout.pp - 1
+
+
+def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
+    """Bytes of parameters on a device, before dp_shard splits them: of its layers, and of all else."""
+    model = experiment.model
+    embeddings, norm = end_parameters(model)
+    of_layers = model.n_layer // experiment.layout.pp * bytes_of(block_parameters(model, 0), experiment)
+    return of_layers, bytes_of([*embeddings, *norm], experiment)

@@ -1,0 +1,79 @@
+"""Data parallelism in types: parameters are "reduced", their gradients "unreduced", and one cast is the sum.
+
+    parameter   {R:dp}   on every device the same
+    batch       [B@dp]   rows are split
+    gradient    {U:dp}   each device's part of the sum: of that much the type keeps account
+    reshard     {U:dp} -> whole: the all-reduce, here and nowhere else
+
+The compiler's way has no word for "do not reduce yet": it reduces where a gradient is made, in every turn of
+every loop, unless replicas are a dim of the arrays. A type has that word. Parts are added to parts, over the
+layers, over both uses of a tied embedding, and over all passes of an accumulation: then they are summed once.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from compare.spec.axes import BATCH, DP_REPLICATE
+from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
+from jaxpar.placement import specs
+from jaxpar.problem import Loss
+
+AXIS = DP_REPLICATE
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of a batch (A, B, ...): B is split, replicas outermost."""
+    return NamedSharding(mesh, P(None, BATCH))
+
+
+def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
+    """The mean loss of all replicas, each on rows of its own; the model is typed as if there were one.
+
+    Args:
+        loss: of one replica.
+        mesh: has the axes that split a batch, R devices in all.
+        rows_dim: the dim of the batch that they split: 1 of (M, R b, ...).
+
+    Returns:
+        loss(params, batch) of parameters typed `reduced`. Each replica has its `copies`; a parameter that is
+        split over one of these axes stays so: the model gathers it (`own_copy`).
+    """
+    axes = axes_of_replicas(mesh)
+    replicas = math.prod(mesh.shape[axis] for axis in axes)
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        leaves, structure = jax.tree.flatten(params)
+        split = [bool(axes_in(jax.typeof(leaf).sharding.spec) & set(axes)) for leaf in leaves]
+        own = [None if is_split else copies(leaf) for leaf, is_split in zip(leaves, split, strict=True)]
+
+        def of_replica(own: list[Any], rows: Any) -> jax.Array:
+            mine = [w if is_split else o for w, o, is_split in zip(leaves, own, split, strict=True)]
+            return loss(jax.tree.unflatten(structure, mine), rows)
+
+        if replicas == 1:
+            return of_replica(own, batch)
+        rows = jax.tree.map(partial(_by_replica, replicas=replicas, dim=rows_dim), batch)
+        return jax.vmap(of_replica, in_axes=(0, rows_dim))(own, rows).mean(axis=0)
+
+    return mean_loss
+
+
+def _by_replica(x: jax.Array, *, replicas: int, dim: int) -> jax.Array:
+    """(.., R b, ..) -> (.., R, b, ..)."""
+    return x.reshape(*x.shape[:dim], replicas, -1, *x.shape[dim + 1 :])
+
+
+def synchronize_gradients(gradients: Any, placements: Any, *, sharded: bool) -> Any:
+    """Sum gradients that are unreduced: the one all-reduce over replicas.
+
+    Args:
+        gradients: as they have accumulated.
+        placements: of the parameters.
+        sharded: they are split over dp_shard already.
+    """
+    return reshard(gradients, specs(placements, sharded=sharded))

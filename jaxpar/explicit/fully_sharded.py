@@ -1,0 +1,95 @@
+"""Fully sharded data parallelism in types: a shard, a whole that is reduced, and the casts between them.
+
+    zero   types                                                  what a cast is
+    1      gradients {U:dp} -> [d@dp_shard], once a step          a reduce-scatter; then gathers of parameters
+    2      the same, once a pass, before they are added up        a reduce-scatter a pass
+    3      parameters [d@dp_shard] -> {R:dp} in the layer loop    a gather; its derivative is a reduce-scatter
+
+Of stage 3 nobody writes the backward: the gradient of what is {R:dp} is {U:dp}, that of a shard is a shard,
+and the derivative of the cast goes from one to the other. Where the compiler's way has a constraint that
+backward may, or may not, take up, types leave no choice. On a CPU XLA makes no reduce-scatter of the cast: it
+all-reduces and takes a slice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, reshard
+
+from compare.spec.axes import DP_SHARD
+from jaxpar.explicit.replicas import own_copy, reduced, unreduced
+from jaxpar.placement import one_layer, specs
+from jaxpar.problem import Edit, Loss
+from jaxpar.remat import Remat, apply_remat
+
+AXIS = DP_SHARD
+
+
+def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """Sum gradients over dp_shard, each device's shard of them; over replicas they stay unreduced."""
+    return reshard(gradients, unreduced(placements, sharded=True, mesh=mesh))
+
+
+def shard_parameters(tree: Any, placements: Any) -> Any:
+    """Each device's shard of parameters: nothing moves."""
+    return reshard(tree, specs(placements, sharded=True))
+
+
+def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+    """Parameters whole along dp_shard, reduced; padded as they are stored."""
+    return reshard(params, reduced(placements, sharded=False, mesh=mesh))
+
+
+def unpad(params: Any, placements: Any) -> Any:
+    """Parameters without what only makes shards equal in size."""
+    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
+
+
+def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    """True if an operation makes a whole parameter or a copy of one, for remat policies: its type says so."""
+    types = [parameters["dst_sharding"]] if primitive.name == "reshard" else []
+    types += [of.sharding for of in arguments if hasattr(of, "sharding")]
+    return any(AXIS in sharding.spec.reduced for sharding in types)
+
+
+def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool) -> Edit:
+    """An edit of the model: every scanned layer gathers its own parameters.
+
+    Args:
+        placements: of the stacked layers' leaves.
+        mesh: has an axis dp_shard.
+        remat: what forward may keep, gathered parameters aside.
+        reshard_after_forward: gather again in backward; false keeps what forward gathered.
+    """
+    placements = one_layer(placements)
+
+    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def gathering(x: Any, shards: Any) -> Any:
+            of_replica = jax.tree.leaves(x)[0]
+            whole = gather(shards, placements, mesh=mesh)
+            own = jax.tree.map(lambda w: own_copy(w, of_replica), whole)
+            return layer(x, unpad(own, placements))
+
+        return apply_remat(gathering, remat, is_gather=is_gather, keep_gathered=not reshard_after_forward)
+
+    def edit(model: Any) -> None:
+        model.wrap_layer = wrap_layer
+
+    return edit
+
+
+def gather_non_layer_parameters(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
+    """The loss of a model whose layers gather themselves: all else is gathered up front, and kept.
+
+    Args:
+        loss: over whole parameters, reduced, layers aside.
+        placements: of what is to be gathered, by key.
+        mesh: has an axis dp_shard.
+    """
+
+    def gathering(params: Any, batch: Any) -> jax.Array:
+        rest = {key: params[key] for key in placements}
+        return loss({**params, **gather(rest, placements, mesh=mesh)}, batch)
+
+    return gathering

@@ -1,0 +1,121 @@
+"""Tensor parallelism in types: Megatron's f and g are two casts, and what is split follows from the weight.
+
+    f   x -> {R:tp}         into a column-parallel product. Nothing moves; backward sums {U:tp}
+    g   {U:tp} -> x         out of a row-parallel product, whose contraction is over a dim that tp splits
+
+Sequence parallelism changes what x is between the regions, [T@tp]: then f gathers, and g scatters. Types
+demand more than the compiler's constraints: a contraction over a split dim is an error until it is said what
+becomes of the sum, and so are a lookup in a table of split rows, and a product that is written as one of two
+matrices, where heads that are split would be joined with others. And they demand less: of q, k and v, and of
+what leaves the column-parallel layer, nothing is said. The types of x and the weight leave one answer.
+
+Legend: B batch, T position, C n_embd, V vocabulary. No type here names an axis of data parallelism: the model
+is `vmap`ped over replicas.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from compare.spec.axes import TP
+from jaxpar.derivatives import product
+from jaxpar.model import Embedding, Linear
+from jaxpar.problem import Edit, Problem
+from jaxpar.tracing.sites import find_sites
+
+AXIS = TP
+SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
+"""Logical axis -> mesh axis: what is split, in every leaf that has it."""
+
+REDUCED, UNREDUCED = P(reduced={AXIS}), P(unreduced={AXIS})
+
+
+def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
+    """An edit of the model: casts at both ends of a region of split work.
+
+    Args:
+        problem: what is trained.
+        placements: of its leaves.
+        sequence_parallel: between the regions, positions are split.
+    """
+    between = P(None, AXIS) if sequence_parallel else P()
+
+    def edit(model: Any) -> None:
+        for site in find_sites(model, problem, placements):
+            if isinstance(site.module, Embedding):
+                site.replace(model, TypedEmbedding(site.module, between=between))
+            else:
+                split = RowParallelLinear if site.splits_inputs else ColumnParallelLinear
+                site.replace(model, split(site.module, between=between))
+        if problem.vocab_size:
+            model.cross_entropy = split_cross_entropy(vocab_size=problem.vocab_size)
+
+    return edit
+
+
+class ColumnParallelLinear(Linear):
+    """A Linear with split outputs: (B, T, C) -> (B, T, ..@tp)."""
+
+    def __init__(self, linear: Linear, *, between: P):
+        self.contracted, self.compute = linear.contracted, linear.compute
+        self.weight, self.bias = linear.weight, linear.bias
+        self.between = between
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(reshard(x, REDUCED))
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The product of arrays as they are: joined with others, a dim that is split would be gathered."""
+        return product(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
+
+
+class RowParallelLinear(ColumnParallelLinear):
+    """A Linear with split inputs: (B, T, ..@tp) -> (B, T, C), its sum over tp said where it is made."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = reshard(self.product(x), self.between)
+        return y if self.bias is None else y + self.bias[...].astype(self.compute)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Each device's part of the sum."""
+        x, weight = x.astype(self.compute), self.weight[...].astype(self.compute)
+        return product(x, weight, self.contracted, UNREDUCED)
+
+
+class TypedEmbedding(Embedding):
+    """An Embedding whose rows are split over tp."""
+
+    def __init__(self, embedding: Embedding, *, between: P):
+        self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
+        self.between = between
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTC = self.token[...].at[tokens_BT].get(out_sharding=P())
+        return reshard(x_BTC + self.position[...][: tokens_BT.shape[1]], self.between)
+
+    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
+        return reshard(x_BTC, REDUCED)
+
+
+def split_cross_entropy(*, vocab_size: int) -> Any:
+    """The cross-entropy of logits (B, T, V@tp) that may be padded: those from `vocab_size` on do not count.
+
+    Of each position three numbers are summed over tp, or compared. The target's logit is picked by a mask:
+    an index into a dim that is split is an error.
+    """
+
+    def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+        number_V = reshard(jnp.arange(logits_BTV.shape[-1]), P(AXIS))
+        if logits_BTV.shape[-1] > vocab_size:
+            logits_BTV = jnp.where(number_V < vocab_size, logits_BTV, -jnp.inf)
+        greatest_BT1 = lax.stop_gradient(logits_BTV.max(axis=-1, keepdims=True))
+        total_BT = jnp.exp(logits_BTV - greatest_BT1).sum(axis=-1)
+        of_target_BT = jnp.where(number_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)
+        return (jnp.log(total_BT) + greatest_BT1[..., 0] - of_target_BT).mean()
+
+    return cross_entropy
