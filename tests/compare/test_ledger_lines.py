@@ -1,7 +1,7 @@
 """Ledgers beside closed forms, without running anything: what is named, in which order, what explains it.
 
-`sent_otherwise.json` has what jax-compiler, torch-library and torch-compiler sent in steps of `check`, of its own
-size and of others, where that is not the closed form: logical bytes of the last stage.
+`sent_otherwise.json` has what jax-compiler, torch-library and torch-compiler sent in steps of `check`, of its
+own size and of others, where that is not the closed form: logical bytes of the last stage.
 """
 
 import itertools
