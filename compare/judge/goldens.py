@@ -1,6 +1,6 @@
 """nanoGPT's own numbers, which every engine is held to.
 
-The four engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
+All engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
 nanoGPT itself was run (`tests/make_golden.py`), and what it computed is kept as records like any other.
 Whatever golden.toml does not name was nanoGPT's own default there, and is ours here. It was run twice: the
 second time its `configure_optimizers` found `torch.optim.SGD` in AdamW's place, so that SGD's schedule,

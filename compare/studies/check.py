@@ -28,7 +28,7 @@ class Check(PairedStudy, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all four. A peer on one device: --devices 1."""
+    """Which engines. Default: all of the grid. A peer on one device: --devices 1."""
     devices: int = 4
     """Devices of data parallelism; 1 checks the engines unsharded only."""
 

@@ -28,7 +28,7 @@ class Faults(PairedStudy, frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Engines to plant faults in. Default: all four."""
+    """Engines to plant faults in. Default: all of the grid."""
     names: tuple[str, ...] = ()
     """Which faults. Default: all."""
     devices: int | None = None

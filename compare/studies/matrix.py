@@ -36,7 +36,7 @@ class Matrix(Study[MatrixOutcome], frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines. Default: all four."""
+    """Which engines. Default: all of the grid."""
     layouts: tuple[str, ...] = ()
     """Which presets. Default: all."""
     studies: tuple[str, ...] = ()

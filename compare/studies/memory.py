@@ -54,7 +54,7 @@ class Memory(Survey[dict[str, Held]], frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines; one that cannot express a layout is left out of it. Default: all four."""
+    """Which engines; one that cannot express a layout is left out of it. Default: all of the grid."""
     presets: tuple[str, ...] = ()
     """Layouts by name, on 2 or 4 devices. Default: 14 of them."""
 

@@ -51,7 +51,7 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all four."""
+    """Which engines. Default: all of the grid."""
     presets: tuple[str, ...] = ()
     """Strategies, by the names of `shardpair list`. Default: ddp, zero1, zero2, fsdp, tp."""
     devices: tuple[int, ...] = ()

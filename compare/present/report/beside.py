@@ -23,7 +23,7 @@ from compare.spec.experiment import Experiment
 
 OWN = {
     "profile.html": "where the time of one step goes",
-    "lesson.html": "the strategy in four engines",
+    "lesson.html": "the strategy in every engine",
     OUTCOME: "verdicts and costs as JSON",
     "experiment.toml": "the experiment",
 }
