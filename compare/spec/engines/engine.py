@@ -99,7 +99,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     counts_own_calls: bool = False
     """Whether its ledger counts its own calls, instead of observing somebody else's."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
-    """Sender of collectives that are not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
+    """Sender of collectives not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
     keeps: Keeps | None = None
     """None if unknown: then its peak has no closed form."""
     impossible_faults: Mapping[str, str] = {}
