@@ -202,15 +202,15 @@ def run(experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
     Args:
         experiment: a name, a TOML file, or what `experiment` returned.
         options: the command's flags by their names: engines (the first is what the others are held against;
-            all that can express the layout by default), preset and devices, ladder, init_from, resume,
-            platform, run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python. See `shardpair run
+            all that can express the layout by default), preset and devices, ladder, keep_tensors (by default
+            True, other than there), init_from, resume, platform, run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python. See `shardpair run
             --help`.
 
     Raises:
         ExperimentError, EnvironmentMissing: before anything is started.
         EngineError: no engine finished. If only some did, `result.comparison.failures` says why.
     """
-    command, default = _command(Run, experiment, options)
+    command, default = _command(Run, experiment, {"keep_tensors": True, **options})
     comparison, folder = command.outcome(default)
     leave_page(partial(write_report, folder), as_json=True)
     return _result(comparison, folder)

@@ -13,6 +13,7 @@ from compare.execute.launch import EngineError, EnvironmentMissing, require_devi
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.host.disk import write_atomically
+from compare.judge.circumstances import Circumstances
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import COMPARISON, Comparison, differences, read_comparison, read_saved
 from compare.judge.outcome import read_outcome, save
@@ -81,7 +82,7 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
             name=self.title,
             experiment=_with_absolute_source(self.asked()),
             platform=self.platform,
-            circumstances=here_and_now(),
+            circumstances=Circumstances(),
             strategies=list(self.presets or CLASSIC),
             engines=chosen_engines(self.engines),
             devices=self._devices(),
@@ -119,6 +120,7 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
         """Train every batch, in a new folder."""
         for case in self.cases_of(planned):
             require_devices(case.experiment, planned.platform)  # before the first batch has cost an hour
+        planned = msgspec.structs.replace(planned, circumstances=here_and_now())
         folder = create_run_dir(planned.name, self.run_dir)
         save(planned, folder)  # for --continue, whatever ends it
         return self._trained(planned, folder), folder

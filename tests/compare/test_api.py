@@ -70,7 +70,7 @@ def test_bad_requests_are_one_line(call, says, tmp_path, monkeypatch):
 
 
 def test_a_folder_without_a_run_is_said(tmp_path):
-    with pytest.raises(RecordError, match=r"has no comparison\.json"):
+    with pytest.raises(RecordError, match=r"has no outcome\.json"):
         api.read(tmp_path)
 
 

@@ -40,7 +40,7 @@ def engines(monkeypatch):
     """Engines that leave records by hand, or fail as they are told to."""
     told = Engines()
 
-    def launch(request, folder, *, pythons, on_step):
+    def launch(request, folder, *, pythons, hosts, on_step):
         told.started.append(request.engine)
         if error := told.failing.get(request.engine):
             folder.mkdir()

@@ -7,7 +7,7 @@ from compare.checkpoint.reader import read_description
 from compare.contract.record import read_record
 from compare.spec.experiment import edited, to_toml
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
+ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
 LAYOUTS = {
     "fsdp_tp": ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"),
     "ddp_pp": ("--layout.dp_replicate", "2", "--layout.pp", "2", "--layout.schedule", "gpipe"),

@@ -215,7 +215,7 @@ def test_comparing_tells_the_reporter_and_continuing_counts_what_is_finished(
 ):
     failing = ["torch-manual"]
 
-    def launch(request, folder, *, pythons, on_step):
+    def launch(request, folder, *, pythons, hosts, on_step):
         if request.engine in failing:
             raise EngineError(f"{request.engine}: no luck", exit_code=1)
         for one in make_steps(request.experiment):

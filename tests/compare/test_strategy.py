@@ -29,8 +29,9 @@ def layouts(engine):
         "ddp": DDP,
         "fsdp": {"layout": {"dp_shard": 2, "zero": 3}},
         "tp_sp": {"layout": {"tp": 2, "sequence_parallel": True}},
-        "pp": {"layout": {"pp": 2, "schedule": STUDIED[engine].schedules[0], "microbatches": 2}},
     }
+    for schedule in STUDIED[engine].schedules[:1]:
+        found["pp"] = {"layout": {"pp": 2, "schedule": schedule, "microbatches": 2}}
     return found.items()
 
 

@@ -25,7 +25,7 @@ def failing_at(tmp_path, monkeypatch, tiny):
     errors: dict[int, BaseException] = {}
     started = []
 
-    def launch(request, folder, *, pythons, on_step):
+    def launch(request, folder, *, pythons, hosts, on_step):
         started.append(request.engine)
         if error := errors.get(len(started)):
             folder.mkdir()

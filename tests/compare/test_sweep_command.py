@@ -20,7 +20,7 @@ def launched(monkeypatch, failing=(), interrupted=""):
     """Engines that leave records without running, and some that do not; the list of what was started."""
     started = []
 
-    def launch(request, folder, *, pythons, on_step):
+    def launch(request, folder, *, pythons, hosts, on_step):
         started.append(folder.name)
         if folder.name == interrupted:
             raise KeyboardInterrupt

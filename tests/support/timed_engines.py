@@ -33,7 +33,7 @@ class Engines:
         fast = self.ceilings.pop(0) if self.ceilings else 1e8
         return Ceiling(dtype=dtype, flops_per_s=fast, threads=2, size=512)
 
-    def __call__(self, request, folder, *, pythons, on_step):
+    def __call__(self, request, folder, *, pythons, hosts, on_step):
         self.launched.append(folder.name)
         self.requests.append(request)
         if len(self.launched) == self.interrupted_at:

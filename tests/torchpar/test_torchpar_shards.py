@@ -12,6 +12,7 @@ from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import assemble, cut
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.library.tensor_parallel import loss_parallel_on
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
@@ -74,6 +75,7 @@ def test_every_rank_holds_what_is_said(rank: int, engine: str, layout: Layout) -
 @pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "fsdp_tp"])
 @on_ranks
 def test_gradients_and_moments_are_cut_as_weights_are(rank: int, engine: str, name: str) -> None:
+    loss_parallel_on.close()  # another test's, in this process
     layout = (TORCH_ZERO | TORCH_SHARED)[name]
     parallel, mesh = make_parallel(engine, layout, rank)
     tokens = torch.randint(51, (4, 8), generator=torch.Generator().manual_seed(rank // layout.tp))

@@ -35,7 +35,7 @@ from torchpar.dropout import split_rows
 from torchpar.head_order import deal_heads
 from torchpar.model import GPT
 
-_loss_parallel_on = ExitStack()
+loss_parallel_on = ExitStack()
 
 
 def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
@@ -80,7 +80,7 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
     )
     model.transformer["wte"].weight = model.lm_head.weight  # each was distributed for itself: tied again
     split_rows(model, mesh.get_local_rank(), sequence_parallel=sequence_parallel)
-    _loss_parallel_on.enter_context(loss_parallel())
+    loss_parallel_on.enter_context(loss_parallel())
 
 
 class NoParallel(ParallelStyle):

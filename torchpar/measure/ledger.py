@@ -172,7 +172,8 @@ class LedgerMode:
             return UNUSED  # DDP's map of parameters
         if axis == PP and kind == "permute":
             return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
-        if self._module.endswith(".loss"):
+        # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
+        if self._module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
             return LOSS
         if axis == TP and self._modules.are_in_backward:
             return REPLICATED_GRADIENTS if is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS

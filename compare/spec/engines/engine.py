@@ -56,6 +56,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The `precision.dtype` that it can train in."""
     no_other_dtype: str = ""
     """Reason for no other dtype."""
+    no_loss_chunks: str = ""
+    """Reason against `train.loss_chunks` above 1; empty if it has them."""
     is_reference: bool = False
     """Whether its run on one device is the reference of all others; true for exactly one engine."""
     zero: tuple[int, ...] = ()
@@ -143,6 +145,10 @@ class Engine(Struct, frozen=True, kw_only=True):
         if (dtype := experiment.precision.dtype) not in self.dtypes:
             have, why = ", ".join(self.dtypes), self.no_other_dtype and f" ({self.no_other_dtype})"
             raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {have}{why}")
+        if (chunks := experiment.train.loss_chunks) > 1 and self.no_loss_chunks:
+            raise ExperimentError(
+                f"train.loss_chunks = {chunks}: {self.name} has none: {self.no_loss_chunks}"
+            )
         if (interval := experiment.train.eval_interval) and not self.evaluates:
             raise ExperimentError(
                 f"train.eval_interval = {interval}: {self.name} evaluates nothing: set it to 0, or leave "
