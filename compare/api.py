@@ -203,8 +203,8 @@ def run(experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
         experiment: a name, a TOML file, or what `experiment` returned.
         options: the command's flags by their names: engines (the first is what the others are held against;
             all that can express the layout by default), preset and devices, ladder, keep_tensors (by default
-            True, other than there), init_from, resume, platform, run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python. See `shardpair run
-            --help`.
+            True, other than there), init_from, resume, platform, run_dir, timeout_s, cache_dir, quiet,
+            jax_python, torch_python. See `shardpair run --help`.
 
     Raises:
         ExperimentError, EnvironmentMissing: before anything is started.

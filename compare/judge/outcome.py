@@ -36,7 +36,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     name: str
     """For people, and of its folder."""
     platform: Platform
-    circumstances: Circumstances
+    circumstances: Circumstances = Circumstances()
     left_out: dict[str, str] = {}
     """What could not be a case, by name, and why."""
 

@@ -76,12 +76,19 @@ class Precisions(Survey[Curves], frozen=True, kw_only=True):
     def parts(self, experiment: Experiment) -> Parts:
         """A part for each precision: all engines on one device."""
         check_names("--dtypes", "dtype", self.dtypes, DTYPES)
-        engines = list(self.engines or ENGINES)
-        specs = {
-            dtype: spread(edited(experiment, {"precision": {"dtype": dtype}}), "single")
-            for dtype in self.dtypes or DTYPES
+        wanted = self.dtypes or DTYPES
+        left_out = {
+            name: f"it has no {', '.join(lacks)}: {STUDIED[name].no_other_dtype}"
+            for name in ENGINES
+            if not self.engines and (lacks := [one for one in wanted if one not in STUDIED[name].dtypes])
         }
-        return [Part(name=dtype, cases=engine_cases(spec, engines)) for dtype, spec in specs.items()], {}
+        engines = [name for name in self.engines or ENGINES if name not in left_out]
+        specs = {
+            dtype: spread(edited(experiment, {"precision": {"dtype": dtype}}), "single") for dtype in wanted
+        }
+        return [
+            Part(name=dtype, cases=engine_cases(spec, engines)) for dtype, spec in specs.items()
+        ], left_out
 
     def measure(self, part: Part, place: Path) -> Curves:
         """The engines' losses and verdict; then the first engine's from changed weights."""

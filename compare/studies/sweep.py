@@ -13,7 +13,6 @@ from compare.execute.launch import EngineError, EnvironmentMissing, require_devi
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.host.disk import write_atomically
-from compare.judge.circumstances import Circumstances
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import COMPARISON, Comparison, differences, read_comparison, read_saved
 from compare.judge.outcome import read_outcome, save
@@ -82,7 +81,6 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
             name=self.title,
             experiment=_with_absolute_source(self.asked()),
             platform=self.platform,
-            circumstances=Circumstances(),
             strategies=list(self.presets or CLASSIC),
             engines=chosen_engines(self.engines),
             devices=self._devices(),

@@ -80,6 +80,7 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
     )
     model.transformer["wte"].weight = model.lm_head.weight  # each was distributed for itself: tied again
     split_rows(model, mesh.get_local_rank(), sequence_parallel=sequence_parallel)
+    loss_parallel_on.close()  # a model before this one
     loss_parallel_on.enter_context(loss_parallel())
 
 

@@ -146,9 +146,7 @@ class Engine(Struct, frozen=True, kw_only=True):
             have, why = ", ".join(self.dtypes), self.no_other_dtype and f" ({self.no_other_dtype})"
             raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {have}{why}")
         if (chunks := experiment.train.loss_chunks) > 1 and self.no_loss_chunks:
-            raise ExperimentError(
-                f"train.loss_chunks = {chunks}: {self.name} has none: {self.no_loss_chunks}"
-            )
+            raise ExperimentError(f"train.loss_chunks = {chunks}: {self.name}: {self.no_loss_chunks}")
         if (interval := experiment.train.eval_interval) and not self.evaluates:
             raise ExperimentError(
                 f"train.eval_interval = {interval}: {self.name} evaluates nothing: set it to 0, or leave "
