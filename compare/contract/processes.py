@@ -119,7 +119,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Process | None:
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Process | None:
-    if "RANK" not in environment or environment.get("WORLD_SIZE") == "1":
+    if "RANK" not in environment or environment.get("WORLD_SIZE", "1") == "1":
         return None
     return Process(
         number=int(environment["RANK"]),
