@@ -74,7 +74,8 @@ def main() -> int:
         parser.error("RUN_DIR is missing")
     try:
         if process := find_process(arguments, os.environ):
-            os.environ.update(process.variables)
+            if "RANK" not in os.environ:  # as torchrun says it
+                os.environ.update(process.variables)
             from torchpar.launcher.interface import choose_interface
 
             choose_interface(process)

@@ -126,7 +126,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Process | None:
         count=int(environment["WORLD_SIZE"]),
         local=int(environment.get("LOCAL_RANK", "0")),
         # torchrun's own store listens at MASTER_PORT: another service needs a port of its own.
-        coordinator=f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        coordinator=f"{environment.get('MASTER_ADDR', '')}:{environment.get('MASTER_PORT', '0')}",
         told_by="torchrun",
     )
 

@@ -24,7 +24,8 @@ def choose_interface(process: Process) -> None:
         if chosen.split(",")[0] not in there:
             raise ExperimentError(f"{INTERFACE} = {chosen}: {process.name} has {', '.join(there)}")
         return
-    if name := interface_to(*process.address):
+    host, port = process.address
+    if host and (name := interface_to(host, port)):
         os.environ[INTERFACE] = name
 
 
