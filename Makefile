@@ -21,10 +21,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report, in about a minute
 	$(BIN)/shardpair run demo
 
-test: $(READY)  ## every test, in about 16 minutes on two cores
+test: $(READY)  ## every test, in about 14 minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: 2 to 3 minutes
+test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: a minute
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
