@@ -53,23 +53,26 @@ class Hosts(Struct, frozen=True, kw_only=True):
                 "degrees whose product they divide"
             )
 
-    def command(self, python: str, side: Side, layout: Layout, arguments: Sequence[str]) -> list[str]:
+    def command(
+        self, python: str, side: Side, folder: Path, *, layout: Layout, options: Sequence[str] = ()
+    ) -> list[str]:
         """The command that runs a side on these hosts.
 
         Args:
             python: the interpreter, at the same path on all hosts.
             side: which.
+            folder: of the run.
             layout: its devices are spread evenly, host after host.
-            arguments: of `python -m SIDE`.
+            options: of `python -m SIDE`, beside the folder.
         """
-        run = [python, "-m", side.name, *arguments]
+        run = [python, "-m", side.name, *options, str(folder.absolute()), "--exit-with-stdin"]
         if not self.several:
             return run
         self.require(layout)
         on_host = layout.devices // self.count if side.one_process_a_device else 1
         if self.launcher == "slurm":
             return [*srun(self.count, on_host), "--kill-on-bad-exit=1", "--unbuffered", *run]
-        starter = ["--hosts", str(self.count), "--on_host", str(on_host)]
+        starter = ["--hosts", str(self.count), "--on_host", str(on_host), "--folder", str(folder.absolute())]
         return [sys.executable, "-m", "compare.execute.local_hosts", *starter, *run]
 
 

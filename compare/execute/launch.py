@@ -221,8 +221,7 @@ def run_side(
         EngineError, KeyboardInterrupt: as `launch`.
     """
     python = (pythons or {}).get(side.name, sys.executable)
-    arguments = [*options, str(folder.absolute()), "--exit-with-stdin"]
-    command = launcher(python, side, arguments=arguments)
+    command = launcher(python, side, folder, options=options)
     kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that

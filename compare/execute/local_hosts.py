@@ -1,4 +1,4 @@
-"""`python -m compare.execute.local_hosts --hosts N --on_host K PYTHON -m SIDE ... RUN_DIR`: hosts for a test.
+"""`python -m compare.execute.local_hosts --hosts N --on_host K --folder RUN_DIR COMMAND`: hosts for a test.
 
 All processes run on this machine; each believes to be on one of N hosts.
 """
@@ -15,10 +15,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m compare.execute.local_hosts")
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--on_host", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="of the run, for error.json")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    folder = next(Path(word) for word in given.command if Path(word).is_dir())
-    return start_together(given.hosts, given.on_host, given.command, folder)
+    return start_together(given.hosts, given.on_host, given.command, given.folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Engines on several hosts: what starts them, and a run on two that are this machine."""
 
 import sys
+from pathlib import Path
 
+import processes
 import pytest
 
 from compare.contract.record import read_failure
@@ -13,20 +15,22 @@ from compare.spec.experiment import ExperimentError, Layout
 JAX, TORCH = side_of("jax-manual"), side_of("torch-manual")
 FOUR = Layout(dp_replicate=2, tp=2)
 RUN = ["python", "-m"]
+DIR = Path("/runs/mine")
+END = ["/runs/mine", "--exit-with-stdin"]
 
 
 def test_one_host_is_the_engine_itself():
-    assert HERE.command("python", JAX, FOUR, ["DIR"]) == [*RUN, "jaxpar", "DIR"]
+    assert HERE.command("python", JAX, DIR, layout=FOUR) == [*RUN, "jaxpar", *END]
 
 
 def test_srun_starts_a_process_a_host_or_a_device():
     two = Hosts(launcher="slurm", count=2)
-    jax, torch = (two.command("python", side, FOUR, ["DIR"]) for side in (JAX, TORCH))
+    jax, torch = (two.command("python", side, DIR, layout=FOUR) for side in (JAX, TORCH))
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(jax)
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(torch)
-    assert jax[-4:] == [*RUN, "jaxpar", "DIR"]
+    assert jax[-5:] == [*RUN, "jaxpar", *END]
     with pytest.raises(ExperimentError, match="--hosts 3: they do not divide the layout's 4 devices"):
-        Hosts(launcher="slurm", count=3).command("python", JAX, FOUR, [])
+        Hosts(launcher="slurm", count=3).command("python", JAX, DIR, layout=FOUR)
 
 
 def test_hosts_are_those_of_the_allocation(monkeypatch):
@@ -46,6 +50,30 @@ def test_hosts_are_those_of_the_allocation(monkeypatch):
 def test_an_engine_does_not_inherit_the_place_of_who_starts_it():
     kept = without_place({"RANK": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "HOME": "/"})
     assert kept == {"SLURM_JOB_ID": "7", "HOME": "/"}
+
+
+def test_what_hosts_of_a_test_leave_goes_to_the_run_and_not_where_it_started(tmp_path, monkeypatch):
+    """A folder with a side's name, where the user is, is not the run's."""
+    (tmp_path / "jaxpar").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = Hosts(count=2).command("python", JAX, tmp_path / "run", layout=FOUR)
+    assert command[command.index("--folder") + 1] == str(tmp_path / "run")
+    code = "import sys; sys.exit(3)"
+    (tmp_path / "run").mkdir()
+    flags = ["--hosts", "2", "--on_host", "1", "--folder", "run"]
+    starter = [
+        sys.executable,
+        "-m",
+        "compare.execute.local_hosts",
+        *flags,
+        sys.executable,
+        "-c",
+        code,
+        "jaxpar",
+    ]
+    assert processes.run([*starter, sys.executable, "-c", code, "jaxpar"]).returncode == 3
+    assert read_failure(tmp_path / "run")
+    assert not list((tmp_path / "jaxpar").iterdir())
 
 
 def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path):
