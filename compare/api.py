@@ -27,7 +27,7 @@ from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
-from compare.judge.outcome import TimedOutcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE, write_report
 from compare.show.findings import Findings

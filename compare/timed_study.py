@@ -9,7 +9,7 @@ import msgspec
 from compare.contract.timing import Timing
 from compare.execute.progress import Reporter
 from compare.judge.bench_agreement import mistakes
-from compare.judge.outcome import TimedCase, TimedOutcome
+from compare.judge.timed_outcome import TimedCase, TimedOutcome
 from compare.present.bench_words import warnings
 from compare.show.findings import Findings, Table
 from compare.spec.experiment import Experiment, edited, revalidate

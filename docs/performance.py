@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from compare.host.json_files import read_json
 from compare.judge.bench_rows import blocks
-from compare.judge.outcome import TimedOutcome
 from compare.judge.statistics import Estimate
+from compare.judge.timed_outcome import TimedOutcome
 from compare.show.findings import Table
 from compare.studies.bench import Bench
 

@@ -23,7 +23,8 @@ from performance import BENCHES, kept
 
 from compare.host.disk import write_atomically
 from compare.host.json_files import read_json
-from compare.judge.outcome import OUTCOME, Outcome, TimedOutcome
+from compare.judge.outcome import OUTCOME, Outcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.show.findings import Findings
 from compare.show.markdown import markdown, markdown_table
 from compare.studies.registry import STUDIES

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from compare.judge.outcome import Measurement, TimedCase, TimedOutcome
+from compare.judge.timed_outcome import Measurement, TimedCase, TimedOutcome
 from compare.judge.tolerances import tolerances_for
 from compare.numerics.learning_rate import learning_rate
 from compare.spec.engines.registry import side_of

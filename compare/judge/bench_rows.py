@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.outcome import Measurement, TimedCase, TimedOutcome
 from compare.judge.peaks import peak_flops
 from compare.judge.statistics import Estimate, estimate, ratios
+from compare.judge.timed_outcome import Measurement, TimedCase, TimedOutcome
 
 
 class BenchRow(Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.buckets import best_buckets, bucket_sizes, exposed_s, overlapped_s
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import TimedCase, TimedOutcome
 from compare.judge.statistics import Estimate, estimate
+from compare.judge.timed_outcome import TimedCase, TimedOutcome
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.experiment import Experiment
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from compare.execute.load import is_busy
 from compare.judge.bench_agreement import mistakes, unequal_terms, what_was_held
 from compare.judge.bench_rows import BenchRow, baseline_of, blocks
-from compare.judge.outcome import MOST_FAILURES, TimedCase, TimedOutcome
 from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
+from compare.judge.timed_outcome import MOST_FAILURES, TimedCase, TimedOutcome
 from compare.show.findings import written
 from compare.terminal.layout_words import layout_in_words
 from compare.terminal.units import human_bytes

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from compare.commands.arguments import StudiedName
 from compare.judge.bench_rows import by_round
-from compare.judge.outcome import Measurement, TimedCase, TimedOutcome
 from compare.judge.statistics import Estimate, estimate
+from compare.judge.timed_outcome import Measurement, TimedCase, TimedOutcome
 from compare.show.findings import Column, Figure, Findings, Series, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError

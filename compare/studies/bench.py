@@ -7,8 +7,8 @@ from compare.commands.arguments import EngineName
 from compare.commands.chosen_layout import DEVICES
 from compare.commands.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
-from compare.judge.outcome import TimedOutcome
 from compare.judge.statistics import Estimate
+from compare.judge.timed_outcome import TimedOutcome
 from compare.present.bench_words import block_title, circumstances_rows, in_one_line, sentences, told_in
 from compare.show.findings import Column, Figure, Findings, Row, Series, Table, Text, table_of
 from compare.spec.engines.registry import STUDIED

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.judge.outcome import TimedCase
+from compare.judge.timed_outcome import TimedCase
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate

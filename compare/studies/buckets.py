@@ -23,8 +23,9 @@ from compare.judge.bucket_overheads import (
     reduced_experiment,
 )
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import OUTCOME, TimedCase, TimedOutcome, read_outcome
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.statistics import interval_words
+from compare.judge.timed_outcome import TimedCase, TimedOutcome
 from compare.show.findings import Column, Figure, Findings, Series, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate

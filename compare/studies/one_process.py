@@ -16,14 +16,7 @@ from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
 from compare.host.tensors import RecordError
 from compare.judge.ladder import objections_by_itself
-from compare.judge.outcome import (
-    FailedLaunch,
-    HowItRan,
-    TimedCase,
-    TimedOutcome,
-    how_it_ran,
-    measured,
-)
+from compare.judge.timed_outcome import FailedLaunch, HowItRan, TimedCase, TimedOutcome, how_it_ran, measured
 from compare.spec.engines.registry import side_of
 from compare.studies.cases import Settings
 

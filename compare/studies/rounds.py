@@ -14,7 +14,8 @@ from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.source import require_same_source
 from compare.judge.bench_rows import baseline_of
-from compare.judge.outcome import TimedCase, TimedOutcome, read_outcome, save
+from compare.judge.outcome import read_outcome, save
+from compare.judge.timed_outcome import TimedCase, TimedOutcome
 from compare.numerics.data import open_corpus
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError

@@ -9,7 +9,8 @@ from studies import study_section
 
 from compare import api
 from compare.cli import main
-from compare.judge.outcome import TimedOutcome, save
+from compare.judge.outcome import save
+from compare.judge.timed_outcome import TimedOutcome
 from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.accumulation import Accumulation

@@ -12,8 +12,9 @@ from compare.execute import source
 from compare.host.tensors import RecordError
 from compare.judge import ladder
 from compare.judge.bench_rows import blocks
-from compare.judge.outcome import OUTCOME, TimedOutcome, read_outcome
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
+from compare.judge.timed_outcome import TimedOutcome
 from compare.spec.experiment import ExperimentError
 from compare.studies import rounds as study
 from compare.studies.cases import Settings

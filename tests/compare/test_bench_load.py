@@ -8,7 +8,8 @@ import pytest
 from timed_engines import bench
 
 from compare.execute import load
-from compare.judge.outcome import TimedOutcome, read_outcome
+from compare.judge.outcome import read_outcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.studies import rounds as study
 
 

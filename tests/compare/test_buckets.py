@@ -13,7 +13,8 @@ from compare.execute.launch import EngineError
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit, fits_of
-from compare.judge.outcome import OUTCOME, FailedLaunch, TimedOutcome, save
+from compare.judge.outcome import OUTCOME, save
+from compare.judge.timed_outcome import FailedLaunch, TimedOutcome
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.figures import save_figures
 from compare.show.page import write_page

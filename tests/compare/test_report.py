@@ -34,7 +34,8 @@ from compare.host.json_files import write_json
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import read_comparison, read_saved
 from compare.judge.costs import cost_of
-from compare.judge.outcome import TimedOutcome, save
+from compare.judge.outcome import save
+from compare.judge.timed_outcome import TimedOutcome
 from compare.present.report import canvas
 from compare.present.report.beside import FileLink, ceilings_beside, links_beside, own_links
 from compare.present.report.curves import windowed

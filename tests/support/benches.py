@@ -7,7 +7,7 @@ import numpy as np
 
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances, Machine
-from compare.judge.outcome import HowItRan, Measurement, TimedCase, TimedOutcome
+from compare.judge.timed_outcome import HowItRan, Measurement, TimedCase, TimedOutcome
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
 

@@ -16,7 +16,8 @@ from compare.contract.timeline import TIMELINE
 from compare.contract.work import WORK
 from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison
-from compare.judge.outcome import OUTCOME, StudyOutcome, TimedOutcome, read_outcome
+from compare.judge.outcome import OUTCOME, StudyOutcome, read_outcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.pipeline.instructions import HLO_COLLECTIVES
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
