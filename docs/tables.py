@@ -106,7 +106,12 @@ def presets() -> str:
 def engines() -> str:
     """Table of engines, and what each offers."""
     rows = [
-        (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
+        (
+            f"`{e.name}`",
+            ", ".join(e.gradient_sync),
+            ", ".join(e.layouts.schedules),
+            e.layouts.no_other_schedule.split(":")[0],
+        )
         for e in STUDIED.values()
     ]
     header = ["engine", "gradient synchronisation", "pipeline schedules", "why no other"]

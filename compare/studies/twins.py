@@ -25,9 +25,8 @@ ALONE = "nothing is communicated on one device"
 
 def twin_of(request: Request) -> Request | str:
     """The request of an engine's silent twin, or why there is none."""
-    engine = ENGINES[request.engine]
-    if not engine.falls_silent:
-        return engine.no_twin or f"{engine.name} always communicates"
+    if why := ENGINES[request.engine].no_twin:
+        return why
     if request.experiment.layout.devices == 1:
         return ALONE
     return msgspec.structs.replace(request, profile=False, silent=True)
