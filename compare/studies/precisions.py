@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Struct
 from safetensors.numpy import save_file
 
-from compare.commands.arguments import StudiedName
+from compare.flags.arguments import StudiedName
 from compare.judge.outcome import PartsOutcome
 from compare.numerics.parameters import initial_parameters
 from compare.show.findings import Column, Figure, Findings, Series, table_of

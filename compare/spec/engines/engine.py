@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from compare.host.facts import MissingPackageError
 from compare.spec.axes import SHARDED_FROM
@@ -87,7 +87,7 @@ class Observed(Struct, frozen=True, kw_only=True):
 class Holds(Struct, frozen=True, kw_only=True):
     """What a device holds, as far as the closed forms of its memory depend on the engine."""
 
-    sharded_from: Mapping[str, int] = SHARDED_FROM
+    sharded_from: Mapping[str, int] = field(default_factory=SHARDED_FROM.copy)
     """The ZeRO stage from which each kind of state is split, at rest or when the optimizer begins."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
