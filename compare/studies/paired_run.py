@@ -75,8 +75,8 @@ def compare_cases(
     with new_folder(name, run_dir) as folder:
         planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
         planned = msgspec.structs.replace(planned, left_out=dict(left_out or {}))
-        cases = _Cases(judged(planned, {}), folder, settings, reporter, {}, needs_first)
-        return cases.run(), folder
+        training = _Cases(judged(planned, {}), folder, settings, reporter, {}, needs_first)
+        return training.run(), folder
 
 
 def _planned(
@@ -135,8 +135,8 @@ def continue_cases(
             for name, request in saved.requests.items()
         }
         again = msgspec.structs.replace(saved, requests=requests, failures={})
-        cases = _Cases(judged(again, records), folder, settings, reporter, records, needs_first)
-        return cases.run()
+        training = _Cases(judged(again, records), folder, settings, reporter, records, needs_first)
+        return training.run()
 
 
 def _complete(folder: Path) -> Comparison:

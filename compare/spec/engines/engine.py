@@ -172,14 +172,14 @@ class Engine(Struct, frozen=True, kw_only=True):
             )
         if (chunks := experiment.train.loss_chunks) > 1 and self.can.loss_chunks is not True:
             raise ExperimentError(f"train.loss_chunks = {chunks}: {self.name}: {self.can.loss_chunks}")
-        for field, value, ability, lacks in (
+        for name, value, ability, lacks in (
             ("train.eval_interval", experiment.train.eval_interval, self.can.evaluates, "evaluates nothing"),
             ("model.dropout", experiment.model.dropout, self.can.drops, "drops nothing"),
             ("checkpoint.every", experiment.checkpoint.every, self.can.checkpoints, "saves no checkpoints"),
         ):
             if value and not ability:
                 raise ExperimentError(
-                    f"{field} = {value}: {self.name} {lacks}: set it to 0, or leave {self.name} out of "
+                    f"{name} = {value}: {self.name} {lacks}: set it to 0, or leave {self.name} out of "
                     "--engines"
                 )
 
