@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report, in about a minute
+demo: $(READY)  ## one experiment, every engine: a verdict, a table and a report, in about a minute
 	$(BIN)/shardpair run demo
 
 test: $(READY)  ## every test, in about 14 minutes on two cores
