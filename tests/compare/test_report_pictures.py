@@ -67,7 +67,7 @@ def long_comparison(folder, experiment):
         for step in make_steps(long)
     ]
     comparison = make_comparison(folder, long, names=SIX, steps=steps)
-    in_use = {kind: (random.random(300) * 1e6).astype(int).tolist() for kind in CLASSES[:6]}
+    in_use = {kind: (random.random(100) * 1e6).astype(int).repeat(3).tolist() for kind in CLASSES[:6]}
     peak = Peak(bytes={kind: max(values) for kind, values in in_use.items()}, position=9, phase="forward")
     curve = Curve(positions=list(range(300)), bytes=in_use, marks=[PhaseStart(0, "forward")], length=300)
     profile = MemoryProfile(devices=[DeviceMemory(peak=peak, curve=curve)], method="by hand")
