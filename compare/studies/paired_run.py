@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from compare.contract.early_stop import STOPPED
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Request, ResumePoint, rungs_asked_for
 from compare.contract.run_lock import lock_folder
@@ -192,6 +193,10 @@ def _run(
             planned = msgspec.structs.replace(planned, failures={n: str(e) for n, e in failures.items()})
             comparison = msgspec.structs.replace(comparison, failures=planned.failures)
         save(comparison, folder)
+        if name in failures and failures[name].exit_code == STOPPED:
+            raise EngineError(
+                f"{failures[name]}: `shardpair resume {folder}` goes on", exit_code=STOPPED, log=None
+            )
         if failures and needs_first and not records:
             break
     if not records:

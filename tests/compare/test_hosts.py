@@ -1,13 +1,18 @@
 """Engines on several hosts: what starts them, and a run on two that are this machine."""
 
+import signal
+import socket
 import sys
 from pathlib import Path
 
 import processes
 import pytest
 
-from compare.contract.record import read_failure
+from compare.contract.other_hosts import HostFacts, leave_hosts
+from compare.contract.processes import Process, require_port
+from compare.contract.record import Failure, read_failure, write_failure
 from compare.execute import hosts as several
+from compare.execute.blame import LOG, seen_by_srun, why
 from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import ExperimentError, Layout
@@ -76,15 +81,89 @@ def test_what_hosts_of_a_test_leave_goes_to_the_run_and_not_where_it_started(tmp
     assert not list((tmp_path / "jaxpar").iterdir())
 
 
-def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path):
-    wait = "import sys, time; number = sys.argv[sys.argv.index('--process') + 1]; "
-    assert start_together(2, 1, [sys.executable, "-c", wait + "sys.exit(0)"], tmp_path) == 0
-    assert read_failure(tmp_path) is None
-    fail = wait + "number == '1' and sys.exit(3); time.sleep(600)"
-    assert start_together(2, 2, [sys.executable, "-c", fail], tmp_path) == 3
-    failure = read_failure(tmp_path)
+NUMBER = "import os, signal, sys, time; number = sys.argv[sys.argv.index('--process') + 1]; "
+CONSEQUENCE = (
+    "from pathlib import Path; from compare.contract.record import Failure, leave_failure; "
+    "tell = lambda text: leave_failure(Path.cwd(), Failure(message=text, is_consequence=True)); "
+)
+
+
+def together(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | None]:
+    """Two processes on each of two hosts. Returns the exit code, and what is left in the folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(several.__file__).parents[2]))
+    return start_together(2, 2, [sys.executable, "-c", NUMBER + script], folder), read_failure(folder)
+
+
+def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
+    assert together("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
+    leave_hosts(tmp_path, [HostFacts(host=f"host{n // 2}", versions={}) for n in range(4)])
+    code, failure = together("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
+    assert code == 3
+    assert failure == Failure(message="process 3 on host1 left with exit code 3", rank=3)
+
+
+def test_a_process_that_was_killed_is_named_before_those_that_saw_it_go(tmp_path, monkeypatch):
+    """The others write their error first, and leave first: it is not the cause."""
+    late = "time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)"
+    others = "tell('connection closed by peer'), sys.exit(1)"
+    script = f"{CONSEQUENCE}({late}) if number == '2' else ({others})"
+    code, failure = together(script, tmp_path, monkeypatch)
+    assert code == 128 + signal.SIGKILL
     assert failure is not None
-    assert (failure.rank, failure.message) == (1, "process 1 left with exit code 3")
+    assert failure.rank == 2
+    assert "process 2 on " in failure.message
+    assert "killed by SIGKILL" in failure.message
+
+
+SRUN = """
+jaxpar: process 0 on host0: JaxRuntimeError: Gloo all-reduce failed: Connection closed by peer
+srun: error: host1: task 1: Killed
+srun: Terminating StepId=1.0
+srun: error: host0: task 0: Exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (SRUN, "process 1 on host1: killed, says srun"),
+        (
+            SRUN.replace("task 1: Killed", "tasks 1,3: Segmentation fault (core dumped)"),
+            "process 1,3 on host1: ",
+        ),
+        ("srun: error: Node failure on host1\n" + SRUN, "SLURM lost host1 (node failure)"),
+        (
+            "slurmstepd: error: *** STEP 1.0 ON host0 CANCELLED AT 2026-11-24T13:00:00 DUE TO TIME LIMIT ***",
+            "SLURM ended the step due to time limit",
+        ),
+        ("srun: error: host0: task 0: Exited with exit code 1", ""),
+    ],
+)
+def test_srun_says_which_process_of_which_host_failed(log, expected):
+    found = seen_by_srun(log)
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)
+
+
+def test_srun_comes_before_a_consequence_and_after_a_cause(tmp_path):
+    (tmp_path / LOG).write_text(SRUN)
+    write_failure(tmp_path, Failure(message="connection closed by peer", is_consequence=True))
+    assert why(1, tmp_path, oom_kills_before=None) == "process 1 on host1: killed, says srun"
+    write_failure(tmp_path, Failure(message="process 0 on host0: a bad batch"))
+    assert why(1, tmp_path, oom_kills_before=None) == "process 0 on host0: a bad batch"
+
+
+def test_a_coordinators_port_that_is_taken_is_refused_by_name():
+    with socket.create_server(("", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        first = Process(0, 2, 0, taken, "SLURM")
+        with pytest.raises(
+            ExperimentError, match=rf"{taken} \(the coordinator\): Address already in use on "
+        ):
+            require_port(first)
+        require_port(first._replace(number=1))  # not its to open
+        require_port(first._replace(told_by="torchrun"))  # torchrun's own store
 
 
 def test_engines_on_two_hosts_agree(shardpair, tmp_path):

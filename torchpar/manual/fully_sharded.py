@@ -16,7 +16,7 @@ shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -34,7 +34,12 @@ from torchpar.manual.zero.units import Unit
 
 
 def shard_parameters(
-    module: nn.Module, units: Sequence[Sequence[nn.Module]], axis: Axis, **options: Any
+    module: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    axis: Axis,
+    *,
+    fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
+    **options: Any,
 ) -> list[Unit]:
     """Cut a module's parameters over the ranks: each keeps its shard of the flat buffers of every unit.
 
@@ -42,18 +47,18 @@ def shard_parameters(
         module: any; it then shows this rank's pieces of its parameters, and not the parameters.
         units: lists of submodules that are unsharded together; each parameter is in one of them alone.
         axis: the ranks.
+        fill: gives a unit's parameters their values, just before they are cut.
         options: as for `FlatParameters`.
     """
     number = {p: n for n, modules in enumerate(units) for one in modules for p in one.parameters()}
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     for name, parameter in module.named_parameters():
         members[number[parameter]].append((name, parameter))
-    sharded = [
-        Unit(modules, flatten_parameters(named, axis, **options))
-        for modules, named in zip(units, members, strict=True)
-    ]
-    for unit in sharded:
-        reshard_unit(unit)
+    sharded = []
+    for modules, named in zip(units, members, strict=True):
+        fill(modules)
+        sharded.append(Unit(modules, flatten_parameters(named, axis, **options)))
+        reshard_unit(sharded[-1])
     return sharded
 
 
@@ -135,7 +140,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: modules of just these types need not be gathered for backward, which does not read
             their weights.
-        options: for `FlatParameters`.
+        options: for `shard_parameters`.
 
     Attributes:
         module: with pieces for parameters, except while it runs.
