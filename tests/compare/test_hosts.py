@@ -1,16 +1,22 @@
 """Engines on several hosts: what starts them, and a run on two that are this machine."""
 
+import re
 import signal
 import socket
 import sys
 from pathlib import Path
 
+import numpy as np
 import processes
 import pytest
+import warm
 
+from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
+from compare.checkpoint.reader import CheckpointReader
+from compare.contract.early_stop import ASKED, STOPPED
 from compare.contract.other_hosts import HostFacts, leave_hosts
 from compare.contract.processes import Process, require_port
-from compare.contract.record import Failure, read_failure, write_failure
+from compare.contract.record import STEPS_PART, Failure, read_failure, write_failure
 from compare.execute import hosts as several
 from compare.execute.blame import LOG, seen_by_srun, why
 from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
@@ -166,11 +172,66 @@ def test_a_coordinators_port_that_is_taken_is_refused_by_name():
         require_port(first._replace(told_by="torchrun"))  # torchrun's own store
 
 
-def test_engines_on_two_hosts_agree(shardpair, tmp_path):
-    """Real processes on the loopback, each with its part of the devices."""
+SMALL = ("--model.n_layer", "2", "--train.batch_size", "4")
+
+
+def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shardpair, tmp_path):
+    """Real processes on the loopback: 2 x 2 devices; then 4 x 1, 1 x 4 and one, of the other framework."""
     layout = ["--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"]
-    small = ["--model.n_layer", "2", "--train.max_iters", "3"]
     engines = ["--engines", "torch-manual", "jax-manual"]
-    done = shardpair("run", "check", *layout, *small, "--hosts", "2", *engines, "--run_dir", tmp_path / "run")
+    steps = [*SMALL, "--train.max_iters", "4", "--checkpoint.every", "2"]
+    first = tmp_path / "run"
+    done = shardpair("run", "check", *layout, *steps, "--hosts", "2", *engines, "--run_dir", first)
     assert done.returncode == 0, done.stderr
     assert "PASS: jax-manual agrees with torch-manual on 14 rungs" in done.stdout
+
+    def state(run: Path, engine: str) -> dict[str, np.ndarray]:
+        reader = CheckpointReader(checkpoints_in(run / engine / CHECKPOINTS)[4])
+        groups = ("weights", "m", "v")
+        return {f"{group} {name}": array for group in groups for name, array in reader.group(group).items()}
+
+    expected = state(first, "torch-manual")
+    one = [f"--layout.{degree}=1" for degree in ("dp_shard", "tp")] + ["--layout.zero=0"]
+    for begun, engine, elsewhere in (
+        ("torch-manual", "jax-manual", ["--hosts", "4"]),
+        ("jax-manual", "torch-manual", ["--hosts", "1"]),
+        ("jax-manual", "torch-manual", one),
+    ):
+        kept = checkpoints_in(first / begun / CHECKPOINTS)[2]
+        run = tmp_path / f"{engine}-{elsewhere[-1]}"
+        how = ["--engines", engine, "--no_ladder", "--run_dir", run]
+        done = shardpair(
+            "resume", kept, *how, *elsewhere, "--train.max_iters", "4", "--checkpoint.every", "2"
+        )
+        assert done.returncode == 0, done.stderr
+        for name, array in state(run, engine).items():
+            np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-10 * abs(expected[name]).max())
+
+
+@pytest.mark.parametrize("engine", ["jax-manual", "torch-manual"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, ASKED])
+def test_a_process_is_killed_or_all_are_asked_to_end(engine, number, shardpair, tmp_path):
+    folder = tmp_path / "run"
+    endless = [*SMALL, "--train.max_iters", "1000000", "--checkpoint.every", "100000", "--no_ladder"]
+    where = ["--layout.dp_replicate", "2", "--hosts", "2", "--engines", engine, "--run_dir", str(folder)]
+    run = processes.start(shardpair.command("run", "check", *endless, *where))
+    part = folder / engine / STEPS_PART
+    processes.wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 2, run)
+    (starter,) = warm.program(run.pid).children()
+    both = [warm.program(client.pid) for client in processes.in_order(starter.children())]
+    assert len(both) == 2
+    for side in both[1:] if number == signal.SIGKILL else both:
+        side.send_signal(number)
+    _, errors = run.communicate(timeout=processes.PATIENCE_S)
+    processes.assert_gone([starter, *both])
+    last, kept = errors.splitlines()[-1], checkpoints_in(folder / engine / CHECKPOINTS)
+    if number == signal.SIGKILL:
+        assert run.returncode == 1
+        assert re.search(r"process 1 on \S+ (was )?killed by SIGKILL|rank 1 died without a word", last), last
+        assert not kept
+    else:
+        assert run.returncode == STOPPED
+        (step,) = kept
+        CheckpointReader(kept[step]).verify()
+        assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
+        assert f"`shardpair resume {folder}` goes on" in last
