@@ -31,25 +31,27 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
         engine: a name in ENGINES; it says what the stages of a pipeline hold, and what ZeRO-2 splits.
         experiment: its layout, model, optimizer and precision.
     """
-    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    layout = experiment.layout
+    of_stage = [state_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
+    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
+    return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
+
+
+def state_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
+    """Bytes at rest by kind on each device of one rank of the pipeline. Arguments as for `closed_form`."""
+    layout, own = experiment.layout, ENGINES[engine]
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    own = ENGINES[engine]
     split_from = SHARDED_FROM | {
         "parameters": own.shards_parameters_from,
         "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
     }
+    whole = storage_dtype(experiment).itemsize * elements_of_stage(engine, experiment, stage=stage)
     held = {
-        kind: [
-            itemsize
-            * copies[kind]
-            * elements_of_stage(engine, experiment, stage=device * layout.pp // layout.devices)
-            / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
-            for device in range(layout.devices)
-        ]
+        kind: copies[kind] * whole / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
         for kind in KINDS
     }
     if layout.offload == "optimizer":
-        held |= {ON_HOST: held["optimizer"], "optimizer": [0.0] * layout.devices}
+        held |= {ON_HOST: held["optimizer"], "optimizer": 0.0}
     return held
 
 
