@@ -9,6 +9,7 @@ from measured_tables import endings, refusals
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
+from plans import plans, published_rows, published_sources, published_summary
 from profiles import jax_table, torch_table
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
@@ -252,6 +253,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "torch-profiles": torch_table,
     "torch-profiles-pipeline": partial(torch_table, pipelines=True),
     "ledger-summary": ledger_summary,
+    "plans": plans,
+    "published-rows": published_rows,
+    "published-sources": published_sources,
+    "published-summary": published_summary,
     "endings": endings,
     "refusals": refusals,
 }

@@ -141,14 +141,15 @@ def _tensor(setting: Setting, one: Traffic) -> Term:
 
 
 def _data(setting: Setting, one: Traffic, compute: float) -> Term:
-    """Gathers of ZeRO-3 run beside all compute, others beside the first forward.
+    """Gathers for each forward and backward run beside all compute, those of a step beside its first forward.
 
     Reductions run beside the backward of the last pass, or of each, where each reduces.
     """
     layout, passes = setting.experiment.layout, setting.passes
     by_pass = one.calls > setting.shape.layers / layout.pp + 1
     if one.purpose == PARAMETERS:
-        window = compute if layout.zero == SHARDED_FROM["parameters"] else compute / 3 / passes
+        again = layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
+        window = compute if again else compute / 3 / passes
     else:
         window = compute * 2 / 3 / (1 if by_pass else passes)
     return _term("data", one, _exposed(setting, one, window))

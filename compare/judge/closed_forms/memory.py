@@ -10,6 +10,7 @@ Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053
 every device of tp repeats.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from compare.contract.record import ON_HOST
@@ -17,7 +18,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import SHARDED_FROM, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, Layout
+from compare.spec.experiment import Experiment, Layout, Model
 
 KINDS = ("parameters", "gradients", "optimizer")
 TOLERANCE = 0.05
@@ -75,7 +76,14 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
 
 def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
     """Parameters of one rank of a pipeline that are on one device of tp."""
-    return on_one_of_tp(parameters_of_stage(engine, experiment, stage=stage), experiment.layout)
+    layout = experiment.layout
+    return _elements(engine, experiment.model, layout.pp, layout.tp, stage)
+
+
+@functools.lru_cache(maxsize=1024)
+def _elements(engine: str, model: Model, pp: int, tp: int, stage: int) -> float:
+    whole = Experiment(model=model, layout=Layout(pp=pp, tp=tp))
+    return on_one_of_tp(parameters_of_stage(engine, whole, stage=stage), whole.layout)
 
 
 def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
