@@ -67,7 +67,7 @@ def ways_of(engine: str, experiment: Experiment, machine: Machine) -> Ways:
     return Ways(
         number=WIDE.get(dtype, 2.0),
         stream=WIDE.get(dtype, 4.0),
-        fused=own.keeps is None or own.keeps.residuals == "autograd",
+        fused=own.holds.residuals != "scan",
         hidden=frozenset() if machine.platform == "cpu" else frozenset(hidden),
         remat=msgspec.convert(own.remat_for(layout), Ways.__annotations__["remat"]),
         casts=dtype not in WIDE,

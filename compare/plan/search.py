@@ -216,7 +216,7 @@ def _layouts(
                     continue
                 if "dp_replicate" in fixed and asked.dp_replicate != data // shard:
                     continue
-                yield from _settings(asked, degrees, own.schedules, choices, experiment)
+                yield from _settings(asked, degrees, own.layouts.schedules, choices, experiment)
 
 
 def _settings(

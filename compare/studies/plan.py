@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import msgspec
 
-from compare.commands.arguments import Hidden, StudiedName
 from compare.contract.request import Platform
 from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
-from compare.execute.paths import create_run_dir
+from compare.flags.arguments import Hidden, StudiedName
 from compare.judge.outcome import save
 from compare.plan.machine import read_machine
 from compare.plan.outcome import PlanOutcome, chosen, keep
@@ -19,6 +18,7 @@ from compare.show.findings import Findings, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment
 from compare.studies.cases import Case
+from compare.studies.runner import new_folder
 from compare.study import DrawnStudy, findings_of
 
 BEST = 10
@@ -89,9 +89,9 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
 
     def begun(self, planned: PlanOutcome) -> tuple[PlanOutcome, Path]:
         """Keep a plan, in a new folder."""
-        folder = create_run_dir(planned.name, self.run_dir)
         outcome = msgspec.structs.replace(planned, circumstances=here_and_now())
-        save(outcome, folder)
+        with new_folder(planned.name, self.run_dir) as folder:
+            save(outcome, folder)
         return outcome, folder
 
     @classmethod

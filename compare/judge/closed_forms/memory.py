@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from compare.contract.record import ON_HOST
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
-from compare.spec.axes import SHARDED_FROM, SPLIT, TP
+from compare.spec.axes import SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Model
 
@@ -40,12 +40,9 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
 
 def state_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
     """Bytes at rest by kind on each device of one rank of the pipeline. Arguments as for `closed_form`."""
-    layout, own = experiment.layout, ENGINES[engine]
+    layout = experiment.layout
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = SHARDED_FROM | {
-        "parameters": own.shards_parameters_from,
-        "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
-    }
+    split_from = ENGINES[engine].holds.sharded_from
     whole = storage_dtype(experiment).itemsize * elements_of_stage(engine, experiment, stage=stage)
     held = {
         kind: copies[kind] * whole / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
@@ -90,7 +87,7 @@ def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> l
     """Parameters that one rank of a pipeline holds, in canonical order; blocks by the names of the first."""
     layout, model = experiment.layout, experiment.model
     (token, position), final_norm = end_parameters(model)
-    everywhere = ENGINES[engine].ends_on_every_stage
+    everywhere = ENGINES[engine].holds.ends_on_every_stage
     first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
     held = [token] if first or last else []
     held += [position] if first else []
