@@ -58,14 +58,14 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 	$(BIN)/shardpair mirror
 
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/data
-	$(BIN)/python docs/studies.py check-float64 check-float32 golden faults
+	$(BIN)/python docs/studies.py proofs
 
 type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json
 	$(BIN)/python docs/type_errors.py
 	$(BIN)/python docs/make_docs.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
-	$(BIN)/python docs/performance.py
+	$(BIN)/python docs/studies.py benches
 	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
 	$(BIN)/python docs/make_docs.py
