@@ -6,6 +6,9 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# One more than two cores have work for: tests that wait for a time-out or a kill leave theirs idle.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors performance studies plans gpu-bench lessons docs clean
@@ -22,16 +25,16 @@ demo: $(READY)  ## one experiment, every engine: a verdict, a table and a report
 	$(BIN)/shardpair run demo
 
 test: $(READY)  ## every test, in about 14 minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(PYTEST) $(WORKERS)
 
 test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: a minute
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(PYTEST) 2 -m "not slow"
 
 test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/torchpar/guards
+	$(PYTEST) 2 tests/torchpar/guards
 
 durations: $(READY)  ## every test, and how long each took: tests/durations.json, which says what test-fast leaves out
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --record_durations
+	$(PYTEST) $(WORKERS) --record_durations
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .
