@@ -96,7 +96,6 @@ def run(folder: Path, work: Callable[[Path], None], *, process: Process | None =
 
 def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None) -> int:
     on_signals([signal.SIGTERM], partial(_leave, folder, process))
-    StopRequest.listen()
     try:
         work(folder)
     except StoppedEarly as stopped:
@@ -114,6 +113,8 @@ def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, alone or as one of several processes."""
     request = read_request(folder)
+    if request.experiment.checkpoint.every:
+        StopRequest.listen()
     is_first = process is None or process.is_first
     if is_first:
         clear_record(folder)

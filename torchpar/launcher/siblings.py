@@ -80,11 +80,12 @@ class Siblings:
 
 
 def _ranks_beside_us() -> dict[int, psutil.Process]:
-    """The children of our parent that have a RANK of their own."""
+    """The children of our parent that have a RANK of their own, as torchrun gives it, or SLURM."""
     found = {}
     for process in psutil.Process(os.getppid()).children():
         try:
-            rank = process.environ().get("RANK")
+            environment = process.environ()
+            rank = environment.get("RANK", environment.get("SLURM_PROCID"))
         except psutil.Error:
             continue
         if rank is not None and process.pid != os.getpid():
