@@ -63,8 +63,7 @@ def main() -> int:
     if arguments.convert:
         return convert(*arguments.convert)
     try:
-        if process := find_process(arguments, os.environ):
-            require_port(process)
+        process = find_process(arguments, os.environ)
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
@@ -113,6 +112,8 @@ def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, alone or as one of several processes."""
     request = read_request(folder)
+    if process:
+        require_port(process)
     if request.experiment.checkpoint.every:
         StopRequest.listen()
     is_first = process is None or process.is_first

@@ -57,15 +57,7 @@ class NetHosts:
 
     def command(self, number: int, command: list[str]) -> list[str]:
         """A command as it runs on a host."""
-        enter = [
-            "nsenter",
-            f"--net=/run/netns/{self._mark}-{number}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-        ]
+        enter = ["nsenter", f"--net=/run/netns/{self._mark}-{number}", "unshare", "--uts", "--mount"]
         be = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
         return [*enter, "sh", "-c", be, f"host{number}", str(self.folder / "hosts"), *command]
 
