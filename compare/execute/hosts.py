@@ -188,19 +188,24 @@ def start_together(hosts: int, on_host: int, command: Sequence[str], folder: Pat
 
 def _to_blame(failed: Mapping[int, int], folder: Path) -> int | None:
     """A process that was killed, or one that left its own error; None as long as all tell of lost peers."""
-    killed = [number for number, code in failed.items() if code < 0 and -code not in AS_CONSEQUENCE]
-    if killed:
-        return killed[0]
     failure = read_failure(folder)
-    return next(iter(failed)) if failure and not failure.is_consequence else None
+    if failure and not failure.is_consequence:
+        return next(iter(failed))
+    # Who only saw another one go has left word of that, or was aborted by C++.
+    causes = [n for n, code in failed.items() if (code > 0 and not failure) or _is_killed(code)]
+    return min(causes, key=lambda n: not _is_killed(failed[n]), default=None)
+
+
+def _is_killed(code: int) -> bool:
+    return code < 0 and -code not in AS_CONSEQUENCE
 
 
 def _end(others: Mapping[int, subprocess.Popen], folder: Path, number: int, failed: Mapping[int, int]) -> int:
     """End the others. Returns the exit code of the one to blame, for whom we leave a word if it could not."""
     code, failure = failed[number], read_failure(folder)
-    if not failure or failure.is_consequence:
+    if not failure or (failure.is_consequence and _is_killed(code)):
         host = host_of(folder, number) or socket.gethostname()
-        message = f"process {number} on {host} {describe_exit(code)}"
+        message = f"process {number} on {host} {'was ' if code < 0 else ''}{describe_exit(code)}"
         write_failure(folder, Failure(message=message, rank=number))
     for process in others.values():
         process.kill()

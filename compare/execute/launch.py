@@ -189,6 +189,7 @@ def launch(
         timeout_s=request.timeout_s,
         pythons=pythons,
         launcher=functools.partial(hosts.command, layout=request.experiment.layout),
+        elsewhere=hosts.launcher != "local",
         on_step=on_step,
     )
     return files.read_record(folder)
@@ -204,6 +205,7 @@ def run_side(
     options: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
     launcher: Callable[..., list[str]] = ALONE,
+    elsewhere: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> None:
     """Run `python -m SIDE OPTIONS FOLDER` to its end.
@@ -215,6 +217,7 @@ def run_side(
         platform, timeout_s: as in the request.
         options: what it is to do with the request; by default, train.
         launcher: makes the command: see `Hosts.command`; by default on this machine alone.
+        elsewhere: that command's processes are on other machines.
         pythons, on_step: as for `launch`.
 
     Raises:
@@ -235,7 +238,8 @@ def run_side(
             env=child_environment(side, platform),
         )
         try:
-            hung = watch(process, folder, timeout_s=timeout_s, on_step=on_step or (lambda step: None))
+            told = on_step or (lambda step: None)
+            hung = watch(process, folder, timeout_s=timeout_s, on_step=told, elsewhere=elsewhere)
         finally:
             _end(process)
             remove_leftovers(folder)

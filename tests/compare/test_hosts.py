@@ -141,7 +141,16 @@ srun: error: host0: task 0: Exited with exit code 1
         ("srun: error: Node failure on host1\n" + SRUN, "SLURM lost host1 (node failure)"),
         (
             "slurmstepd: error: *** STEP 1.0 ON host0 CANCELLED AT 2026-11-24T13:00:00 DUE TO TIME LIMIT ***",
-            "SLURM ended the step due to time limit",
+            "SLURM cancelled the job due to time limit",
+        ),
+        (
+            "slurmstepd-host0: error: *** STEP 7.1 ON host0 CANCELLED AT 2026-11-24T14:11:15 ***",
+            "SLURM cancelled",
+        ),
+        (
+            "srun: launch/slurm: _step_signal: Terminating StepId=1.1\n"
+            "slurmstepd-host0: error: *** STEP 1.1 ON host0 CANCELLED AT 2026-11-24T14:07:05 ***",
+            "",
         ),
         ("srun: error: host0: task 0: Exited with exit code 1", ""),
     ],
