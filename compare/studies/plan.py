@@ -1,5 +1,6 @@
 """`shardpair plan`: which layout, how long a step, will it fit, on a machine that need not be here."""
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,8 +10,10 @@ from compare.contract.request import Platform
 from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
 from compare.flags.arguments import Hidden, StudiedName
+from compare.flags.chosen_layout import DEVICES
+from compare.flags.pythons import checked_pythons
 from compare.judge.outcome import save
-from compare.plan.machine import read_machine
+from compare.plan.machine import Machine, read_machine, slowed
 from compare.plan.outcome import PlanOutcome, chosen, keep
 from compare.plan.search import search
 from compare.plan.tables import DROPPED, about, bars, columns, scatter, sentence, written_out
@@ -19,6 +22,7 @@ from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment
 from compare.studies.cases import Case
 from compare.studies.runner import new_folder
+from compare.studies.this_machine import HERE, machine_of
 from compare.study import DrawnStudy, findings_of
 
 BEST = 10
@@ -38,11 +42,14 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     """
 
     machine: str = "h100x8"
-    """A chip and how many: h100x64, v5e-256 (`shardpair list` names them); a TOML file of your own."""
+    """A chip and how many: h100x64, v5e-256; a TOML file of your own; or here, herex2: this machine's CPU,
+    whose products, memory and all-reduce are measured first, in about a minute."""
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
     link_speed: float = 1.0
     """Bandwidth of all links, times this: 0.1 for ten times slower."""
+    anyway: bool = False
+    """Measure a busy machine, too, for --machine here."""
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
 
@@ -68,7 +75,8 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
 
     def planned(self, default: Experiment) -> PlanOutcome:
         """The search. Raises ExperimentError: no such machine, nothing is legal, nothing to explain."""
-        experiment, machine = self.asked(), read_machine(self.machine, link_speed=self.link_speed)
+        experiment = self.asked()
+        machine = self._machine(experiment)
         found = search(self.engine, experiment, machine, fixed=self.said.flags)
         outcome = keep(
             found,
@@ -82,6 +90,15 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         if self.explain:
             chosen(outcome)
         return outcome
+
+    def _machine(self, experiment: Experiment) -> Machine:
+        """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
+        found = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
+        if not found:
+            return read_machine(self.machine, link_speed=self.link_speed)
+        how = {"pythons": checked_pythons(self), "anyway": self.anyway, "quiet": self.quiet}
+        here = machine_of(HERE, int(found[1] or DEVICES), self.engine, experiment, **how)
+        return slowed(here, self.link_speed) if self.link_speed != 1 else here
 
     def cases_of(self, planned: PlanOutcome) -> list[Case]:
         """None: nothing runs."""
