@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from compare.contract.request import Platform
+from compare.execute.alone import lines_alone, require_alone
 from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
 from compare.flags.arguments import Hidden, StudiedName
@@ -16,16 +17,17 @@ from compare.judge.outcome import save
 from compare.plan.machine import Machine, read_machine, slowed
 from compare.plan.outcome import PlanOutcome, chosen, keep
 from compare.plan.search import search
-from compare.plan.tables import DROPPED, about, bars, columns, scatter, sentence, written_out
+from compare.plan.tables import DROPPED, LINES, about, bars, columns, scatter, sentence, written_out
 from compare.show.findings import Findings, table_of
-from compare.spec.engines.registry import REFERENCE
-from compare.spec.experiment import Experiment
+from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case
 from compare.studies.runner import new_folder
 from compare.studies.this_machine import HERE, machine_of
 from compare.study import DrawnStudy, findings_of
 
 BEST = 10
+ALONE_S = 600.0
 
 
 class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
@@ -52,6 +54,10 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     """Measure a busy machine, too, for --machine here."""
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
+
+    alone: bool = False
+    """Also run the first rank of the best layout, or of the explained one, here without the others, and hold
+    what it sends against the closed form. For engines of torchpar, and models that this machine can train."""
 
     brief = "which layout, how long a step, will it fit: predicted"
     group = "Read"
@@ -89,7 +95,7 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         )
         if self.explain:
             chosen(outcome)
-        return outcome
+        return self._with_alone(outcome) if self.alone else outcome
 
     def _machine(self, experiment: Experiment) -> Machine:
         """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
@@ -99,6 +105,19 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         how = {"pythons": checked_pythons(self), "anyway": self.anyway, "quiet": self.quiet}
         here = machine_of(HERE, int(found[1] or DEVICES), self.engine, experiment, **how)
         return slowed(here, self.link_speed) if self.link_speed != 1 else here
+
+    def _with_alone(self, outcome: PlanOutcome) -> PlanOutcome:
+        """The plan with what one rank of a layout sends. Raises ExperimentError, EnvironmentMissing."""
+        require_alone(self.engine)
+        if not outcome.candidates or outcome.machine.devices == 1:
+            raise ExperimentError("--alone: there is no layout of several devices that fits")
+        one = chosen(outcome) if self.explain else outcome.candidates[0]
+        python, spec = checked_pythons(self)[side_of(self.engine).name], one.of(outcome.experiment)
+        try:
+            lines, problems = lines_alone(self.engine, spec, python, timeout_s=ALONE_S)
+        except ValueError as error:
+            raise ExperimentError(f"--alone: {one.name}: {error}") from None
+        return msgspec.structs.replace(outcome, alone={one.name: lines}, problems=problems)
 
     def cases_of(self, planned: PlanOutcome) -> list[Case]:
         """None: nothing runs."""
@@ -123,6 +142,9 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
             tables.append(table_of("What does not fit", DROPPED, list(outcome.dropped.items())))
         if outcome.explain:
             tables.append(written_out(outcome, chosen(outcome)))
+        for name, lines in outcome.alone.items():
+            tables.append(table_of(f"What the first rank of {name} sends, run alone", LINES, lines))
+        odd = any(line.is_new for lines in outcome.alone.values() for line in lines)
         return findings_of(
             outcome,
             title=f"{outcome.name} for {outcome.machine.name}, {outcome.engine}",
@@ -131,5 +153,6 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
             tables=tables,
             figures=[bars(best), scatter(outcome)] if best else [],
             rows=best,
-            passed=bool(best),
+            passed=bool(best) and not odd and not outcome.problems,
+            warnings=outcome.problems,
         )
