@@ -11,7 +11,7 @@ from scipy.stats import kendalltau
 
 from compare.cli import main
 from compare.judge.timed_outcome import TimedCase, TimedOutcome
-from compare.plan.machine import Machine
+from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import search
 from compare.plan.tuned import FASTER, TuneOutcome, kendall, rows_of, said
@@ -81,7 +81,7 @@ def here(timed_engines) -> Machine:
     """A machine of two devices in a file, as tune keeps it."""
     machine = machine_of(2, platform="cpu", peak={"float64": 1e10}, memory_bytes_per_s=1e9)
     Path("here.toml").write_bytes(msgspec.toml.encode(machine))
-    return machine
+    return read_machine("here.toml")
 
 
 def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
@@ -117,9 +117,9 @@ def test_it_is_interrupted_and_goes_on(here, timed_engines, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--best", "0"), "--best 0 and --budget 0: at least 1"),
+        (("--best", "0"), "--best 0 must be at least 1"),
         (("--budget", "-1"), "--budget -1"),
-        (("--devices", "4"), "has 2 devices, and --devices is 4"),
+        (("--devices", "4"), "has 2 devices, --devices 4"),
         (("--layout.tp", "3"), "layout.tp = 3"),
         (("--machine", "here", "--dry_run"), "--dry_run measures nothing"),
         (("--machine", "none.toml"), "does not exist"),
