@@ -34,8 +34,8 @@ FUSED_BACKWARD = 2.5
 LOGITS = 6 * 4.0
 """Bytes of a logit, in float32, that the loss and its gradient read or write."""
 UPDATED, MOMENT, SUMMED, CAST = 4 * 4.0, 2 * 4.0, 3 * 4.0, 4.0 + 2.0
-"""Bytes of a parameter: clipping reads a gradient, the optimizer reads it again, and reads and writes the weight
-and each moment; a pass adds its gradient to the sum; a cast reads 32 bits and writes 16."""
+"""Bytes of a parameter: clipping reads a gradient, the optimizer reads it again, and reads and writes the
+weight and each moment; a pass adds its gradient to the sum; a cast reads 32 bits and writes 16."""
 
 Part = Literal["products", "attention", "vectors", "recomputed", "tensor", "pipeline", "data", "update"]
 
