@@ -4,7 +4,7 @@
 
 prints a `RankAlone` as one line of JSON. PyTorch's fake process group says at once that every collective is
 done, and moves nothing: numbers mean nothing, and what is sent, how often and over which group, is as on a
-cluster. Weights are whole on the host before they are cut, as in any run.
+cluster.
 """
 
 import functools
