@@ -11,7 +11,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors performance studies plans gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors performance studies plans gpu-bench gpu-day lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -101,6 +101,9 @@ GPU_BENCH := --platform gpu --data.source synthetic --train.gradient_accumulatio
 gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU, timed; on one beside nanoGPT's loop (GPUS=1)
 	$(BIN)/shardpair bench gpt2-124m $(GPU_BENCH) --train.batch_size $$((12 * $(GPUS)))
 	$(BIN)/shardpair bench gpt2-350m $(GPU_BENCH) --train.batch_size $$((6 * $(GPUS)))
+
+gpu-day: $(READY)  ## all that wants a GPU, in one go, resumable: proofs, ledger, profile, memory, benches (STEPS=--dry_run)
+	$(BIN)/python docs/gpu_day.py $(STEPS)
 
 clean:  ## remove the environment and the results
 	rm -rf $(VENV) runs
