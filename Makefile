@@ -6,9 +6,12 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# One more than two cores have work for: tests that wait for a time-out or a kill leave theirs idle.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors performance studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors performance studies plans gpu-bench gpu-day lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -22,16 +25,16 @@ demo: $(READY)  ## one experiment, every engine: a verdict, a table and a report
 	$(BIN)/shardpair run demo
 
 test: $(READY)  ## every test, in about 14 minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(PYTEST) $(WORKERS)
 
 test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: a minute
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(PYTEST) 2 -m "not slow"
 
 test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/torchpar/guards
+	$(PYTEST) 2 tests/torchpar/guards
 
 durations: $(READY)  ## every test, and how long each took: tests/durations.json, which says what test-fast leaves out
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --record_durations
+	$(PYTEST) $(WORKERS) --record_durations
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .
@@ -74,6 +77,10 @@ studies: $(READY)  ## the studies that the docs show, or those of NAMES; docs/da
 	$(BIN)/python docs/studies.py $(NAMES)
 	$(BIN)/python docs/make_docs.py
 
+plans: $(READY)  ## the plans that docs/plan.md shows, in two minutes, without an accelerator; docs/data/plans.json
+	$(BIN)/python docs/plans.py
+	$(BIN)/python docs/make_docs.py
+
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel
 
 lessons: $(READY)  ## the four lessons, from the tree and from real runs: docs/lessons/*.html
@@ -94,6 +101,9 @@ GPU_BENCH := --platform gpu --data.source synthetic --train.gradient_accumulatio
 gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU, timed; on one beside nanoGPT's loop (GPUS=1)
 	$(BIN)/shardpair bench gpt2-124m $(GPU_BENCH) --train.batch_size $$((12 * $(GPUS)))
 	$(BIN)/shardpair bench gpt2-350m $(GPU_BENCH) --train.batch_size $$((6 * $(GPUS)))
+
+gpu-day: $(READY)  ## all that wants a GPU, in one go, resumable: proofs, ledger, profile, memory, benches (STEPS=--dry_run)
+	$(BIN)/python docs/gpu_day.py $(STEPS)
 
 clean:  ## remove the environment and the results
 	rm -rf $(VENV) runs

@@ -16,6 +16,7 @@ from compare.studies.ledger import Ledger
 from compare.studies.matrix import Matrix
 from compare.studies.memory import Memory
 from compare.studies.moves import Moves
+from compare.studies.plan import Plan
 from compare.studies.precisions import Precisions
 from compare.studies.profile import Profile
 from compare.studies.recipes import Recipes
@@ -23,6 +24,7 @@ from compare.studies.resume import Resume
 from compare.studies.run import Run
 from compare.studies.savings import Savings
 from compare.studies.sweep import Sweep
+from compare.studies.tune import Tune
 from compare.study import Question
 
 STUDIES: dict[str, type[Question]] = {
@@ -47,6 +49,8 @@ STUDIES: dict[str, type[Question]] = {
         Collectives,
         Memory,
         Savings,
+        Plan,
+        Tune,
     )
 }
 

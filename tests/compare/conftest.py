@@ -1,13 +1,17 @@
 """What the tests of the harness share."""
 
+import json
+from collections.abc import Callable
+
 import pytest
 from timed_engines import Engines
+from warm import EMPTY_SVG
 
+from compare.cli import main
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
 from compare.studies import one_process
 
-EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
 
 
@@ -40,3 +44,14 @@ def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
+
+
+@pytest.fixture
+def told(capsys) -> Callable[..., dict]:
+    """What `shardpair runs ARGUMENTS --json` says."""
+
+    def runs(*arguments: object) -> dict:
+        assert main(["runs", *map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return runs

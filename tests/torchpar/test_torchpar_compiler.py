@@ -5,26 +5,24 @@ from functools import partial
 import gpt_steps
 import pytest
 import torch
-from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, make_gpt, moment_keys, reference
+from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, count, make_gpt, moment_keys, reference
 from layouts import TORCH_COMPILER as LAYOUTS
 from msgspec.structs import replace
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from compare.contract.communication import Communication, summed
+from compare.contract.communication import summed
 from compare.spec.axes import PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import compiler
 from torchpar.comm import process_groups
-from torchpar.comm.mesh import Mesh
 from torchpar.compiler import pipeline_parallel
 from torchpar.compiler.compilation import resolve_backend
 from torchpar.compiler.placement import along
 from torchpar.faults import compiler_faults
 from torchpar.measure.ledger import LedgerMode
-from torchpar.measure.places import group_names
 from torchpar.parallel_model import ParallelModel, local
 
 make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
@@ -99,12 +97,6 @@ def ledger(rank: int) -> None:
     assert set(seen) == {("all_reduce", "gradients"), ("all_reduce", "loss")}
     assert seen["all_reduce", "gradients"].calls == len(parallel.parameters)
     assert (seen["all_reduce", "loss"].calls, seen["all_reduce", "loss"].bytes) == (2, 2 * 8)
-
-
-def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
-    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
-        backward(parallel, mesh, 0)
-    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
 
 
 @pytest.mark.parametrize(
