@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles type-errors performance studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles type-errors inserted constraints performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -70,6 +70,14 @@ profiles: $(READY)  ## where the time of a step goes in each framework, on an id
 
 type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json
 	$(BIN)/python docs/type_errors.py
+	$(BIN)/python docs/make_docs.py
+
+inserted: $(READY)  ## what each compiler inserts, beside what is written by hand; docs/data/inserted.json
+	$(BIN)/python docs/inserted.py
+	$(BIN)/python docs/make_docs.py
+
+constraints: $(READY)  ## what one constraint more or less costs under XLA's partitioner; docs/data/constraints.json
+	$(BIN)/python docs/constraints.py
 	$(BIN)/python docs/make_docs.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 
+import constraints
+import inserted
 import msgspec
 from measured import Errors, Measured, read_measured
 from measured_tables import endings, refusals
@@ -220,6 +222,8 @@ def _measured() -> Measured:
 SECTIONS: dict[str, Callable[[], str]] = {
     "mirror": mirror,
     "type-errors": type_errors,
+    "constraints": constraints.section,
+    **{f"inserted-{dtype}": partial(inserted.section, dtype) for dtype in inserted.LAYOUTS},
     "which-strategy": which_strategy,
     "commands": commands,
     "experiments": experiments,

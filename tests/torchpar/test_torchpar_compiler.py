@@ -74,6 +74,29 @@ def test_a_step_is_one_graph_and_equals_one_device(rank: int, name: str) -> None
     assert parallel.compiled() == "aot_eager, 1 graph"
 
 
+@pytest.mark.parametrize("name", ["zero3", "fsdp_tp_sp"])
+@on_ranks
+def test_a_pass_merges_the_collectives_of_a_block(rank: int, name: str) -> None:
+    """The bytes stay, and so do the numbers; calls are one a block, where they were one a parameter."""
+    as_planned, merged = (replace(LAYOUTS[name], compile=how) for how in ("aot_eager", "merged"))
+    got, parallel = train(merged, rank, ADAM)
+    assert_same(got, reference(ADAM), name)
+    assert parallel.compiled() == "merged, 1 graph"
+    before, after = (count(*make_parallel(layout, rank, ADAM)) for layout in (as_planned, merged))
+    parameters = list(parallel.parameters)
+    at_ends = len([n for n in parameters if ".h." not in n])
+    of_block = (len(parameters) - at_ends) // BLOCKS
+    for key, per_pass in (("all_gather", "parameters"), 2), (("reduce_scatter", "gradients"), 1):
+        ends = at_ends * (1 if key[0] == "all_gather" else 2)
+        assert before[key].calls == ends + 2 * per_pass * BLOCKS * of_block
+        assert after[key].calls == ends + 2 * per_pass * BLOCKS
+        assert after[key].bytes == before[key].bytes
+    others = {
+        k: (row.calls, row.bytes) for k, row in before.items() if k[1] not in ("parameters", "gradients")
+    }
+    assert {k: (row.calls, row.bytes) for k, row in after.items() if k in others} == others
+
+
 def test_ledger(ranks):
     ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
     ranks.run(ledger)

@@ -48,6 +48,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The gradient synchronisations it offers; one entry where the choice is not ours."""
     decides: str
     """Who decides where data moves, in a few words."""
+    checks: str = ""
+    """Who says that a collective is forgotten, before the numbers do; a sentence of the lessons."""
     folder: str = ""
     """Folder of its four strategies in the side's package, or the module of a peer."""
     needs: str = ""

@@ -38,6 +38,7 @@ JAX = Side(
             folder="compiler",
             gradient_sync=("xla",),
             decides="XLA: jit with Mesh and NamedSharding",
+            checks="nobody: XLA makes each sum that the places of the arrays need, and says nothing",
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "interleaved"),
@@ -84,6 +85,8 @@ JAX = Side(
             folder="explicit",
             gradient_sync=("once",),
             decides="types: where an array lives is part of it, and each cast says what moves",
+            checks="its types: a contraction over a dim that is split is a ShardingTypeError when the step "
+            "is traced, until it is said what becomes of the sum",
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "interleaved"),
@@ -125,6 +128,8 @@ JAX = Side(
             folder="manual",
             gradient_sync=("naive", "flat", "bucketed"),
             decides="we do: shard_map and lax collectives",
+            checks="JAX's check_vma, in part: it follows along which axes a value varies, and refuses a "
+            "result that is declared equal on all devices and is not known to be",
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved"),

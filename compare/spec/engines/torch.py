@@ -37,7 +37,11 @@ NO_PIPELINE = "it has no pipeline"
 
 def _not_compiled(layout: Layout) -> str:
     """Limits of torch.compile over DTensors (2.13), found out by running it."""
-    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full" and layout.devices > 1:
+    if (
+        layout.compile in ("aot_eager", "merged", "inductor")
+        and layout.remat == "full"
+        and layout.devices > 1
+    ):
         return (
             f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
             "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
@@ -70,6 +74,8 @@ TORCH = Side(
             is_reference=True,  # on one device: the plain module, no container, no collective
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
             decides="we do: torch.distributed collectives",
+            checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
+            "through forward, on one process without ranks; a forgotten f or g is an error with its line",
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
@@ -93,6 +99,8 @@ TORCH = Side(
             folder="library",
             gradient_sync=("ddp",),
             decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
+            checks="nobody before it runs: what no wrapper is told of, such as a norm's gradient under "
+            "sequence parallelism, shows in the ladder alone",
             zero=(1, 2, 3),
             tp=True,
             schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
@@ -134,6 +142,7 @@ TORCH = Side(
             folder="compiler",
             gradient_sync=("dtensor",),
             decides="DTensor: placements on a DeviceMesh",
+            checks="nobody: DTensor makes each sum; an operator without a rule is an error where it runs",
             zero=(1, 2, 3),
             tp=True,
             shards_gradients_from=1,  # they accumulate whole, and are scattered when the last pass is done
