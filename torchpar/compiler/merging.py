@@ -11,7 +11,7 @@ axis for parameters of one block, and puts one in their place:
 The bytes stay what they were. A gather moves up to the block's first: what it reads are shards, which are
 there from the start. A scatter moves down to the block's last: what it gives are gradients, which nothing in
 the graph reads. The graph is the joint one, of forward and backward, before they are parted: so backward
-gathers again what forward gathered, and once a block.
+gathers again what forward gathered, and once a block. A forward alone, as of an evaluation, stays as it is.
 
 Source: SimpleFSDP (arXiv 2411.00284), whose passes merge by a model of costs, and reorder, too.
 """
@@ -26,10 +26,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _c10d, _aten = torch.ops._c10d_functional, torch.ops.aten
 _GATHER, _SCATTER = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
 _WAIT = _c10d.wait_tensor.default
+PRIMALS = "primals"
+"""What names of forward's inputs begin with in a joint graph; those of gradients that come in are others."""
 _BLOCK = re.compile(r"_modules_h_modules_(\d+)_")
 """Number of a block in the name that Dynamo gives a parameter."""
 
@@ -41,7 +44,8 @@ def merging_backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
-    blocks = {at: found[1] for at, name in enumerate(names) if (found := _BLOCK.search(name))}
+    flat = [name for name, x in zip(names, inputs, strict=True) for _ in range(_flat_inputs(x))]
+    blocks = {at: found[1] for at, name in enumerate(flat) if (found := _BLOCK.search(name))}
 
     def part(joint: GraphModule, arguments: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         merge(joint.graph, blocks)
@@ -54,6 +58,11 @@ def merging_backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     return compiled(graph, inputs)
 
 
+def _flat_inputs(x: Any) -> int:
+    """How many inputs of the joint graph stand for one of Dynamo's: a DTensor is its parts."""
+    return len(x.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(x) else 1
+
+
 def merge(graph: Graph, blocks: Mapping[int, str]) -> None:
     """Put one gather and one scatter in the place of a block's.
 
@@ -61,7 +70,7 @@ def merge(graph: Graph, blocks: Mapping[int, str]) -> None:
         graph: the joint one; its first inputs are those of forward, in order.
         blocks: of which block the inputs are that are parameters, by their number.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith(PRIMALS)]
     of_input = {inputs[at]: block for at, block in blocks.items()}
     (returned,) = (node for node in graph.nodes if node.op == "output")
     gathers: dict[tuple, list[Node]] = {}
@@ -90,18 +99,19 @@ def _merge_gathers(graph: Graph, nodes: Sequence[Node]) -> None:
         sizes = [_value(node.args[0]).numel() for node in nodes]
         by_rank = call(_aten.reshape.default, whole, [ranks, -1])
         parts = call(_aten.split_with_sizes.default, by_rank, sizes, 1)
-        for at, node in enumerate(nodes):
-            (wait,) = node.users
-            part = call(_aten.reshape.default, _item(graph, parts, at), list(_value(wait).shape))
-            _replace(graph, node, wait, part)
+        made = [
+            call(_aten.reshape.default, _item(graph, parts, at), list(_value(node).shape))
+            for at, node in enumerate(nodes)
+        ]
+    for node, part in zip(nodes, made, strict=True):
+        (wait,) = node.users
+        _replace(graph, node, wait, part)
 
 
 def _merge_scatters(graph: Graph, nodes: Sequence[Node]) -> None:
     """(R n, ..) sums to be made over R ranks -> one scatter, cut into (n, ..)."""
     last, (how, ranks, group) = nodes[-1], nodes[-1].args[1:]
-    with graph.inserting_after(last):
-        rest = last.next
-    with graph.inserting_before(rest):
+    with graph.inserting_before(last.next):
         call = partial(_call, graph, like=last)
         rows = [call(_aten.reshape.default, node.args[0], [ranks, -1]) for node in nodes]
         flat = call(_aten.reshape.default, call(_aten.cat.default, rows, 1), [-1])

@@ -78,7 +78,7 @@ JAX = Side(
             profiles=True,
             tells_work=True,
             no_twin=NO_TWIN,
-            no_other_dtype="in float16 its gradients overflow at another step than the other engines'",
+            dtypes=LOSS_SCALED,
             no_loss_chunks="JAX 0.10 cannot type the scan over chunks of the loss",
             side="jaxpar",
             keeps=Keeps(residuals="scan", logits=2, logits_with_tp=2),
