@@ -103,7 +103,7 @@ class RankSide:
         engine, stages = ENGINES[run.request.engine], run.experiment.layout.pp
         recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         recorder.work(work_of_all_ranks(work, stages=stages))
-        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=engine.counts_own_calls))
+        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=engine.observed.counts_own_calls))
         return {
             "device_kind": device_kind(run.mesh.device),
             "initial_weights_sha256": run.initial_weights_sha256,

@@ -5,9 +5,9 @@ import os
 from msgspec import Struct
 from rich.table import Table
 
-from compare.commands.pythons import SidePythons, pythons_of
 from compare.execute.ask import ask
 from compare.execute.safe_path import with_safe_path
+from compare.flags.pythons import SidePythons, pythons_of
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment
 from compare.terminal.console import coloured, print_json, results_console

@@ -3,13 +3,14 @@
 from msgspec import Struct
 from rich.table import Table
 
-from compare.execute.launch import EnvironmentMissing, require_devices
+from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
 from compare.numerics.data import open_corpus
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, to_toml
 from compare.studies.cases import Case
-from compare.studies.memory_estimate import estimate_memory, may_not_fit, require_memory
+from compare.studies.fitting import require_case
+from compare.studies.memory_estimate import estimate_memory, may_not_fit
 from compare.studies.own_weights import objection_to
 from compare.studies.resuming import objection_to_resume
 from compare.terminal.console import print_json, results_console
@@ -177,9 +178,7 @@ def _planned(case: Case, platform: str) -> PlannedCase:
 def _refusal(case: Case, platform: str) -> str:
     """The objection that `compare_cases` would raise."""
     try:
-        require_devices(case.experiment, platform)
-        ENGINES[case.engine].require_experiment(case.experiment, platform=platform)
-        require_memory(case.engine, case.experiment, platform=platform)
+        require_case(case.engine, case.experiment, platform=platform)
     except (ExperimentError, EnvironmentMissing) as error:
         return str(error)
     return ""

@@ -1,11 +1,15 @@
 """What the tests of the harness share."""
 
+import json
+from collections.abc import Callable
+
 import pytest
 from timed_engines import Engines
 
+from compare.cli import main
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
-from compare.studies import one_process, rounds
+from compare.studies import one_process
 
 EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
@@ -34,9 +38,20 @@ def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
     """Made-up engines in the place of `launch`, on an idle machine, and tiny.toml in the working folder."""
     made_up = Engines()
     monkeypatch.setattr(one_process, "launch", made_up)
-    monkeypatch.setattr(rounds, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(load, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
     monkeypatch.setattr(one_process, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
+
+
+@pytest.fixture
+def told(capsys) -> Callable[..., dict]:
+    """What `shardpair runs ARGUMENTS --json` says."""
+
+    def runs(*arguments: object) -> dict:
+        assert main(["runs", *map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return runs

@@ -8,7 +8,7 @@ from compare.contract.record import read_record
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, to_toml
 
-ENGINES = [name for name, engine in STUDIED.items() if "float16" in engine.dtypes]
+ENGINES = [name for name, engine in STUDIED.items() if "float16" in engine.precisions.dtypes]
 LAYOUTS = {
     "fsdp_tp": ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"),
     "ddp_pp": ("--layout.dp_replicate", "2", "--layout.pp", "2", "--layout.schedule", "gpipe"),
@@ -21,7 +21,7 @@ def test_every_engine_skips_the_same_steps(tiny, shardpair, layout):
     forced = {"dtype": "float16", "loss_scale": 2.0**20}
     spec = edited(tiny, {"precision": forced, "train": {"max_iters": STEPS}, "checkpoint": {"every": 4}})
     (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
-    engines = [name for name in ENGINES if layout not in ("ddp_pp",) or STUDIED[name].schedules]
+    engines = [name for name in ENGINES if layout not in ("ddp_pp",) or STUDIED[name].layouts.schedules]
     done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *engines)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps skipped, last loss scale" in done.stdout

@@ -3,11 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from assembling import assemble
 from jax_steps import experiment_of
 from layouts import JAX, JAX_COMPILER_PIPELINES, JAX_MANUAL_PIPELINES
 
 from compare.numerics.parameters import parameter_table
-from compare.numerics.shards import assemble, cut
+from compare.numerics.shards import cut
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, Model
 from jaxpar import weights

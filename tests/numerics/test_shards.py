@@ -6,10 +6,11 @@ import math
 import msgspec
 import numpy as np
 import pytest
+from assembling import assemble
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.numerics.shards import Shard, ShardError, assemble, cut
+from compare.numerics.shards import Shard, ShardError, cut
 
 
 def arange(*shape: int) -> np.ndarray:

@@ -64,7 +64,7 @@ def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor
 
 @contextmanager
 def sums_noted() -> Generator[list]:
-    """Types after each all-reduce. What it fills is copied back into slots, which were partial, and stay so."""
+    """Types after each all-reduce. What it fills is copied back into slots that are partial, and stay so."""
     right, noted = Axis.all_reduce, []
 
     def all_reduce(axis: Axis, tensor: torch.Tensor, **options: Any) -> None:
