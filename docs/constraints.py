@@ -84,23 +84,29 @@ def variants() -> Iterator[tuple[str, str, str, Plant]]:
         of_scatter,
     )
     yield "fsdp", TYPED, AS_IT_IS, nullcontext
-    yield "tp", TOLD, AS_IT_IS, nullcontext
-    for line, text in _sites():
-        yield "tp", TOLD, f"not `{text}` (tensor_parallel.py:{line})", partial(_without, line)
-    yield "tp", TOLD, f"no activation says where it lives ({_place(tensor_parallel.placed)})", everywhere
-    yield "tp", TOLD, f"q, k, v as one matrix ({_place(tensor_parallel.PlacedLinear.product)})", joined
-    yield "tp", TYPED, AS_IT_IS, nullcontext
+    for layout in ("tp", "tp_sp", "fsdp_tp"):
+        yield layout, TOLD, AS_IT_IS, nullcontext
+        for line in _sites():
+            yield layout, TOLD, f"tensor_parallel.py:{line}", partial(_without, line)
+        yield (
+            layout,
+            TOLD,
+            f"no activation says where it lives ({_place(tensor_parallel.placed)})",
+            everywhere,
+        )
+        yield layout, TOLD, f"q, k, v as one matrix ({_place(tensor_parallel.PlacedLinear.product)})", joined
+        yield layout, TYPED, AS_IT_IS, nullcontext
 
 
 def _place(what: Callable[..., Any]) -> str:
     return f"{Path(inspect.getfile(what)).name}:{inspect.getsourcelines(what)[1]}"
 
 
-def _sites() -> list[tuple[int, str]]:
+def _sites() -> list[int]:
     """Lines of the lesson that say where an activation lives."""
     lines = Path(inspect.getfile(tensor_parallel)).read_text(encoding="utf-8").splitlines()
     return [
-        (number, re.sub(r"^(return|y =|x =) ", "", line.strip()))
+        number
         for number, line in enumerate(lines, start=1)
         if re.search(r"\bplaced\(", line) and "def " not in line
     ]
@@ -138,12 +144,15 @@ def price(layout: str, engine: str, words: str, plant: Plant) -> Priced:
 
 
 def section() -> str:
-    """All steps, a row each: calls and bytes by kind, and what is on the wire beside the step as it is."""
-    rows, first = [], {}
+    """A row for all steps of a layout that send the same: calls and bytes by kind, and the wire beside it."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    first: dict[str, int] = {}
     for one in msgspec.json.decode(KEPT.read_bytes(), type=list[Priced]) if KEPT.is_file() else []:
         beside = first.setdefault(one.layout, one.wire)
         sent = (f"{one.bytes[k]:,} in {one.calls[k]:,}" if one.calls[k] else NONE for k in KINDS)
-        rows.append((f"`{one.layout}`", f"`{one.engine}`", one.words, *sent, f"{one.wire / beside:.2f}"))
+        row = f"`{one.layout}`", f"`{one.engine}`", *sent, f"{one.wire / beside:.2f}"
+        alike.setdefault(row, []).append(one.words)
+    rows = [(layout, engine, "; ".join(words), *sent) for (layout, engine, *sent), words in alike.items()]
     header = ["layout", "engine", "left out", *(k.replace("_", "-") for k in KINDS), "on the wire"]
     return markdown(header, rows, numbers_from=4)
 

@@ -4,7 +4,7 @@ Each strategy passes as it is, and is refused with one collective forgotten or m
 operator at which two types meet that do not go together.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -15,18 +15,16 @@ import spmd_types as spmd
 import torch
 from gpt_steps import make_gpt
 from spmd_rules import one_rank, type_of, typed
-from spmd_types import I, P, R, SpmdTypeError, V, no_typecheck
+from spmd_types import I, P, R, SpmdTypeError, V
 from spmd_types.checker import typecheck
 
 from torchpar.comm import collectives
 from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import units_of
-from torchpar.manual import data_parallel, fully_sharded, tensor_parallel
+from torchpar.manual import data_parallel, tensor_parallel
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron import vocab_parallel
-from torchpar.manual.zero.flat_gradients import FlatGradients
-from torchpar.manual.zero.flat_parameters import FlatParameters
 from torchpar.model import GPT
 
 TOKENS_BT = torch.arange(16).view(2, 8)
@@ -63,14 +61,15 @@ def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor
 
 
 @contextmanager
-def sums_noted() -> Generator[list]:
-    """Types after each all-reduce. What it fills is copied back into slots that are partial, and stay so."""
+def sums_noted(slots: Sequence[torch.Tensor]) -> Generator[list]:
+    """Types after each all-reduce; what it fills is copied back into the slots, which are whole then."""
     right, noted = Axis.all_reduce, []
 
     def all_reduce(axis: Axis, tensor: torch.Tensor, **options: Any) -> None:
         right(axis, tensor, **options)
         noted.append(type_of(tensor, axis))
-        spmd.mutate_type(tensor, axis.group, src=noted[-1], dst=P)
+        for slot in slots:
+            spmd.mutate_type(slot, axis.group, src=P, dst=noted[-1])
 
     with patch.object(Axis, "all_reduce", all_reduce):
         yield noted
@@ -82,7 +81,7 @@ def test_tensor_parallelism_is_well_typed(sequence_parallel):
         gradients = split_gradients(axis, sequence_parallel=sequence_parallel)
         assert {type_of(gradient, axis) for gradient in gradients} == ({P} if sequence_parallel else set())
         if sequence_parallel:
-            with typecheck(), sums_noted() as sums:
+            with typecheck(), sums_noted(gradients) as sums:
                 tensor_parallel.synchronize_replicated_gradients(gradients, axis)
             assert sums == [R]
 
@@ -148,59 +147,51 @@ def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
 
 @contextmanager
 def flat_types(axis: Axis) -> Generator[None]:
-    """What no operator says of flat buffers: whose part of them is whose.
+    """Types of flat buffers as they are sent, which no operator says: whose part of them is whose.
 
-    This rank's shard varies. The parameters are replicated once they are gathered. Each rank's gradients of
-    them vary, and are parts of a sum, of which a shard varies again.
+    This rank's shard varies, and what comes of all is replicated. Each rank's gradients vary, and are parts
+    of a sum, of which a shard varies again. What is replicated already is no part.
     """
+    gather, scatter = collectives._gather_equal, collectives._reduce_scatter_equal
 
-    def own(flat: FlatParameters) -> torch.Tensor:
-        with no_typecheck():
-            mine = flat.full[flat.layout.own]
-        return typed(mine, axis, V)
+    def typed_gather(full: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
+        with typecheck():
+            return gather(typed(full, axis, R), typed(own, axis, V), **options)
 
-    def begin_reduction(gradients: FlatGradients) -> tuple[torch.Tensor, torch.Tensor]:
-        with no_typecheck():
-            shard, full = begin(gradients)
-        return typed(shard, axis, V), typed(full, axis, V)
+    def typed_scatter(own: torch.Tensor, full: torch.Tensor, **options: Any) -> Any:
+        with typecheck():
+            part = spmd.mutate_type(full, axis.group, src=V, dst=P)
+            return scatter(typed(own, axis, V), part, **options)
 
-    def scatter(shard: torch.Tensor, full: torch.Tensor, **options: Any) -> Any:
-        return reduce_scatter(shard, spmd.mutate_type(full, axis.group, src=V, dst=P), **options)
-
-    begin, reduce_scatter = FlatGradients.begin_reduction, collectives._reduce_scatter_equal
     with (
-        patch.object(collectives, "_reduce_scatter_equal", scatter),
-        patch.object(FlatParameters, "own", property(own)),
-        patch.object(FlatGradients, "begin_reduction", begin_reduction),
+        patch.object(collectives, "_gather_equal", typed_gather),
+        patch.object(collectives, "_reduce_scatter_equal", typed_scatter),
     ):
         yield
 
 
-def run_sharded(axis: Axis) -> None:
-    """Gather, forward and backward, scatter: ZeRO-3, and of its parts ZeRO-1 and 2 are made."""
+def run_sharded(axis: Axis, *, gradients: Any = V) -> None:
+    """Gather, forward, scatter: ZeRO-3, and of its parts ZeRO-1 and 2 are made."""
     model, ids_BT = make_gpt(), TOKENS_BT.clone()
-    sharded = FSDP(model, units=units_of(model), group=axis)
+    sharded = FSDP(model, units=units_of(model), group=axis, reshard_after_forward=False)
     with flat_types(axis):
-        with typecheck():
-            for flat in sharded.flats:
-                typed(flat.shard, axis, V)
-                typed(flat.full, axis, R)
-                fully_sharded.unshard(flat)
-                typed(flat.full, axis, R)
-                for parameter in flat.parameters:
-                    typed(parameter, axis, R)
         for unit in sharded.units:
+            sharded.unshard_unit(unit)
             unit.wait_unshard()
         with typecheck():
+            for flat in sharded.flats:
+                for parameter in flat.parameters:
+                    typed(parameter, axis, type_of(flat.full, axis))
             typed(ids_BT, axis, V)
             loss = GPT.forward(model, ids_BT, ids_BT)[1]
-            assert type_of(loss, axis) is V
+            typed(spmd.reinterpret(loss, axis.group, src=V, dst=P), axis, P)
+            for flat in sharded.flats:
+                typed(flat.full, axis, R)
         for flat in sharded.flats:
-            flat.gradients.used = set(range(len(flat.parameters)))
-            flat.gradients.slot(0)
+            full = flat.full.new_zeros(flat.layout.numel)
             with typecheck():
-                fully_sharded.reduce_scatter_gradients(flat.gradients)
-                typed(flat.gradients.shard, axis, V)
+                typed(full, axis, gradients)
+            axis.start_reduce_scatter(full[flat.layout.own], full)
 
 
 def test_fully_sharded_is_well_typed():
@@ -208,19 +199,12 @@ def test_fully_sharded_is_well_typed():
         run_sharded(axis)
 
 
-def test_a_sum_that_is_scattered_as_if_it_were_parts_is_a_type_error():
-    right = Axis.start_reduce_scatter
-
-    def of_the_sum(axis: Axis, piece: torch.Tensor, full: torch.Tensor, *, purpose: str) -> Any:
-        axis.all_reduce(spmd.mutate_type(full, axis.group, src=V, dst=P), purpose=purpose)
-        return right(axis, piece, full, purpose=purpose)
-
-    with (
-        one_rank("dp_shard") as axis,
-        patch.object(Axis, "start_reduce_scatter", of_the_sum),
-        pytest.raises(SpmdTypeError, match="V"),
-    ):
+def test_a_shard_taken_for_the_whole_and_a_sum_taken_for_parts_are_told():
+    forgotten = patch.object(Axis, "start_all_gather")
+    with one_rank("dp_shard") as axis, forgotten, pytest.raises(ValueError, match="not found"):
         run_sharded(axis)
+    with one_rank("dp_shard") as axis, pytest.raises(SpmdTypeError, match="R"):
+        run_sharded(axis, gradients=R)
 
 
 def test_messages_between_stages_have_no_types():

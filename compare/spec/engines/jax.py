@@ -3,7 +3,6 @@
 from compare.spec.engines.engine import (
     ALL_ABILITIES,
     LOSS_SCALED,
-    Abilities,
     Engine,
     Holds,
     Layouts,
@@ -94,12 +93,7 @@ JAX = Side(
                 no_other_schedule=BY_AUTODIFF,
             ),
             precisions=LOSS_SCALED,
-            can=Abilities(
-                checkpoints=True,
-                evaluates=True,
-                drops=True,
-                loss_chunks="JAX 0.10 cannot type the scan over chunks of the loss",
-            ),
+            can=ALL_ABILITIES,
             observed=OBSERVED,
             holds=SCANNED,
             impossible_faults={
