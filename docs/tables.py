@@ -7,7 +7,7 @@ import constraints
 import inserted
 import msgspec
 from performance import BENCHES
-from performance_tables import agreement, method, one_device, performance, resolution
+from performance_tables import TOLD_COLUMNS, agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
 from proofs import Errors, errors_of
 from studies import SHOWN, details_section, sentence, study_section
@@ -242,6 +242,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "parity-count": parity_count,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-summary": performance_summary,
+    "performance-compilers": partial(performance_summary, TOLD_COLUMNS),
     "performance-one-device": one_device,
     "performance-method": method,
     "performance-agreement": agreement,
