@@ -1,5 +1,7 @@
 """`make constraints`: what one constraint more or less costs under XLA; docs/data/constraints.json.
 
+    python docs/constraints.py tp_sp        # of some layouts; the others stay as they are
+
 Steps of `check` for four devices, compiled and not run: jax-compiler's as it is, and without one of its
 constraints; jax-explicit's beside it, which has none. What each device would send is read from the program.
 """
@@ -7,7 +9,7 @@ constraints; jax-explicit's beside it, which has none. What each device would se
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -147,7 +149,7 @@ def section() -> str:
     """A row for all steps of a layout that send the same: calls and bytes by kind, and the wire beside it."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     first: dict[str, int] = {}
-    for one in msgspec.json.decode(KEPT.read_bytes(), type=list[Priced]) if KEPT.is_file() else []:
+    for one in read_priced():
         beside = first.setdefault(one.layout, one.wire)
         sent = (f"{one.bytes[k]:,} in {one.calls[k]:,}" if one.calls[k] else NONE for k in KINDS)
         row = f"`{one.layout}`", f"`{one.engine}`", *sent, f"{one.wire / beside:.2f}"
@@ -157,17 +159,28 @@ def section() -> str:
     return markdown(header, rows, numbers_from=4)
 
 
-def main() -> int:
-    """Price all, and keep it. Returns the exit code."""
+def read_priced() -> list[Priced]:
+    """What is kept; nothing before the first `make constraints`."""
+    return msgspec.json.decode(KEPT.read_bytes(), type=list[Priced]) if KEPT.is_file() else []
+
+
+def main(layouts: Sequence[str]) -> int:
+    """Price the steps of these layouts, or of all, and keep it. Returns the exit code."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_enable_x64", True)
-    found = [price(*variant) for variant in variants()]
-    written = KEPT.with_suffix(".tmp")
-    lines = ",\n".join(msgspec.json.encode(one).decode() for one in found)
-    written.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    written.rename(KEPT)
+    known = dict.fromkeys(layout for layout, *_ in variants())
+    if unknown := [name for name in layouts if name not in known]:
+        print(f"{unknown[0]}: no such layout (there are {', '.join(known)})", file=sys.stderr)
+        return 2
+    for layout in layouts or known:
+        rows = {layout: [price(*variant) for variant in variants() if variant[0] == layout]}
+        kept = {name: [one for one in read_priced() if one.layout == name] for name in known} | rows
+        written = KEPT.with_suffix(".tmp")
+        lines = ",\n".join(msgspec.json.encode(one).decode() for of in kept.values() for one in of)
+        written.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        written.rename(KEPT)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
