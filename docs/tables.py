@@ -9,6 +9,7 @@ import msgspec
 from performance import BENCHES
 from performance_tables import TOLD_COLUMNS, agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
+from plans import plans, published_rows, published_sources, published_summary
 from proofs import Errors, errors_of
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
@@ -251,5 +252,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     f"sentence-{COUNTS}": partial(sentence, COUNTS),
     "details-memory": partial(details_section, "memory"),
     "ledger-summary": ledger_summary,
+    "plans": plans,
+    "published-rows": published_rows,
+    "published-sources": published_sources,
+    "published-summary": published_summary,
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

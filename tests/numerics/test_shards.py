@@ -6,11 +6,10 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from assembling import assemble
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.numerics.shards import Shard, ShardError, cut
+from compare.numerics.shards import Shard, ShardError, assemble, cut
 
 
 def arange(*shape: int) -> np.ndarray:

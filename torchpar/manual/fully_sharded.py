@@ -16,7 +16,7 @@ shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -33,7 +33,12 @@ from torchpar.pieces import HoldsPieces
 
 
 def shard_parameters(
-    module: nn.Module, units: Sequence[Sequence[nn.Module]], axis: Axis, **options: Any
+    module: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    axis: Axis,
+    *,
+    fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
+    **options: Any,
 ) -> list[Unit]:
     """Cut a module's parameters over the ranks: each keeps its shard of the flat buffers of every unit.
 
@@ -41,15 +46,16 @@ def shard_parameters(
         module: any; it then shows this rank's pieces of its parameters, and not the parameters.
         units: lists of submodules that are unsharded together; each parameter is in one of them alone.
         axis: the ranks.
+        fill: gives a unit's parameters their values, just before they are cut.
         options: as for `FlatParameters`.
     """
-    sharded = []
+    whole, sharded = list(module.named_parameters()), []
     for modules in units:
         own = {parameter for one in modules for parameter in one.parameters()}
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter in own]
+        named = [(name, parameter) for name, parameter in whole if parameter in own]
+        fill(modules)
         sharded.append(Unit(modules, flatten_parameters(named, axis, **options)))
-    for unit in sharded:
-        reshard_unit(unit)
+        reshard_unit(sharded[-1])
     return sharded
 
 
@@ -132,7 +138,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: modules of just these types need not be gathered for backward, which does not read
             their weights.
-        options: for `FlatParameters`.
+        options: for `shard_parameters`.
 
     Attributes:
         module: with pieces for parameters, except while it runs.
