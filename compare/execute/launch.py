@@ -27,6 +27,7 @@ from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
+from compare.execute.hostfile import print_elsewhere
 from compare.execute.hosts import HERE, Hosts, require_shared, without_place
 from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
@@ -181,14 +182,17 @@ def launch(
     folder.mkdir()
     require_shared(folder, hosts)
     files.write_json(folder / files.REQUEST, request)
+    side, layout = side_of(request.engine), request.experiment.layout
+    python = (pythons or {}).get(side.name, sys.executable)
+    print_elsewhere(hosts.elsewhere(python, side, folder, layout=layout, platform=request.platform))
     run_side(
-        side_of(request.engine),
+        side,
         folder,
         name=request.engine,
         platform=request.platform,
         timeout_s=request.timeout_s,
         pythons=pythons,
-        launcher=functools.partial(hosts.command, layout=request.experiment.layout),
+        launcher=functools.partial(hosts.command, layout=layout),
         on_step=on_step,
     )
     return files.read_record(folder)

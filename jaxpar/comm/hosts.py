@@ -11,10 +11,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from compare.contract.across_hosts import host_names
 from compare.contract.processes import Process
 from compare.host.facts import MissingDevicesError
 
 MAX_NAME = 64  # Linux's limit
+_here: list[Process] = []  # which of the processes this one is, once it has joined them
 HEARTBEAT_S = 10
 """Patience with a process that was lost while the others compute; inside a collective it shows at once."""
 
@@ -36,6 +38,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
             f"the layout needs {devices} devices, which {process.count} processes ({process.told_by}) do "
             "not divide: start another number of them"
         )
+    _here.append(process)
     own = devices // process.count
     # Told by SLURM, JAX would give each task one GPU: a task here drives all of its part.
     local = range(process.local * own, (process.local + 1) * own) if platform == "gpu" else None
@@ -98,7 +101,11 @@ def hosts_of(devices: list[jax.Device]) -> list[str]:
     own = socket.gethostname().encode()[:MAX_NAME]
     name[: len(own)] = list(own)
     names_PN = multihost_utils.process_allgather(name)  # P process, N byte of a name
-    names = [bytes(name_N).rstrip(b"\0").decode() for name_N in names_PN]
+    locals_P = multihost_utils.process_allgather(np.int32(_here[-1].local))
+    names = host_names(
+        (bytes(name_N).rstrip(b"\0").decode(), int(local))
+        for name_N, local in zip(names_PN, locals_P, strict=True)
+    )
     return [names[device.process_index] for device in devices]
 
 

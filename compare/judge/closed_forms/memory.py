@@ -42,7 +42,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
         kind: [
             itemsize
             * copies[kind]
-            * elements_of_stage(engine, experiment, stage=device * layout.pp // layout.devices)
+            * elements_of_stage(engine, experiment, stage=layout.stage_of(device))
             / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
             for device in range(layout.devices)
         ]

@@ -57,7 +57,7 @@ def held_at_most(engine: str, experiment: Experiment) -> dict[str, list[float]]:
         For each device in the order of the mesh.
     """
     layout = experiment.layout
-    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
+    stages = [layout.stage_of(device) for device in range(layout.devices)]
     return {
         "activations": [
             _activations(engine, experiment, stage) + _parameters(engine, experiment, stage)
