@@ -1,4 +1,4 @@
-"""What a host has, as it says itself: `python -m compare.execute.host_report FOLDER COORDINATOR SIDE=PYTHON...`.
+"""What a host has, as it says itself: `python -m compare.execute.host_report PROBE SIDE=PYTHON...`.
 
 The doctor starts it on every host of an allocation, in one step of `srun`, and compares the answers.
 """
@@ -15,6 +15,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from compare.contract.processes import first_host
 from compare.execute.ask import ask
 from compare.execute.hosts import Hosts, srun
 from compare.execute.launch import EnvironmentMissing, visible_gpus
@@ -56,15 +57,15 @@ def examine(side: str, python: str) -> SideReport | str:
     return ask(side, python, ["--doctor"], answer=SideReport, environment=with_safe_path(os.environ))
 
 
-def report(folder: Path, coordinator: str, pythons: Mapping[str, str]) -> HostReport:
+def report(probe: Path, first: str, pythons: Mapping[str, str]) -> HostReport:
     """This host.
 
     Args:
-        folder: a file or folder that all hosts should see.
-        coordinator: the first host.
+        probe: a file that all hosts should see.
+        first: the first host.
         pythons: the interpreter of each side.
     """
-    interface, address = _way_to(coordinator)
+    interface, address = _way_to(first)
     clock = time.time()  # before anything slow
     return HostReport(
         host=socket.gethostname(),
@@ -72,37 +73,36 @@ def report(folder: Path, coordinator: str, pythons: Mapping[str, str]) -> HostRe
         gpus=visible_gpus(),
         interface=interface,
         address=address,
-        sees_folder=folder.exists(),
+        sees_folder=probe.exists(),
         clock_s=clock,
         sides={side: examine(side, python) for side, python in pythons.items()},
     )
 
 
-def _way_to(coordinator: str) -> tuple[str, str]:
-    """The interface by which a host is reached, and its address."""
+def _way_to(host: str) -> tuple[str, str]:
+    """The interface by which a host is reached, and its address; or '' and why there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
         try:
-            probe.connect((coordinator, 1))
+            probe.connect((host, 1))
         except OSError as error:
-            return "", f"{coordinator}: {error.strerror}"
+            return "", error.strerror or str(error)
         own = probe.getsockname()[0]
     found = (name for name, ways in psutil.net_if_addrs().items() if any(way.address == own for way in ways))
     return next(found, ""), own
 
 
-def reports(hosts: Hosts, probe: Path, coordinator: str, pythons: Mapping[str, str]) -> list[HostReport]:
+def reports(hosts: Hosts, probe: Path, pythons: Mapping[str, str]) -> list[HostReport]:
     """All hosts of an allocation, in the order of their names.
 
     Args:
         hosts: started by SLURM.
         probe: a file in the folder of the results.
-        coordinator: the first host.
         pythons: the interpreter of each side.
 
     Raises:
         EnvironmentMissing: srun failed, or a host did not answer: one line.
     """
-    asked = [str(probe.absolute()), coordinator, *(f"{side}={python}" for side, python in pythons.items())]
+    asked = [str(probe.absolute()), *(f"{side}={python}" for side, python in pythons.items())]
     command = [*srun(hosts.count, 1), sys.executable, "-m", "compare.execute.host_report", *asked]
     try:
         done = subprocess.run(
@@ -137,16 +137,14 @@ def objections(found: Sequence[HostReport], *, began_s: float, ended_s: float) -
             lines.append(f"{one.host}: its clock is off by {off:,.0f} s or more")
         if not one.sees_folder:
             lines.append(f"{one.host}: it does not see the folder of the results")
-        if not one.interface or one.interface.startswith("lo"):
-            if len(found) > 1 and one is not first:
-                lines.append(f"{one.host}: no interface reaches {first.host}: {one.address}")
+        if one is not first and (not one.interface or one.interface.startswith("lo")):
+            lines.append(f"{one.host}: no interface reaches {first.host}: {one.address}")
         for what in ("cores", "gpus"):
-            if getattr(one, what) != getattr(first, what):
-                lines.append(
-                    f"{one.host}: {getattr(one, what)} {what}, {first.host} has {getattr(first, what)}"
-                )
-        for side, own in one.sides.items():
-            lines += _of_side(one.host, side, own, first)
+            own, usual = getattr(one, what), getattr(first, what)
+            if own != usual:
+                lines.append(f"{one.host}: {own} {what}, {first.host} has {usual}")
+        for side, said in one.sides.items():
+            lines += _of_side(one.host, side, said, first)
     return lines
 
 
@@ -166,8 +164,9 @@ def _of_side(host: str, side: str, own: SideReport | str, first: HostReport) -> 
 
 def main() -> int:
     """Print this host's report, a line of JSON. Returns 0."""
-    folder, coordinator, *pythons = sys.argv[1:]
-    found = report(Path(folder), coordinator, dict(one.split("=", 1) for one in pythons))
+    probe, *pythons = sys.argv[1:]
+    first = first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    found = report(Path(probe), first, dict(one.split("=", 1) for one in pythons))
     print(msgspec.json.encode(found).decode(), flush=True)
     return 0
 
