@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles type-errors performance studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles links type-errors performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -66,6 +66,10 @@ survival: $(READY)  ## kill, stop and damage runs and checkpoints; docs/survival
 
 profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/data/profiles.json
 	$(BIN)/python docs/profiles.py
+	$(BIN)/python docs/make_docs.py
+
+links: $(READY)  ## strategies over a slow link between two hosts, as root on an idle machine; docs/data/links.json
+	$(BIN)/python docs/links.py
 	$(BIN)/python docs/make_docs.py
 
 type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json

@@ -1,4 +1,5 @@
-"""The tables and numbers that the docs quote: from the code, from measured.json, or from docs/generated."""
+"""The tables and numbers that the docs quote: from the code, from links_tables import links_section
+from measured.json, or from docs/generated."""
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -252,6 +253,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "torch-profiles": torch_table,
     "torch-profiles-pipeline": partial(torch_table, pipelines=True),
     "ledger-summary": ledger_summary,
+    "links": links_section,
     "endings": endings,
     "refusals": refusals,
 }

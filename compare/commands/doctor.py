@@ -1,6 +1,5 @@
 """`shardpair doctor`: what is installed, which devices there are, what each engine can run here."""
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -9,7 +8,6 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.commands.pythons import SidePythons, pythons_of
-from compare.contract.processes import first_host
 from compare.execute.host_report import HostReport, SideReport, examine, objections, reports
 from compare.execute.hosts import Hosts, Launcher, find_hosts
 from compare.execute.paths import RUNS
@@ -72,11 +70,10 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
 
     def _of_hosts(self, hosts: Hosts) -> int:
         if not self.folder.is_dir():
-            raise ExperimentError(f"--folder {self.folder}: there is no such folder")
-        coordinator = first_host(os.environ.get("SLURM_JOB_NODELIST", "") or "localhost")
+            raise ExperimentError(f"--folder {self.folder}: there is no such folder; give the results'")
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix="probe.") as probe:
             began = time.time()
-            found = reports(hosts, Path(probe.name), coordinator, pythons_of(self))
+            found = reports(hosts, Path(probe.name), pythons_of(self))
             wrong = objections(found, began_s=began, ended_s=time.time())
         if self.json:
             print_json({"hosts": found, "objections": wrong})
@@ -86,9 +83,7 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
         for line in wrong:
             console.print(coloured(line, "red"))
         if not wrong:
-            console.print(
-                f"{len(found)} hosts fit each other: versions, devices, clocks, shared {self.folder}"
-            )
+            console.print(f"{len(found)} hosts fit each other, and share {self.folder}")
         return 3 if wrong else 0
 
 
