@@ -1,10 +1,10 @@
-"""The tables and numbers that the docs quote: from the code, from links_tables import links_section
-from measured.json, or from docs/generated."""
+"""The tables and numbers that the docs quote: from the code, from measured.json, or from docs/generated."""
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 import msgspec
+from links_tables import links_section
 from measured import Errors, Measured, read_measured
 from measured_tables import endings, refusals
 from performance import BENCHES
