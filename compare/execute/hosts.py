@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, read_failure, write_failure
@@ -48,6 +49,12 @@ class Hosts(Struct, frozen=True, kw_only=True):
     def several(self) -> bool:
         """True unless the engine is one command on this machine, as it is without any launcher."""
         return self.count > 1 or self.launcher != "local"
+
+    def under(self, layout: Layout) -> "Hosts":
+        """The hosts that a layout needs: a reference on one device runs on the first."""
+        if layout.devices > 1 or self.count == 1:
+            return self
+        return replace(self, count=1) if self.launcher == "slurm" else HERE
 
     def require(self, layout: Layout) -> None:
         """Refuse a layout whose devices the hosts do not divide. Raises ExperimentError."""

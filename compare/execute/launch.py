@@ -112,6 +112,7 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
             do not divide the devices.
         EnvironmentMissing: platform gpu without an NVIDIA driver.
     """
+    hosts = hosts.under(experiment.layout)
     hosts.require(experiment.layout)
     wanted = experiment.layout.devices // hosts.count
     if platform == "cpu":
@@ -180,6 +181,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
     folder.mkdir()
+    hosts = hosts.under(request.experiment.layout)
     require_shared(folder, hosts)
     files.write_json(folder / files.REQUEST, request)
     side, layout = side_of(request.engine), request.experiment.layout

@@ -111,7 +111,7 @@ def alike(one, other, axis, layout):
 def test_a_record_is_held_to_where_its_devices_are(tmp_path, tiny, engine, name):
     layout = LAYOUTS[name]
     big = {"model": {"n_layer": 4, "n_head": 4, "n_embd": 32}, "train": {"batch_size": 8}}
-    record = make_record(tmp_path, replace(edited(tiny, big), layout=layout), engine=engine)
+    record = make_record(tmp_path / "run", replace(edited(tiny, big), layout=layout), engine=engine)
     devices = range(layout.devices)
     right = spread(record, [host_of(device, layout, 2) for device in devices])
     assert strategy_of(right).objections == []
@@ -136,7 +136,7 @@ def test_the_picture_and_the_table(tmp_path, tiny):
     ]
     assert table.below == "dp_replicate crosses hosts, tp stays inside one."
     assert crossing_words(Layout(tp=2), 2).startswith("tp crosses hosts; with tp every layer waits")
-    record = spread(make_record(tmp_path, replace(tiny, layout=layout)), [0, 0, 1, 1])
+    record = spread(make_record(tmp_path / "run", replace(tiny, layout=layout)), [0, 0, 1, 1])
     experiment = with_remat_resolved("torch-manual", record.manifest.experiment)
     lines = line_up("torch-manual", experiment, record.ledger.rows)
     found = crossings("torch-manual", experiment, lines, record.ledger.rows, 2)

@@ -49,6 +49,13 @@ def test_hosts_are_those_of_the_allocation(monkeypatch):
         find_hosts("slurm", 3, environment=allocation)
 
 
+def test_a_reference_on_one_device_runs_on_one_host():
+    for hosts in (Hosts(count=2), Hosts(launcher="torchrun", count=2, slots={"head": 1, "other": 1})):
+        assert hosts.under(Layout()) == HERE
+        assert hosts.under(FOUR) == hosts
+    assert Hosts(launcher="slurm", count=2).under(Layout()) == Hosts(launcher="slurm", count=1)
+
+
 HOSTFILE = "# two hosts\nhead slots=2\n\nother slots=2  # as many\n"
 
 
