@@ -21,9 +21,9 @@ def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
     """
     names = list(dict.fromkeys(hosts))
     held = {name: [device for device, host in enumerate(hosts) if host == name] for name in names}
-    columns = [f"device {place}" for place in range(max(map(len, held.values())))]
+    columns = [f"slot {place}" for place in range(max(map(len, held.values())))]
     rows = [
-        Row(Text(name), [Text(coordinates(device, layout), f"device {device}") for device in held[name]])
+        Row(Text(name), [Text(f"device {device}: {coordinates(device, layout)}") for device in held[name]])
         for name in names
     ]
     return Table(

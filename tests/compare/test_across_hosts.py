@@ -131,8 +131,8 @@ def test_the_picture_and_the_table(tmp_path, tiny):
     layout = Layout(dp_replicate=2, tp=2)
     table = host_table(layout, ["a", "a", "b", "b"])
     assert [(row.head.text, [cell.text for cell in row.cells]) for row in table.rows] == [
-        ("a", ["dp_replicate 0, tp 0", "dp_replicate 0, tp 1"]),
-        ("b", ["dp_replicate 1, tp 0", "dp_replicate 1, tp 1"]),
+        ("a", ["device 0: dp_replicate 0, tp 0", "device 1: dp_replicate 0, tp 1"]),
+        ("b", ["device 2: dp_replicate 1, tp 0", "device 3: dp_replicate 1, tp 1"]),
     ]
     assert table.below == "dp_replicate crosses hosts, tp stays inside one."
     assert crossing_words(Layout(tp=2), 2).startswith("tp crosses hosts; with tp every layer waits")
