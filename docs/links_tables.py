@@ -18,6 +18,10 @@ from compare.show.findings import Figure, Row, Series, Table, Text
 from compare.show.markdown import markdown_table
 
 PICTURE = Path(__file__).parent / "links.png"
+SHOWN = (
+    f"![Time of a step over the bandwidth of the link, for two and for four devices on two hosts, measured "
+    f"and by the formula]({PICTURE.name})"
+)
 NOT_YET = "Not measured yet: `make links` measures it."
 ON_TWO, ON_FOUR = ("ddp bucketed", "1f1b", "gpipe"), ("fsdp 4", "hsdp 2 x 2", "tp 4", "dp 2 x tp 2")
 NEAR = 0.1
@@ -45,7 +49,7 @@ def links_section() -> str:
     if not found:
         return NOT_YET
     tables = map(markdown_table, (link_table(found), step_table(found)))
-    return "\n\n".join([where(found), *tables, errors(found), choices(found)])
+    return "\n\n".join([where(found), SHOWN, *tables, errors(found), choices(found)])
 
 
 def where(found: Links) -> str:
