@@ -7,10 +7,11 @@ from pathlib import Path
 import processes
 import pytest
 
-from compare.contract.record import read_failure
+from compare.contract.record import read_failure, read_record
 from compare.execute import hostfile
 from compare.execute import hosts as several
 from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
+from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import ExperimentError, Layout
 
@@ -153,3 +154,12 @@ def test_engines_on_two_hosts_agree(shardpair, tmp_path):
     done = shardpair("run", "check", *layout, *small, "--hosts", "2", *engines, "--run_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "PASS: jax-manual agrees with torch-manual on 14 rungs" in done.stdout
+    for engine in engines[1:]:
+        record = read_record(tmp_path / "run" / engine)
+        first, second = dict.fromkeys(record.manifest.hosts)
+        assert second == f"{first} (2)"  # one machine
+        assert strategy_of(record).found("what crosses hosts") == "the closed form of 2 hosts"
+        assert {row.axis for row in record.ledger.rows if row.crossing_bytes} == {"dp_shard"}
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "dp_shard crosses hosts, tp stays inside one." in page
+    assert "Bytes across hosts in a step, all devices together" in page
