@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure survival profiles links type-errors performance studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure links type-errors performance studies gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-demo: $(READY)  ## one experiment, four engines: a verdict, a table and a report, in about a minute
+demo: $(READY)  ## one experiment, every engine: a verdict, a table and a report, in about a minute
 	$(BIN)/shardpair run demo
 
 test: $(READY)  ## every test, in about 14 minutes on two cores
@@ -57,16 +57,8 @@ ledger: $(READY)  ## what every engine sends under every layout, beside the clos
 mirror: $(READY)  ## lines of code of each strategy in each engine, alone and with its helpers
 	$(BIN)/shardpair mirror
 
-measure: $(READY)  ## check, golden and faults anew, and their errors into docs/measured.json
-	$(BIN)/python docs/measured.py
-
-survival: $(READY)  ## kill, stop and damage runs and checkpoints; docs/survival.json
-	$(BIN)/python docs/survival.py
-	$(BIN)/python docs/make_docs.py
-
-profiles: $(READY)  ## where the time of a step goes in each framework, on an idle machine; docs/data/profiles.json
-	$(BIN)/python docs/profiles.py
-	$(BIN)/python docs/make_docs.py
+measure: $(READY)  ## check, golden and faults anew, and their errors into docs/data
+	$(BIN)/python docs/studies.py check-float64 check-float32 golden faults
 
 links: $(READY)  ## strategies over a slow link between two hosts, as root on an idle machine; docs/data/links.json
 	$(BIN)/python docs/links.py

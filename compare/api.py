@@ -21,16 +21,16 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from compare.commands.arguments import Spec
-from compare.commands.pages import leave_page
 from compare.contract.record import Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
+from compare.flags.arguments import Spec
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.timed_outcome import TimedOutcome
 from compare.present.bench_words import in_one_line
 from compare.present.report.render import PAGE, write_report
 from compare.show.findings import Findings
+from compare.show.pages import leave_page
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.studies.bench import Bench
 from compare.studies.check import Check

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Union
 import msgspec
 import tyro
 
-from compare.commands.arguments import FixedExperiment, Spec, defaults_for
 from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
@@ -33,6 +32,7 @@ from compare.commands.schedule import Draw
 from compare.commands.submit import Submit, behind_end, with_launcher
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
+from compare.flags.arguments import FixedExperiment, Spec, defaults_for
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
 from compare.spec.experiment import ExperimentError, load, named_experiments, shortened

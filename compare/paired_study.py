@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from compare.commands.pages import leave_page
 from compare.contract.request import Request
 from compare.execute.progress import Reporter
 from compare.judge.circumstances import Circumstances
 from compare.judge.comparison import Comparison, differences, read_comparison
 from compare.present.report.render import write_report
 from compare.show.findings import Findings, Table
+from compare.show.pages import leave_page
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, to_toml
 from compare.studies.cases import Case, Settings

@@ -8,16 +8,15 @@ its cases in rounds; `Survey` measures each of its parts once. `studies.registry
 """
 
 import contextlib
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from compare.commands.arguments import Spec
 from compare.execute.launch import EngineError
 from compare.execute.paths import PICTURES, check_output
+from compare.flags.arguments import Spec
 from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, AnyOutcome, Outcome, StudyOutcome, read_outcome
 from compare.show.findings import Figure, Findings, Table
@@ -206,11 +205,6 @@ class DrawnStudy(Study[AnyStudyOutcome], Generic[AnyStudyOutcome], frozen=True, 
     def drawing(self) -> Path | None:
         """--picture."""
         return self.picture
-
-
-def how_to_go_on(outcome: Outcome, folder: Path) -> str:
-    """The command that runs what a study still lacks."""
-    return f"shardpair {outcome.study} --continue {shlex.quote(str(folder))}"
 
 
 def findings_in(study: type[Question] | Question, outcome: Outcome, folder: Path) -> Findings:

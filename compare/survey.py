@@ -5,7 +5,7 @@ of it. Its result is kept as soon as it is there, and the folders of its runs ar
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -13,20 +13,18 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.record import Record, read_record
-from compare.contract.run_lock import lock_folder
 from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError
-from compare.execute.paths import create_run_dir
-from compare.execute.source import require_same_source
-from compare.host.tensors import RecordError
+from compare.execute.progress import Reporter
 from compare.judge.circumstances import Circumstances
 from compare.judge.comparison import COMPARISON, Comparison, read_saved
-from compare.judge.outcome import PartsOutcome, R, read_outcome, save
+from compare.judge.outcome import PartsOutcome, R
 from compare.show.findings import Findings, Table
 from compare.spec.experiment import Experiment
-from compare.studies.cases import Case, Interrupted
-from compare.study import DrawnStudy, findings_of, how_to_go_on
-from compare.terminal.console import messages_console, printable
+from compare.studies.cases import Case
+from compare.studies.runner import Runner, new_folder, saved_in
+from compare.study import DrawnStudy, findings_of
+from compare.terminal.console import printable
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -136,41 +134,47 @@ class Survey(DrawnStudy[PartsOutcome[R]], Generic[R], frozen=True, kw_only=True)
 
     def begun(self, planned: PartsOutcome[R]) -> tuple[PartsOutcome[R], Path]:
         """Measure every part, in a new folder."""
-        folder = create_run_dir(planned.name, self.run_dir)
         begun = msgspec.structs.replace(planned, circumstances=here_and_now())
-        with lock_folder(folder):
-            save(begun, folder)
+        with new_folder(planned.name, self.run_dir) as folder:
             return self._measured(begun, folder), folder
 
     def continued(self, folder: Path) -> PartsOutcome[R]:
         """Measure what is missing, with the same source."""
-        with lock_folder(folder):
-            saved = read_outcome(folder, self.kept)
-            made = saved.circumstances
-            require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
+        with saved_in(folder, self.kept) as saved:
             return self._measured(msgspec.structs.replace(saved, failures={}), folder)
 
     def _measured(self, outcome: PartsOutcome[R], folder: Path) -> PartsOutcome[R]:
-        """Measure every part that has no result; the outcome is saved after each."""
-        asked, parts = self.again(outcome), self.parts_of(outcome)
+        asked = self.again(outcome)
         own = {name: getattr(asked, name) for name in self.own_flags()}
         mine = msgspec.structs.replace(self, platform=outcome.platform, **own)
-        console = messages_console(quiet=self.quiet)
-        for name in outcome.missing:
-            console.print(printable(f"part {outcome.parts.index(name) + 1} of {len(parts)}: {name}"))
-            place = folder / name.replace("/", "_")
-            try:
-                outcome = _with_result(outcome, name, mine.measure(parts[name], place), place)
-            except KeyboardInterrupt:
-                raise Interrupted(_interrupted(outcome, folder), folder) from None
-            except (EngineError, RecordError) as error:
-                console.print(printable(f"{name}: {error}"), style="red")
-                failures = outcome.failures | {name: str(error)}
-                outcome = msgspec.structs.replace(outcome, failures=failures)
-            save(outcome, folder)
-            if name in outcome.results:
-                shutil.rmtree(place, ignore_errors=True)
-        return outcome
+        parts, reporter = self.parts_of(outcome), Reporter(quiet=self.quiet)
+        return _Parts(outcome, folder, self.settings(), reporter, mine, parts).run()
+
+
+class _Parts(Runner[PartsOutcome[R]], Generic[R]):
+    """A piece is a part; the folder of its runs is removed once its result is there."""
+
+    survey: Survey[R]
+    parts: dict[str, Part]
+
+    def pieces(self) -> Iterator[str]:
+        for name in self.outcome.missing:
+            number = self.outcome.parts.index(name) + 1
+            self.reporter.console.print(printable(f"part {number} of {len(self.parts)}: {name}"))
+            yield name
+            if name in self.outcome.results:
+                shutil.rmtree(self._place(name), ignore_errors=True)
+
+    def measured(self, piece: str) -> PartsOutcome[R]:
+        place = self._place(piece)
+        return _with_result(self.outcome, piece, self.survey.measure(self.parts[piece], place), place)
+
+    def failed(self, piece: str, error: EngineError) -> PartsOutcome[R]:
+        failures = self.outcome.failures | {piece: str(error)}
+        return msgspec.structs.replace(self.outcome, failures=failures)
+
+    def _place(self, name: str) -> Path:
+        return self.folder / name.replace("/", "_")
 
 
 def _with_result(outcome: PartsOutcome[R], name: str, found: R, place: Path) -> PartsOutcome[R]:
@@ -184,13 +188,6 @@ def _with_result(outcome: PartsOutcome[R], name: str, found: R, place: Path) -> 
         outcome,
         circumstances=msgspec.structs.replace(outcome.circumstances, versions=versions),
         results={part: results[part] for part in outcome.parts if part in results},
-    )
-
-
-def _interrupted(outcome: PartsOutcome, folder: Path) -> str:
-    return (
-        f"interrupted; every process was ended. Kept: {outcome.progress}. "
-        f"`{how_to_go_on(outcome, folder)}` runs the rest"
     )
 
 

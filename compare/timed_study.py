@@ -7,15 +7,23 @@ from typing import Any, ClassVar
 import msgspec
 
 from compare.contract.timing import Timing
+from compare.execute import load
+from compare.execute.here import here_and_now
+from compare.execute.launch import EnvironmentMissing, Prepared, freeze_data, prepare
 from compare.execute.progress import Reporter
 from compare.judge.bench_agreement import mistakes
+from compare.judge.bench_rows import baseline_of
 from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.numerics.data import open_corpus
 from compare.present.bench_words import warnings
 from compare.show.findings import Findings, Table
-from compare.spec.experiment import Experiment, edited, revalidate
+from compare.spec.engines.registry import REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.bench_cases import layout_name
 from compare.studies.cases import Case, Settings
-from compare.studies.rounds import continue_rounds, plan_rounds, run_rounds
+from compare.studies.fitting import require_case, require_sides
+from compare.studies.rounds import Rounds
+from compare.studies.runner import new_folder, saved_in
 from compare.study import DrawnStudy, Edits, findings_of
 
 STANDARD = Timing()
@@ -76,18 +84,39 @@ class TimedStudy(DrawnStudy[TimedOutcome], frozen=True, kw_only=True):
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
         experiment = self.asked()
         cases, left_out = self.cases(experiment)
-        return plan_rounds(
-            self.command,
-            self.title,
-            experiment,
-            cases,
-            timing=self.timing,
+        settings, timing, baseline = self.settings(), self.timing, self.divisor()
+        engines = [case.engine for case in cases]
+        if self.rounds < 1:
+            raise ExperimentError(f"--rounds {self.rounds} must be at least 1")
+        if timing.window < 1 or timing.windows < 1:
+            raise ExperimentError(
+                f"--window {timing.window} and --windows {timing.windows} must be at least 1"
+            )
+        for case in cases:
+            require_case(case.engine, case.experiment, platform=settings.platform, hosts=settings.hosts)
+        result = TimedOutcome(
+            study=self.command,
+            name=self.title,
+            experiment=experiment,
+            platform=settings.platform,
+            circumstances=here_and_now(),
             rounds=self.rounds,
+            timing=timing,
+            baseline=baseline or (REFERENCE if REFERENCE in engines else engines[0]),
             anyway=self.anyway,
-            settings=self.settings(),
-            baseline=self.divisor(),
+            is_cached=bool(settings.cache_dir),
+            cases=cases,
             left_out=left_out,
         )
+        if why := left_out.get(baseline):
+            raise EnvironmentMissing(f"--baseline {baseline}: {why}")
+        if baseline and not any(baseline_of(result, case) for case in cases):
+            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in cases)
+            raise ExperimentError(
+                f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
+                f"(there are {', '.join(there)})"
+            )
+        return result
 
     def cases_of(self, planned: TimedOutcome) -> list[Case]:
         """Every case once."""
@@ -95,14 +124,27 @@ class TimedStudy(DrawnStudy[TimedOutcome], frozen=True, kw_only=True):
 
     def begun(self, planned: TimedOutcome) -> tuple[TimedOutcome, Path]:
         """Time every case of a plan."""
-        settings, reporter = self.settings(), Reporter(quiet=self.quiet)
-        result, folder = run_rounds(planned, run_dir=self.run_dir, settings=settings, reporter=reporter)
+        busy, settings, reporter = load.busy_cores(), self.settings(), Reporter(quiet=self.quiet)
+        load.require_idle(busy, anyway=planned.anyway)
+        require_sides([case.engine for case in planned.cases], settings.pythons)
+        reporter.reads(planned.experiment)
+        with new_folder(planned.name, self.run_dir) as folder:
+            prepared = prepare(planned.experiment, folder)
+            result = msgspec.structs.replace(planned, corpus_sha256=prepared.corpus_sha256)
+            result = Rounds(result, folder, settings, reporter, prepared, busy).run()
         return self._with_more(result, folder), folder
 
     def continued(self, folder: Path) -> TimedOutcome:
-        """Time what is missing."""
-        settings, reporter = self.settings(), Reporter(quiet=self.quiet)
-        result = continue_rounds(folder, anyway=self.anyway, settings=settings, reporter=reporter)
+        """Time what is missing. Raises ExperimentError: the data has changed."""
+        with saved_in(folder, TimedOutcome, begun="timed") as saved:
+            frozen = freeze_data(saved.experiment, folder)
+            prepared = Prepared(experiment=frozen, folder=folder, corpus_sha256=open_corpus(frozen).sha256)
+            if prepared.corpus_sha256 != saved.corpus_sha256:
+                raise ExperimentError(f"{folder}: its data has changed since; start a new {saved.study}")
+            again = msgspec.structs.replace(saved, anyway=self.anyway or saved.anyway)
+            busy, settings, reporter = load.busy_cores(), self.settings(), Reporter(quiet=self.quiet)
+            load.require_idle(busy, anyway=again.anyway)
+            result = Rounds(again, folder, settings, reporter, prepared, busy).run()
         return self._with_more(result, folder)
 
     def _with_more(self, result: TimedOutcome, folder: Path) -> TimedOutcome:

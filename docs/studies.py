@@ -1,6 +1,7 @@
 """`make studies`: run the studies that the docs show, and keep what each found in docs/data/NAME.json.
 
     python docs/studies.py savings moves        # some of them; those that time things need an idle machine
+    python docs/studies.py faults golden        # or proofs, or benches: of these a part is kept
 
 A page shows one between `generated: study-NAME` and `end`: its columns are the study's own.
 
@@ -19,10 +20,12 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
-from performance import BENCHES, kept
+import performance
+import proofs
 
 from compare.host.disk import write_atomically
 from compare.host.json_files import read_json
+from compare.judge.comparison import Comparison
 from compare.judge.outcome import OUTCOME, Outcome
 from compare.judge.timed_outcome import TimedOutcome
 from compare.show.findings import Findings
@@ -98,8 +101,8 @@ def in_lines(outcome: object) -> bytes:
 
 
 def main(names: list[str]) -> int:
-    """Run the studies of these names, or all but the benches. Returns the exit code: 0 if all passed."""
-    known = SHOWN | BENCHES
+    """Run the studies of these names, or those of `SHOWN`. Returns the exit code: 0 if all passed."""
+    known = SHOWN | proofs.PROOFS | performance.BENCHES
     if unknown := sorted(set(names) - set(known)):
         print(f"{unknown[0]}: no such study (there are {', '.join(known)})", file=sys.stderr)
         return 2
@@ -129,8 +132,11 @@ def _measured(name: str, arguments: str) -> int:
         asked = [*shlex.split(arguments), *picture, "--run_dir", str(run_dir)]
         if code := subprocess.run([sys.executable, "-m", "compare", *asked], check=False).returncode:
             return code
-        outcome = outcome_in(run_dir / OUTCOME)
-        found = kept(arguments, outcome) if isinstance(outcome, TimedOutcome) and name in BENCHES else outcome
+        found = outcome_in(run_dir / OUTCOME)
+        if name in performance.BENCHES and isinstance(found, TimedOutcome):
+            found = performance.kept(arguments, found)
+        if name in proofs.PROOFS and isinstance(found, Comparison):
+            found = proofs.kept(found)
         ASIDE.mkdir(parents=True, exist_ok=True)
         write_atomically(ASIDE / f"{name}.json", in_lines(found))
     return 0

@@ -1,16 +1,14 @@
-"""The tables and numbers that the docs quote: from the code, from measured.json, or from docs/generated."""
+"""The tables and numbers that the docs quote: from the code, from docs/data, or from docs/generated."""
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 
 import msgspec
 from links_tables import links_section
-from measured import Errors, Measured, read_measured
-from measured_tables import endings, refusals
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
-from profiles import jax_table, torch_table
+from proofs import Errors, errors_of
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
 from summaries import parity, parity_count
@@ -107,7 +105,12 @@ def presets() -> str:
 def engines() -> str:
     """Table of engines, and what each offers."""
     rows = [
-        (f"`{e.name}`", ", ".join(e.gradient_sync), ", ".join(e.schedules), e.no_other_schedule.split(":")[0])
+        (
+            f"`{e.name}`",
+            ", ".join(e.gradient_sync),
+            ", ".join(e.layouts.schedules),
+            e.layouts.no_other_schedule.split(":")[0],
+        )
         for e in STUDIED.values()
     ]
     header = ["engine", "gradient synchronisation", "pipeline schedules", "why no other"]
@@ -117,7 +120,7 @@ def engines() -> str:
 def peers() -> str:
     """What others use, to be run beside the engines."""
     rows = [
-        (f"`{e.name}`", e.decides, ", ".join(e.dtypes), f"`{e.pip_line}`" if e.pip_line else "")
+        (f"`{e.name}`", e.decides, ", ".join(e.precisions.dtypes), f"`{e.pip_line}`" if e.pip_line else "")
         for e in PEERS.values()
     ]
     return markdown(["peer", "what it is", "dtypes", "if it is missing"], rows, numbers_from=4)
@@ -152,7 +155,7 @@ def worst(errors: Iterable[Errors], rung: str) -> str:
 
 def check() -> str:
     """Worst errors of `shardpair check`, beside their limits."""
-    studies = {dtype: _measured().studies[f"check_{dtype}"] for dtype in ("float64", "float32")}
+    studies = {dtype: errors_of(f"check-{dtype}") for dtype in ("float64", "float32")}
     rows = []
     for rung in QUOTED:
         cells = [rung]
@@ -166,7 +169,7 @@ def check() -> str:
 
 def golden() -> str:
     """Every engine's errors against nanoGPT."""
-    cases = _measured().studies["golden"]
+    cases = errors_of("golden")
     engines = [name for name in cases if not name.endswith(SGD)]
     rows = (
         [words.format(rung), *(worst([cases[name + suffix]], rung) for name in engines)]
@@ -179,7 +182,7 @@ def golden() -> str:
 def caught() -> dict[str, list[float]]:
     """Errors of every fault at its rung, an engine each."""
     found: dict[str, list[float]] = {name: [] for name in FAULTS}
-    for case, errors in _measured().studies["faults"].items():
+    for case, errors in errors_of("faults").items():
         name = case.rpartition(".")[0]
         error = errors[FAULTS[name].rung]
         found[name].append(float("inf") if error is None else error)
@@ -213,11 +216,6 @@ def missed_without_request() -> str:
     return str(sum(fault.rung == REQUEST for fault in HARNESS_FAULTS.values()) - 1)
 
 
-@cache
-def _measured() -> Measured:
-    return read_measured()
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
     "mirror": mirror,
     "type-errors": type_errors,
@@ -248,13 +246,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{f"study-{name}": partial(study_section, name) for name in SHOWN if name != COUNTS},
     f"sentence-{COUNTS}": partial(sentence, COUNTS),
     "details-memory": partial(details_section, "memory"),
-    "profiles": jax_table,
-    "profiles-8-layers": partial(jax_table, layers=8),
-    "torch-profiles": torch_table,
-    "torch-profiles-pipeline": partial(torch_table, pipelines=True),
     "ledger-summary": ledger_summary,
     "links": links_section,
-    "endings": endings,
-    "refusals": refusals,
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

@@ -106,7 +106,7 @@ class RankSide:
         stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
         recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         recorder.work(work_of_all_ranks(work, stages=stages))
-        counts_own = engine.counts_own_calls
+        counts_own = engine.observed.counts_own_calls
         recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=counts_own, hosts=numbered(hosts)))
         return {
             "device_kind": device_kind(run.mesh.device),

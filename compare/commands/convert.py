@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from compare.commands.pythons import SidePythons, checked_pythons
+from compare.flags.pythons import SidePythons, checked_pythons
 from compare.spec.experiment import Experiment
 from compare.studies.conversion import Format, convert, format_of
 from compare.studies.nanogpt_config import load_experiment

@@ -10,7 +10,6 @@ from msgspec import Struct
 from rich import box
 from rich.table import Table
 
-from compare.commands.pages import leave_page
 from compare.contract.record import Record, read_record
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
@@ -19,6 +18,7 @@ from compare.judge.ladder import LADDER
 from compare.judge.run_changes import CostChange
 from compare.judge.run_difference import RATES, Difference, common, difference
 from compare.present.tables import by_reason, rung_text
+from compare.show.pages import leave_page
 from compare.show.terminal import cell_of
 from compare.spec.experiment import Experiment
 from compare.terminal.console import PlainConsole, print_json, results_console

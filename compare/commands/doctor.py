@@ -7,10 +7,10 @@ from pathlib import Path
 from msgspec import Struct
 from rich.table import Table
 
-from compare.commands.pythons import SidePythons, pythons_of
 from compare.execute.host_report import HostReport, SideReport, examine, objections, reports
 from compare.execute.hosts import Hosts, Launcher, find_hosts
 from compare.execute.paths import RUNS
+from compare.flags.pythons import SidePythons, pythons_of
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.terminal.console import coloured, print_json, results_console

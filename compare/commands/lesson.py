@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from compare.commands.arguments import check_timeout
-from compare.commands.pythons import SidePythons, checked_pythons
 from compare.execute.paths import check_output
 from compare.execute.progress import Reporter
+from compare.flags.arguments import check_timeout
+from compare.flags.pythons import SidePythons, checked_pythons
 from compare.judge.comparison import Comparison
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Settings

@@ -108,7 +108,7 @@ def engines() -> list[Entry]:
         Entry(
             name=engine.name,
             description=engine.decides,
-            facts={"pipelines": ", ".join(engine.schedules)},
+            facts={"pipelines": ", ".join(engine.layouts.schedules)},
         )
         for engine in STUDIED.values()
     ]

@@ -8,7 +8,7 @@ import msgspec
 import tyro
 
 from compare.checkpoint.reader import CheckpointReader
-from compare.commands.pythons import SidePythons, checked_pythons
+from compare.flags.pythons import SidePythons, checked_pythons
 from compare.numerics.sampling import SampleRequest
 from compare.spec.engines.registry import REFERENCE, SIDES, side_of
 from compare.spec.experiment import Experiment, ExperimentError

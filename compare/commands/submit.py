@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from compare.commands.arguments import Hidden
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.paths import RUNS
+from compare.flags.arguments import Hidden
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.terminal.console import results_console
 

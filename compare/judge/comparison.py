@@ -5,7 +5,6 @@ was finished, and what is still to do.
 """
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -100,6 +99,10 @@ class Comparison(StudyOutcome, frozen=True, kw_only=True):
             return f"{self.cases[0]} ran alone: there was nothing to compare it with{self._left_out()}"
         return f"PASS: {self._what_agrees()}{self._left_out()}"
 
+    def how_to_go_on(self, folder: Path) -> str:
+        """The command that runs what it still lacks: with the study whose part it is."""
+        return super().how_to_go_on(folder.parent if self.study in IN_PARTS else folder)
+
     def _what_agrees(self) -> str:
         if not self.cases:
             return "nothing has finished"
@@ -127,12 +130,6 @@ class Comparison(StudyOutcome, frozen=True, kw_only=True):
 
     def _left_out(self) -> str:
         return "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
-
-
-def how_to_go_on(comparison: Comparison, folder: Path) -> str:
-    """The command that runs what a comparison still lacks."""
-    whole = folder.parent if comparison.study in IN_PARTS else folder
-    return f"shardpair {comparison.study} --continue {shlex.quote(str(whole))}"
 
 
 def judged(
@@ -211,7 +208,7 @@ def read_comparison(folder: Path) -> tuple[Comparison, list[Record]]:
         if record.request != saved.requests.get(name):
             raise RecordError(f"{folder / name} holds another run than {folder / COMPARISON} asked for")
     if not records:
-        raise RecordError(f"nothing has finished in {folder}: `{how_to_go_on(saved, folder)}` goes on")
+        raise RecordError(f"nothing has finished in {folder}: `{saved.how_to_go_on(folder)}` goes on")
     for record in records.values():
         require_judgeable(record)
     try:

@@ -3,6 +3,7 @@
 `PartsOutcome` is of a study whose parts were each measured once; `timed_outcome` has that of timed processes.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -47,6 +48,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
     def reasons(self) -> list[str]:
         """Why something was not measured, a line each."""
         return []
+
+    def how_to_go_on(self, folder: Path) -> str:
+        """The command that runs what a study in this folder still lacks."""
+        return f"shardpair {self.study} --continue {shlex.quote(str(folder))}"
 
 
 class StudyOutcome(Outcome, frozen=True, kw_only=True):

@@ -87,10 +87,10 @@ def strategy_of(record: Record) -> Strategy:
     """Read the settings off what a run left.
 
     Args:
-        record: of an engine that tells what it computes (`Engine.tells_work`); of another nothing is read.
+        record: of an engine that tells what it computes (`Engine.observed`); of another nothing is read.
     """
     engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
-    if engine is None or not engine.tells_work:
+    if engine is None or not engine.observed.work:
         return Strategy(untold={"strategy": f"{record.manifest.engine} does not tell what it computes"})
     if record.work is None:
         missing = Finding(setting="work.json", asked="what a step computed", found="nothing")
@@ -165,7 +165,9 @@ def _schedule(
         return
     if not work.tasks:
         raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
-    orders = {name: _order(name, experiment) for name in dict.fromkeys((layout.schedule, *engine.schedules))}
+    orders = {
+        name: _order(name, experiment) for name in dict.fromkeys((layout.schedule, *engine.layouts.schedules))
+    }
     found = next((name for name, order in orders.items() if order == work.tasks), "another order")
     yield Finding(setting="layout.schedule", asked=layout.schedule, found=found)
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from compare.commands.pages import leave_page
 from compare.host.disk import write_atomically
 from compare.present.report.template import render_page
 from compare.present.tables import by_reason
 from compare.show.findings import Figure, Findings, Picture
+from compare.show.pages import leave_page
 from compare.show.terminal import print_findings
 
 

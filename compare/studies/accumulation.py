@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from compare.commands.arguments import StudiedName
+from compare.flags.arguments import StudiedName
 from compare.judge.bench_rows import by_round
 from compare.judge.statistics import Estimate, estimate
 from compare.judge.timed_outcome import Measurement, TimedCase, TimedOutcome

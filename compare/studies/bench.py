@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from compare.commands.arguments import EngineName
-from compare.commands.chosen_layout import DEVICES
-from compare.commands.pythons import pythons_of
+from compare.flags.arguments import EngineName
+from compare.flags.chosen_layout import DEVICES
+from compare.flags.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.statistics import Estimate
 from compare.judge.timed_outcome import TimedOutcome

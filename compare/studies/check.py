@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from compare.commands.arguments import EngineName, chosen_engines
+from compare.flags.arguments import EngineName, chosen_engines
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
 from compare.paired_study import Cases, PairedStudy, paired_findings

@@ -1,6 +1,6 @@
 """The rows of `shardpair collectives`: each side times its own, in fresh processes; saved after each."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,18 +18,18 @@ from compare.contract.collective_bench import (
     bytes_held,
 )
 from compare.contract.request import REQUEST, Platform
-from compare.contract.run_lock import lock_folder
 from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
-from compare.execute.paths import create_run_dir
+from compare.execute.progress import Reporter
 from compare.execute.tally import Tally
 from compare.host.json_files import FolderName, read_json, read_own_bytes, write_json
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import OUTCOME, Outcome, save
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
-from compare.studies.cases import Interrupted
+from compare.studies.cases import Settings
+from compare.studies.runner import Runner, new_folder
 from compare.terminal.units import human_bytes
 
 RANKS = (2, 4, 6)
@@ -169,7 +169,6 @@ def run_requests(
     Raises:
         Interrupted: Ctrl-C. Finished rows are saved.
     """
-    folder = create_run_dir("collectives", run_dir)
     bench = CollectiveBench(
         study="collectives",
         name="collectives",
@@ -180,46 +179,53 @@ def run_requests(
         left_out=dict(left_out),
     )
     tally = Tally(sum(map(_rows_asked_for, requests.values())), "rows", quiet=quiet)
-    failures: dict[str, str] = {}
-    with lock_folder(folder):
-        for name, request in requests.items():
-            try:
-                _run(name, request, folder / name, tally, pythons)
-            except EngineError as error:
-                failures[name] = str(error)
-                tally.say(failures[name], style="red")
-            except KeyboardInterrupt:
-                bench = _collected(bench, folder, failures | {name: f"{name}: interrupted"})
-                raise Interrupted(
-                    f"interrupted; every process was ended. {len(bench.rows)} finished rows are kept in "
-                    f"{folder / OUTCOME}",
-                    folder,
-                ) from None
-            bench = _collected(bench, folder, failures)
-    return bench, folder
+    settings, reporter = Settings(pythons=pythons), Reporter(quiet=quiet)
+    with new_folder("collectives", run_dir) as folder:
+        return _Sides(bench, folder, settings, reporter, tally).run(), folder
 
 
-def _run(
-    name: str, request: CollectiveRequest, folder: Path, tally: Tally, pythons: Mapping[str, str]
-) -> None:
-    side = SIDES[IMPLEMENTATIONS[request.implementations[0]].side]
-    folder.mkdir()
-    write_json(folder / REQUEST, request)
-    ways = " and ".join(request.implementations)
-    with tally.part(f"{ways} on {request.ranks} ranks", lambda: len(_rows(folder))):
-        run_side(
-            side,
-            folder,
-            name=name,
-            platform=request.platform,
-            timeout_s=request.timeout_s,
-            options=["--collectives"],
-            pythons=pythons,
-        )
+class _Sides(Runner[CollectiveBench]):
+    """A piece is a side on a number of ranks, which writes row after row."""
+
+    tally: Tally
+    at: str = ""
+
+    def pieces(self) -> Iterator[str]:
+        for name in self.outcome.requests:
+            self.at = name
+            yield name
+
+    def measured(self, piece: str) -> CollectiveBench:
+        request, folder = self.outcome.requests[piece], self.folder / piece
+        side = SIDES[IMPLEMENTATIONS[request.implementations[0]].side]
+        folder.mkdir()
+        write_json(folder / REQUEST, request)
+        ways = " and ".join(request.implementations)
+        with self.tally.part(f"{ways} on {request.ranks} ranks", lambda: len(_rows(folder))):
+            run_side(
+                side,
+                folder,
+                name=piece,
+                platform=request.platform,
+                timeout_s=request.timeout_s,
+                options=["--collectives"],
+                pythons=self.settings.pythons,
+            )
+        return _collected(self.outcome, self.folder)
+
+    def failed(self, piece: str, error: EngineError) -> CollectiveBench:
+        return _collected(self.outcome, self.folder, {piece: str(error)})
+
+    def kept(self) -> str:
+        self.outcome = _collected(self.outcome, self.folder, {self.at: f"{self.at}: interrupted"})
+        save(self.outcome, self.folder)
+        return f"{len(self.outcome.rows)} finished rows are kept in {self.folder / OUTCOME}"
 
 
-def _collected(bench: CollectiveBench, folder: Path, failures: dict[str, str]) -> CollectiveBench:
-    """The benchmark with all rows that are there by now; saved."""
+def _collected(
+    bench: CollectiveBench, folder: Path, failures: Mapping[str, str] | None = None
+) -> CollectiveBench:
+    """The benchmark with all rows that are there by now, and with more failures."""
     rows = [row for name in bench.requests for row in _rows(folder / name)]
     sides = {
         name: read_json(folder / name / SIDE, CollectiveSide)
@@ -227,16 +233,14 @@ def _collected(bench: CollectiveBench, folder: Path, failures: dict[str, str]) -
         if (folder / name / SIDE).is_file()
     }
     versions = {name: version for side in sides.values() for name, version in side.versions.items()}
-    bench = msgspec.structs.replace(
+    return msgspec.structs.replace(
         bench,
         rows=rows,
         fits=fits_of(rows),
         sides=sides,
-        failures=failures,
+        failures=bench.failures | dict(failures or {}),
         circumstances=msgspec.structs.replace(bench.circumstances, versions=versions),
     )
-    save(bench, folder)
-    return bench
 
 
 def _rows(folder: Path) -> list[CollectiveRow]:

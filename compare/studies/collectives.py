@@ -5,13 +5,13 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from compare.commands.arguments import check_timeout
-from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, CollectiveRow, Kind
 from compare.contract.request import Platform
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
 from compare.execute.paths import PICTURES, check_output
+from compare.flags.arguments import check_timeout
+from compare.flags.pythons import SidePythons, checked_pythons
 from compare.judge.collective_fit import Fit
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from compare.commands.arguments import StudiedName
 from compare.contract.record import Record
+from compare.flags.arguments import StudiedName
 from compare.host.tensors import RecordError
 from compare.judge.comparison import Comparison
 from compare.judge.outcome import PartsOutcome

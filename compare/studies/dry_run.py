@@ -4,7 +4,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.execute.hosts import HERE, Hosts
-from compare.execute.launch import EnvironmentMissing, require_devices
+from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
 from compare.numerics.data import open_corpus
 from compare.present.host_tables import crossing_words, host_table, planned_hosts
@@ -12,7 +12,8 @@ from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, to_toml
 from compare.studies.cases import Case
-from compare.studies.memory_estimate import estimate_memory, may_not_fit, require_memory
+from compare.studies.fitting import require_case
+from compare.studies.memory_estimate import estimate_memory, may_not_fit
 from compare.studies.own_weights import objection_to
 from compare.studies.resuming import objection_to_resume
 from compare.terminal.console import print_json, results_console
@@ -191,9 +192,7 @@ def _planned(case: Case, platform: str, hosts: Hosts) -> PlannedCase:
 def _refusal(case: Case, platform: str, hosts: Hosts) -> str:
     """The objection that `compare_cases` would raise."""
     try:
-        require_devices(case.experiment, platform, hosts)
-        ENGINES[case.engine].require_experiment(case.experiment, platform=platform)
-        require_memory(case.engine, case.experiment, platform=platform)
+        require_case(case.engine, case.experiment, platform=platform, hosts=hosts)
     except (ExperimentError, EnvironmentMissing) as error:
         return str(error)
     return ""

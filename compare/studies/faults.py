@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from compare.commands.arguments import StudiedName, chosen_engines
+from compare.flags.arguments import StudiedName, chosen_engines
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
 from compare.paired_study import Cases, PairedStudy, paired_findings

@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from compare.execute.launch import EnvironmentMissing
+from compare.execute.hosts import HERE, Hosts
+from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.execute.packages import missing_package, why_not_python
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, side_of
-from compare.spec.experiment import ExperimentError, Layout
+from compare.spec.experiment import Experiment, ExperimentError, Layout
+from compare.studies.memory_estimate import require_memory
 
 
 def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[list[str], dict[str, str]]:
@@ -53,6 +55,18 @@ def refusal(engine: Engine, layout: Layout, *, preset: str, platform: str = "cpu
     if only_data_parallel and preset != "ddp" and not engine.offers_choice:
         return f"the same as ddp: {engine.name} chooses for itself"
     return ""
+
+
+def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: Hosts = HERE) -> None:
+    """Refuse a case before anything starts.
+
+    Raises:
+        ExperimentError: its engine cannot express it, or it needs more devices or memory than there are.
+        EnvironmentMissing: platform gpu without one.
+    """
+    require_devices(experiment, platform, hosts)
+    ENGINES[engine].require_experiment(experiment, platform=platform)
+    require_memory(engine, experiment, platform=platform)
 
 
 def require_sides(engines: Iterable[str], pythons: Mapping[str, str]) -> None:

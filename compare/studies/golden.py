@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from compare.commands.arguments import FixedExperiment, Hidden
-from compare.commands.chosen_layout import Spread
 from compare.execute.launch import EnvironmentMissing
+from compare.flags.arguments import FixedExperiment, Hidden
+from compare.flags.chosen_layout import Spread
 from compare.host.tensors import RecordError
 from compare.judge.comparison import GOLDEN, Comparison
 from compare.judge.goldens import NANOGPT, folder_of, read_golden

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 import msgspec
 import tyro
 
-from compare.commands.arguments import chosen_engines
-from compare.commands.chosen_layout import Spread
 from compare.execute.paths import check_output
+from compare.flags.arguments import chosen_engines
+from compare.flags.chosen_layout import Spread
 from compare.host.disk import write_atomically
 from compare.judge.comparison import Comparison, read_comparison
 from compare.paired_study import Cases, PairedStudy

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import msgspec
 
-from compare.commands.arguments import StudiedName, chosen_engines
 from compare.contract.run_lock import lock_folder
 from compare.execute.here import here_and_now
 from compare.execute.paths import check_output, create_run_dir
+from compare.flags.arguments import StudiedName, chosen_engines
 from compare.host.disk import write_atomically
 from compare.judge.acceptance import differing_keys
 from compare.judge.circumstances import Circumstances

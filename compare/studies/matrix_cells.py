@@ -128,8 +128,8 @@ def matrix_cases(
 
 def _with_a_schedule_of(engine: Engine, layout: Layout) -> tuple[Layout, str]:
     """A composition with a pipeline, under GPipe if the engine lacks the preset's schedule; and a note."""
-    is_composed = layout.pp > 1 and layout.devices > layout.pp
-    if not is_composed or layout.schedule in engine.schedules or "gpipe" not in engine.schedules:
+    is_composed, has = layout.pp > 1 and layout.devices > layout.pp, engine.layouts.schedules
+    if not is_composed or layout.schedule in has or "gpipe" not in has:
         return layout, ""
     return msgspec.structs.replace(layout, schedule="gpipe"), "gpipe"
 

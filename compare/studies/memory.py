@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from compare.commands.arguments import StudiedName
 from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
+from compare.flags.arguments import StudiedName
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.comparison import Comparison
 from compare.judge.outcome import PartsOutcome

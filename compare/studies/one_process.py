@@ -14,9 +14,8 @@ from compare.execute.ceiling import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, Prepared, launch
 from compare.execute.load import LoadBeside
 from compare.execute.progress import Reporter
-from compare.host.tensors import RecordError
 from compare.judge.ladder import objections_by_itself
-from compare.judge.timed_outcome import FailedLaunch, HowItRan, TimedCase, TimedOutcome, how_it_ran, measured
+from compare.judge.timed_outcome import HowItRan, TimedCase, TimedOutcome, how_it_ran, measured
 from compare.spec.engines.registry import side_of
 from compare.studies.cases import Settings
 
@@ -82,7 +81,7 @@ def measure(
     settings: Settings,
     reporter: Reporter,
 ) -> TimedOutcome:
-    """The result with one more measurement, or one more failure, whose folder is kept."""
+    """The result with one more measurement. Raises EngineError, RecordError: it did not finish as asked."""
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
     beside = LoadBeside()
     try:
@@ -91,12 +90,6 @@ def measure(
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
         raise
-    except (EngineError, RecordError) as error:
-        unreadable = EngineError(f"{case.engine}: {error}", exit_code=1)
-        failure = error if isinstance(error, EngineError) else unreadable
-        reporter.failed(failure)
-        failures = [*result.failures, FailedLaunch(round=number, case=case.name, why=str(failure))]
-        return msgspec.structs.replace(result, failures=failures)
     measurement = measured(
         record,
         case=case,

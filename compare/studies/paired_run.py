@@ -1,32 +1,30 @@
 """Train several cases of one experiment, each in a fresh process, and hold them against the first."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec import field
 
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Request, ResumePoint, rungs_asked_for
 from compare.contract.run_lock import lock_folder
 from compare.execute.here import here_and_now
-from compare.execute.launch import EngineError, Prepared, launch, prepare, require_devices
-from compare.execute.paths import create_run_dir, remove_run_dir
+from compare.execute.launch import EngineError, Prepared, launch, prepare
+from compare.execute.paths import remove_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import require_same_source
 from compare.execute.tensorboard import events, in_turn
 from compare.host.tensors import RecordError
 from compare.judge.acceptance import objections
-from compare.judge.comparison import Comparison, how_to_go_on, judged, read_comparison, read_saved
-from compare.judge.outcome import save
+from compare.judge.comparison import Comparison, judged, read_comparison, read_saved
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Case, Interrupted, Settings
-from compare.studies.fitting import require_sides
-from compare.studies.memory_estimate import require_memory
+from compare.studies.cases import Case, Settings
+from compare.studies.fitting import require_case, require_sides
 from compare.studies.own_weights import Init, freeze_weights
 from compare.studies.resuming import require_resumable, resumes
+from compare.studies.runner import Runner, new_folder, saved_in
 from compare.terminal.units import human_bytes
 
 LATER_STEP = 20
@@ -70,18 +68,15 @@ def compare_cases(
     if settings.profile and settings.hosts.several:
         raise ExperimentError("a timeline is taken on one host: leave --hosts and --launcher out")
     for case in cases:
-        require_devices(case.experiment, settings.platform, settings.hosts)
-        ENGINES[case.engine].require_experiment(case.experiment, platform=settings.platform)
-        require_memory(case.engine, case.experiment, platform=settings.platform)
+        require_case(case.engine, case.experiment, platform=settings.platform, hosts=settings.hosts)
         require_resumable(case.engine, settings.resume, settings.init_from)
     require_sides([case.engine for case in cases], settings.pythons)
     reporter.reads(experiment)
-    folder = create_run_dir(name, run_dir)
-    with lock_folder(folder):
+    with new_folder(name, run_dir) as folder:
         planned = _planned(name, experiment, cases, folder, command=command, settings=settings)
         planned = msgspec.structs.replace(planned, left_out=dict(left_out or {}))
-        done = _run(planned, {}, folder, settings=settings, reporter=reporter, needs_first=needs_first)
-    return done, folder
+        training = _Cases(judged(planned, {}), folder, settings, reporter, {}, needs_first)
+        return training.run(), folder
 
 
 def _planned(
@@ -124,27 +119,24 @@ def continue_cases(
         ExperimentError: another version of the source began it: its records and ours do not prove each other.
         EngineError, Interrupted: as `compare_cases`.
     """
-    read_saved(folder)  # says what is wrong with a folder that is none
-    with lock_folder(folder):
-        saved = read_saved(folder)
-        if link := next((folder / name for name in saved.requests if (folder / name).is_symlink()), None):
-            raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
-        if saved.tensors_removed:
-            return _complete(folder)
-        made = saved.circumstances
-        require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
+    saved = read_saved(folder)
+    if link := next((folder / name for name in saved.requests if (folder / name).is_symlink()), None):
+        raise RecordError(f"{link} is a link: nothing is trained, or set aside, outside of {folder}")
+    if saved.tensors_removed:
+        return _complete(folder)
+    with saved_in(folder, Comparison) as saved:
         found = {name: _finished(folder / name, request) for name, request in saved.requests.items()}
         records = {name: record for name, record in found.items() if record}
         for name in found.keys() - records.keys():
             _keep_aside(folder / name)
+        anew = {"timeout_s": settings.timeout_s, "cache_dir": settings.cache_dir}
         requests = {
-            name: request
-            if name in records
-            else msgspec.structs.replace(request, timeout_s=settings.timeout_s, cache_dir=settings.cache_dir)
+            name: request if name in records else msgspec.structs.replace(request, **anew)
             for name, request in saved.requests.items()
         }
         again = msgspec.structs.replace(saved, requests=requests, failures={})
-        return _run(again, records, folder, settings=settings, reporter=reporter, needs_first=needs_first)
+        training = _Cases(judged(again, records), folder, settings, reporter, records, needs_first)
+        return training.run()
 
 
 def _complete(folder: Path) -> Comparison:
@@ -158,63 +150,41 @@ def _complete(folder: Path) -> Comparison:
         ) from None
 
 
-def _run(
-    planned: Comparison,
-    records: dict[str, Record],
-    folder: Path,
-    *,
-    settings: Settings,
-    reporter: Reporter,
-    needs_first: bool,
-) -> Comparison:
-    """Run the cases that have no record yet. The comparison is saved whenever it has changed."""
-    comparison = judged(planned, records)
-    save(comparison, folder)
-    reporter.start(planned.requests, folder, finished=records)
-    failures: dict[str, EngineError] = {}
-    for name, request in planned.requests.items():
-        if name in records:
-            continue
-        try:
-            drawn = events(settings.tensorboard, name, request.experiment)
-            with reporter.engine(name) as told, drawn as file:
-                follow = in_turn(told, file.step)
-                place, hosts = folder / name, settings.hosts
-                record = launch(request, place, pythons=settings.pythons, hosts=hosts, on_step=follow)
-                file.evaluations(record.evaluations)
-            comparison = judged(planned, {**records, name: record}, known=comparison.verdicts)
-            records[name] = record
-        except KeyboardInterrupt:
-            raise Interrupted(_interrupted(comparison, folder), folder) from None
-        except (EngineError, RecordError) as error:
-            failures[name] = error if isinstance(error, EngineError) else _unreadable(name, error)
-            reporter.failed(failures[name])
-            planned = msgspec.structs.replace(planned, failures={n: str(e) for n, e in failures.items()})
-            comparison = msgspec.structs.replace(comparison, failures=planned.failures)
-        save(comparison, folder)
-        if failures and needs_first and not records:
-            break
-    if not records:
-        raise _all_of(list(failures.values()))
-    return comparison
+class _Cases(Runner[Comparison]):
+    """A piece is a case that has no record yet; it is judged as soon as it has one."""
 
+    records: dict[str, Record]
+    needs_first: bool
+    errors: list[EngineError] = field(default_factory=list)
 
-def _unreadable(name: str, error: RecordError) -> EngineError:
-    return EngineError(f"{name}: it left a record that cannot be read: {error}", exit_code=1)
+    def pieces(self) -> Iterator[str]:
+        self.reporter.start(self.outcome.requests, self.folder, finished=self.records)
+        for name in self.outcome.requests:
+            if name not in self.records:
+                yield name
+            if self.errors and self.needs_first and not self.records:
+                break
+        if not self.records:
+            said = "; ".join(map(str, self.errors))
+            raise EngineError(said, exit_code=self.errors[0].exit_code, log=self.errors[0].log)
 
+    def measured(self, piece: str) -> Comparison:
+        request, settings = self.outcome.requests[piece], self.settings
+        drawn = events(settings.tensorboard, piece, request.experiment)
+        with self.reporter.engine(piece) as told, drawn as file:
+            how = {"pythons": settings.pythons, "hosts": settings.hosts}
+            record = launch(request, self.folder / piece, on_step=in_turn(told, file.step), **how)
+            file.evaluations(record.evaluations)
+        done = judged(self.outcome, {**self.records, piece: record}, known=self.outcome.verdicts)
+        self.records[piece] = record
+        return done
 
-def _all_of(errors: list[EngineError]) -> EngineError:
-    """Every failure in one line, with the first one's exit code."""
-    said = "; ".join(str(error) for error in errors)
-    return EngineError(said, exit_code=errors[0].exit_code, log=errors[0].log)
+    def failed(self, piece: str, error: EngineError) -> Comparison:
+        self.errors.append(error)
+        return msgspec.structs.replace(self.outcome, failures=self.outcome.failures | {piece: str(error)})
 
-
-def _interrupted(comparison: Comparison, folder: Path) -> str:
-    kept = ", ".join(comparison.cases) or "nothing yet"
-    return (
-        f"interrupted; every process was ended. Finished and kept: {kept}. "
-        f"`{how_to_go_on(comparison, folder)}` runs the rest"
-    )
+    def kept(self) -> str:
+        return f"Finished and kept: {', '.join(self.outcome.cases) or 'nothing yet'}. {self.rest()}"
 
 
 def _finished(folder: Path, request: Request) -> Record | None:

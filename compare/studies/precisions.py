@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Struct
 from safetensors.numpy import save_file
 
-from compare.commands.arguments import StudiedName
+from compare.flags.arguments import StudiedName
 from compare.judge.outcome import PartsOutcome
 from compare.numerics.parameters import initial_parameters
 from compare.show.findings import Column, Figure, Findings, Series, table_of
@@ -77,11 +77,11 @@ class Precisions(Survey[Curves], frozen=True, kw_only=True):
         """A part for each precision: all engines on one device."""
         check_names("--dtypes", "dtype", self.dtypes, DTYPES)
         wanted = self.dtypes or DTYPES
-        left_out = {
-            name: f"it has no {', '.join(lacks)}: {STUDIED[name].no_other_dtype}"
-            for name in ENGINES
-            if not self.engines and (lacks := [one for one in wanted if one not in STUDIED[name].dtypes])
-        }
+        left_out = {}
+        for name in () if self.engines else ENGINES:
+            can = STUDIED[name].precisions
+            if lacks := [dtype for dtype in wanted if dtype not in can.dtypes]:
+                left_out[name] = f"it has no {', '.join(lacks)}: {can.no_other}"
         engines = [name for name in self.engines or ENGINES if name not in left_out]
         specs = {
             dtype: spread(edited(experiment, {"precision": {"dtype": dtype}}), "single") for dtype in wanted

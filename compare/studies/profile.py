@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import msgspec
 
-from compare.commands.chosen_layout import Spread
-from compare.commands.pages import leave_page
 from compare.contract.record import read_record
 from compare.contract.timeline import PROFILED_STEP
 from compare.execute.progress import Reporter
+from compare.flags.chosen_layout import Spread
 from compare.host.disk import write_atomically
 from compare.host.json_files import write_json
 from compare.judge.comparison import Comparison, read_comparison
@@ -19,6 +18,7 @@ from compare.present.chrome_trace import chrome_trace
 from compare.present.profile import DEVICE, figures_of, notes, timelines, title
 from compare.show.findings import Findings, table_of
 from compare.show.page import write_page
+from compare.show.pages import leave_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.cases import Settings, engine_cases

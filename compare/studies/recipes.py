@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from compare.commands.arguments import FixedExperiment, StudiedName
 from compare.contract.record import Record
+from compare.flags.arguments import FixedExperiment, StudiedName
 from compare.judge.comparison import Comparison
 from compare.judge.outcome import PartsOutcome
 from compare.numerics.data import standard_library_text

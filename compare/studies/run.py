@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import msgspec
 
-from compare.commands.chosen_layout import Spread
 from compare.execute.tensorboard import require_tensorboard
+from compare.flags.chosen_layout import Spread
 from compare.judge.comparison import Comparison
 from compare.judge.ladder import rungs_of
 from compare.paired_study import Cases, PairedStudy, paired_findings

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from compare.commands.arguments import StudiedName
 from compare.contract.record import ON_HOST, Record
+from compare.flags.arguments import StudiedName
 from compare.judge.comparison import Comparison
 from compare.judge.outcome import PartsOutcome
 from compare.show.findings import Column, Findings, table_of

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import msgspec
 
-from compare.commands.arguments import EngineName, chosen_engines
 from compare.contract.record import Record, read_record
 from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
+from compare.flags.arguments import EngineName, chosen_engines
 from compare.host.disk import write_atomically
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.comparison import COMPARISON, Comparison, differences, read_comparison, read_saved
@@ -32,7 +32,7 @@ from compare.studies.presets import (
     check_names,
 )
 from compare.studies.sweep_outcome import Batch, Scaling, SweepOutcome, with_rows
-from compare.study import Study, how_to_go_on
+from compare.study import Study
 
 DEVICES, SCALED = (2,), (1, 2, 4)
 NO_FILES = ("stdlib", "synthetic")
@@ -136,7 +136,7 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
                 self._train(planned, batch, folder, settings)
         except Interrupted:
             raise Interrupted(
-                f"interrupted; every process was ended. `{how_to_go_on(planned, folder)}` runs the rest",
+                f"interrupted; every process was ended. `{planned.how_to_go_on(folder)}` runs the rest",
                 folder,
             ) from None
         return with_rows(planned, *_read(folder))
@@ -213,7 +213,7 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
                 **{name: f"did not finish: {why}" for name, why in outcome.failures.items()},
                 **dict.fromkeys(undone, "did not run"),
             },
-            continuation=how_to_go_on(outcome, folder.absolute()),
+            continuation=outcome.how_to_go_on(folder.absolute()),
             tables=[sweep_table(outcome)],
             details=[
                 layout_table(comparisons, records, outcome.platform),

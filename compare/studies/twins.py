@@ -5,6 +5,7 @@ that compute does not hide.
 """
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,19 +16,19 @@ from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, launch
 from compare.execute.progress import Reporter
 from compare.host.tensors import RecordError
-from compare.judge.comparison import Comparison, how_to_go_on
+from compare.judge.comparison import Comparison
 from compare.judge.profile import NOT_ASKED
 from compare.spec.engines.registry import ENGINES
-from compare.studies.cases import Interrupted, Settings
+from compare.studies.cases import Settings
+from compare.studies.runner import Runner
 
 ALONE = "nothing is communicated on one device"
 
 
 def twin_of(request: Request) -> Request | str:
     """The request of an engine's silent twin, or why there is none."""
-    engine = ENGINES[request.engine]
-    if not engine.falls_silent:
-        return engine.no_twin or f"{engine.name} always communicates"
+    if why := ENGINES[request.engine].no_twin:
+        return why
     if request.experiment.layout.devices == 1:
         return ALONE
     return msgspec.structs.replace(request, profile=False, silent=True)
@@ -64,9 +65,34 @@ def run_twins(
     }
     reporter.start({twin_folder(folder, name).name: one for name, one in missing.items()}, folder)
     with lock_folder(folder):
-        for name, request in missing.items():
-            found[name] = _run(name, request, comparison, folder, settings=settings, reporter=reporter)
+        _Twins(comparison, folder, settings, reporter, found, missing).run()
     return found
+
+
+class _Twins(Runner[Comparison]):
+    """A piece is the twin of a case: the comparison stays as it is."""
+
+    found: dict[str, Record | str]
+    missing: dict[str, Request]
+
+    def pieces(self) -> Iterator[str]:
+        yield from self.missing
+
+    def measured(self, piece: str) -> Comparison:
+        place, settings = twin_folder(self.folder, piece), self.settings
+        shutil.rmtree(place, ignore_errors=True)  # of one that was ended halfway
+        with self.reporter.engine(place.name) as told:
+            how = {"pythons": settings.pythons, "hosts": settings.hosts, "on_step": told}
+            self.found[piece] = launch(self.missing[piece], place, **how)
+        return self.outcome
+
+    def failed(self, piece: str, error: EngineError) -> Comparison:
+        self.found[piece] = str(error)
+        return self.outcome
+
+    def kept(self) -> str:
+        how = self.outcome.how_to_go_on(self.folder)
+        return f"Finished and kept: {', '.join(self.outcome.cases)}. `{how}` runs the silent twins"
 
 
 def read_twins(comparison: Comparison, folder: Path) -> dict[str, Record | str]:
@@ -86,29 +112,3 @@ def _read(request: Request, place: Path) -> Record | str:
     except RecordError as error:
         return str(error)
     return record if record.request == asked else f"{place} holds another run than the twin's"
-
-
-def _run(
-    name: str,
-    request: Request,
-    comparison: Comparison,
-    folder: Path,
-    *,
-    settings: Settings,
-    reporter: Reporter,
-) -> Record | str:
-    place = twin_folder(folder, name)
-    shutil.rmtree(place, ignore_errors=True)  # of one that was ended halfway
-    try:
-        with reporter.engine(place.name) as told:
-            return launch(request, place, pythons=settings.pythons, hosts=settings.hosts, on_step=told)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted; every process was ended. Finished and kept: {', '.join(comparison.cases)}. "
-            f"`{how_to_go_on(comparison, folder)}` runs the silent twins",
-            folder,
-        ) from None
-    except (EngineError, RecordError) as error:
-        failure = error if isinstance(error, EngineError) else EngineError(str(error), exit_code=1)
-        reporter.failed(failure)
-        return str(error)

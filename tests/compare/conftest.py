@@ -5,7 +5,7 @@ from timed_engines import Engines
 
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
-from compare.studies import one_process, rounds
+from compare.studies import one_process
 
 EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
@@ -34,7 +34,7 @@ def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
     """Made-up engines in the place of `launch`, on an idle machine, and tiny.toml in the working folder."""
     made_up = Engines()
     monkeypatch.setattr(one_process, "launch", made_up)
-    monkeypatch.setattr(rounds, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(load, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
     monkeypatch.setattr(one_process, "measure_ceiling", made_up.ceiling)
     monkeypatch.chdir(tmp_path)

@@ -3,22 +3,18 @@
 import json
 
 import pytest
-from benches import TIMING, cases_of
 from timed_engines import bench
 
 from compare import api
 from compare.cli import main
 from compare.execute import source
-from compare.host.tensors import RecordError
 from compare.judge import ladder
 from compare.judge.bench_rows import blocks
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
 from compare.judge.timed_outcome import TimedOutcome
 from compare.spec.experiment import ExperimentError
-from compare.studies import rounds as study
-from compare.studies.cases import Settings
-from compare.studies.rounds import continue_rounds, plan_rounds, run_rounds
+from compare.studies import runner
 
 
 def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_path, capsys):
@@ -179,14 +175,15 @@ def test_what_cannot_be_is_refused_before_anything_starts(timed_engines, capsys)
     assert timed_engines.launched == []
 
 
-def test_figures_of_two_versions_do_not_mix(timed_engines, tmp_path, tiny, monkeypatch):
+def test_figures_of_two_versions_do_not_mix(timed_engines, tmp_path, monkeypatch, capsys):
     assert bench("--rounds", "1") == 0
-    settings, quiet = Settings(), study.Reporter(quiet=True)
     monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, False))
-    with pytest.raises(ExperimentError, match=r"was timed with .*two do not mix"):
-        continue_rounds(tmp_path / "b", anyway=False, settings=settings, reporter=quiet)
-    with pytest.raises(RecordError, match=r"has no outcome\.json"):
-        continue_rounds(tmp_path, anyway=False, settings=settings, reporter=quiet)
+    assert main(["bench", "--continue", "b", "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "was timed with " in said
+    assert "two do not mix" in said
+    assert main(["bench", "--continue", str(tmp_path), "--quiet"]) != 0
+    assert "has no outcome.json" in capsys.readouterr().err
 
 
 def test_a_plan_starts_nothing(timed_engines, tmp_path, capsys):
@@ -196,26 +193,16 @@ def test_a_plan_starts_nothing(timed_engines, tmp_path, capsys):
     assert (timed_engines.launched, (tmp_path / "b").exists()) == ([], False)
 
 
-def test_saved_after_every_process(timed_engines, tmp_path, tiny, monkeypatch):
+def test_saved_after_every_process(timed_engines, monkeypatch):
     kept = []
-    original = study.save
+    original = runner.save
 
     def save(result, folder):
         original(result, folder)
         kept.append(len(read_outcome(folder, TimedOutcome).measurements))
 
-    monkeypatch.setattr(study, "save", save)
-    planned = plan_rounds(
-        "bench",
-        "bench-test",
-        tiny,
-        cases_of(tiny, engines=("torch-manual",)),
-        timing=TIMING,
-        rounds=3,
-        anyway=False,
-        settings=Settings(),
-    )
-    run_rounds(planned, run_dir="c", settings=Settings(), reporter=study.Reporter(quiet=True))
+    monkeypatch.setattr(runner, "save", save)
+    assert main(["bench", "tiny.toml", "--engines", "torch-manual", "--rounds", "3", "--run_dir", "b"]) == 0
     assert kept == [0, 1, 2, 3]
 
 

@@ -10,11 +10,10 @@ from timed_engines import bench
 from compare.execute import load
 from compare.judge.outcome import read_outcome
 from compare.judge.timed_outcome import TimedOutcome
-from compare.studies import rounds as study
 
 
 def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "busy_cores", lambda: 1.5)
+    monkeypatch.setattr(load, "busy_cores", lambda: 1.5)
     assert bench() == 3
     assert "this machine is busy: other processes use 1.5 of its" in capsys.readouterr().err
     assert (timed_engines.launched, (tmp_path / "b").exists()) == ([], False)
@@ -29,7 +28,7 @@ def test_busy_is_more_than_a_core_s_fifth_and_a_twentieth_of_all(monkeypatch):
 
 def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path, monkeypatch, capsys):
     loads = iter([1.5, 0.0, 1.0])
-    monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
+    monkeypatch.setattr(load, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "3", "--anyway") == 0
     result = read_outcome(tmp_path / "b", TimedOutcome)
     assert (result.anyway, result.circumstances.busy_cores) == (True, [1.5, 0.0, 1.0])
@@ -40,7 +39,7 @@ def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path
 
 def test_a_machine_that_gets_busy_later_is_on_the_record(timed_engines, monkeypatch, capsys):
     loads = iter([0.0, 2.0])
-    monkeypatch.setattr(study, "busy_cores", lambda: next(loads))
+    monkeypatch.setattr(load, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "2") == 0
     assert "Others used the processor before round 2 (2.0 cores)" in capsys.readouterr().out
 

@@ -151,8 +151,7 @@ def test_what_has_no_effect_is_refused(arguments, capsys):
 
 def ready(monkeypatch, result: TimedOutcome, folder: Path) -> None:
     """The command finds its rounds and its fit done."""
-    monkeypatch.setattr("compare.timed_study.run_rounds", lambda *_, **__: (result, folder))
-    monkeypatch.setattr(Buckets, "measure_beside", lambda *_, **__: None)
+    monkeypatch.setattr(Buckets, "begun", lambda *_: (result, folder))
     monkeypatch.setattr(study, "kept_fit", lambda folder: FIT)
 
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from compare.cli import COMMANDS, main, parse
-from compare.commands.arguments import Spec
 from compare.commands.command_line import _flags, read_line, why_refused
 from compare.commands.overview import GROUPS, overview
+from compare.flags.arguments import Spec
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 

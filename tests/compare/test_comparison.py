@@ -20,8 +20,8 @@ from compare.host.tensors import RecordError
 from compare.judge.comparison import COMPARISON, judged, read_saved
 from compare.spec.experiment import ExperimentError, edited
 from compare.studies import paired_run
-from compare.studies.cases import Settings, engine_cases
-from compare.studies.paired_run import Interrupted, compare_cases, continue_cases
+from compare.studies.cases import Interrupted, Settings, engine_cases
+from compare.studies.paired_run import compare_cases, continue_cases
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
 

@@ -12,10 +12,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from compare.commands.pages import leave_page
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RungResult, Verdict
+from compare.show.pages import leave_page
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment
 from compare.studies.run import Run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import make_docs
 import pytest
-from measured import read_measured
+from proofs import errors_of
 from tables import SECTIONS
 
 from compare.cli import COMMANDS
@@ -53,7 +53,7 @@ def test_every_planted_fault_was_measured():
         for name, engine in STUDIED.items()
         if fault not in engine.impossible_faults
     }
-    assert set(read_measured().studies["faults"]) == wanted, "run make measure"
+    assert set(errors_of("faults")) == wanted, "run make measure"
 
 
 def test_markers_are_closed():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.commands import arguments
 from compare.execute import launch, paths
+from compare.flags import arguments
 from compare.numerics.data import open_corpus
 from compare.spec.experiment import (
     MAX_FILE_BYTES,

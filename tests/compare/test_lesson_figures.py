@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from compare.contract.communication import ring_wire_bytes
 from compare.judge.closed_forms.memory import KINDS, closed_form, parameters_of_stage
@@ -15,6 +16,7 @@ from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.present.lesson import holdings, rings, worked
 from compare.present.report.bars import KIND_COLOURS
 from compare.spec.axes import PP
+from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
 from compare.studies.lessons import FOLDERS, LESSONS
@@ -54,7 +56,9 @@ def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
     cases = layouts()
     assert len(cases) > 80
     assert wrong_shares(cases) == []
-    monkeypatch.setattr(holdings, "SHARDED_FROM", {"optimizer": 1, "gradients": 3, "parameters": 3})
+    late = Holds(sharded_from={"optimizer": 1, "gradients": 3, "parameters": 3})
+    engines = {name: structs.replace(engine, holds=late) for name, engine in holdings.ENGINES.items()}
+    monkeypatch.setattr(holdings, "ENGINES", engines)
     assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
 
 

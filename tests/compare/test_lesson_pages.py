@@ -168,7 +168,7 @@ def test_forward_and_backward_of_a_library_s_tensor_parallelism_come_from_differ
 def test_every_row_of_a_ledger_leads_to_its_source_and_back(lesson):
     strategy, page = lesson
     for engine in FOLDERS:
-        if engine not in COMPILED and not ENGINES[engine].counts_own_calls:
+        if engine not in COMPILED and not ENGINES[engine].observed.counts_own_calls:
             continue  # PyTorch's wrappers: other purposes than a person says
         for kind, purpose in ROWS[strategy]:
             row = f"row-{kind}-{LESSONS[strategy].axis}-{purpose.replace(' ', '-')}"

@@ -10,9 +10,9 @@ import pytest
 from records import CLIMBED
 
 from compare.cli import main
-from compare.commands.arguments import chosen_engines
 from compare.execute import packages
 from compare.execute.packages import missing_package
+from compare.flags.arguments import chosen_engines
 from compare.host.facts import MissingPackageError
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, PEERS, STUDIED

@@ -7,8 +7,8 @@ import pytest
 from records import comparison_of
 
 from compare.cli import main
-from compare.commands import arguments
 from compare.contract.request import Request
+from compare.flags import arguments
 from compare.judge.comparison import Comparison
 from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.spec.experiment import Experiment, edited, load, to_toml

@@ -20,7 +20,7 @@ from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, edited
 
 DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
-ENGINES = [name for name, engine in STUDIED.items() if engine.tells_work]
+ENGINES = [name for name, engine in STUDIED.items() if engine.observed.work]
 
 
 def layouts(engine):
@@ -30,7 +30,7 @@ def layouts(engine):
         "fsdp": {"layout": {"dp_shard": 2, "zero": 3}},
         "tp_sp": {"layout": {"tp": 2, "sequence_parallel": True}},
     }
-    for schedule in STUDIED[engine].schedules[:1]:
+    for schedule in STUDIED[engine].layouts.schedules[:1]:
         found["pp"] = {"layout": {"pp": 2, "schedule": schedule, "microbatches": 2}}
     return found.items()
 

@@ -70,7 +70,11 @@ def test_what_cannot_be_is_left_out_by_name(small):
     left_out = batch.left_out
     assert left_out.keys() == {
         *(f"{name}.ddp_flat.2" for name, engine in STUDIED.items() if not engine.offers_choice),
-        *(f"{name}.pp_zero_bubble.2" for name, one in STUDIED.items() if "zero_bubble" not in one.schedules),
+        *(
+            f"{name}.pp_zero_bubble.2"
+            for name, one in STUDIED.items()
+            if "zero_bubble" not in one.layouts.schedules
+        ),
         *(f"{engine}.hsdp.2" for engine in STUDIED),
     }
     assert left_out["torch-library.ddp_flat.2"] == "the same as ddp: torch-library chooses for itself"

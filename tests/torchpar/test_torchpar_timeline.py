@@ -83,7 +83,7 @@ def test_there_are_as_many_collectives_as_the_ledger_counts(engine, layout, tmp_
 )
 def test_a_silent_twin_runs_to_its_end_and_leaves_its_time_alone(layout, tmp_path):
     real = ran(tmp_path / "real", "torch-manual", layout)
-    for engine in (name for name in ENGINES_OF_TORCH if layout.pp == 1 or ENGINES[name].schedules):
+    for engine in (name for name in ENGINES_OF_TORCH if layout.pp == 1 or ENGINES[name].layouts.schedules):
         twin = ran(tmp_path / engine, engine, layout, silent=True)
         assert len(twin.steps) == STEPS
         # The first step still communicates; then each rank goes on alone, or with what it never received.

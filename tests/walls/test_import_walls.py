@@ -115,6 +115,20 @@ def test_a_run_imports_faults_only_if_it_asks_for_one(entry):
     assert done.stdout.split() == []
 
 
+def of_the_command_line(path: Path) -> set[str]:
+    """Modules of the command line that a file imports."""
+    return {name for name in imports(path) if name.startswith(("compare.commands", "compare.cli"))}
+
+
+def test_only_the_command_line_imports_its_commands():
+    """Studies, flags and `compare.api` lie under it."""
+    top = {ROOT / "compare" / "cli.py", ROOT / "compare" / "__main__.py"}
+    below = [path for path in files("compare") if path not in top and path.parent.name != "commands"]
+    assert ROOT / "compare" / "api.py" in below
+    assert {path: found for path in below if (found := of_the_command_line(path))} == {}
+    assert of_the_command_line(ROOT / "compare" / "cli.py")  # as a file above it does
+
+
 def test_compare_is_empty_at_the_top():
     assert (ROOT / "compare" / "__init__.py").read_text() == ""
 

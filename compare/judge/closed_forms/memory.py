@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from compare.contract.record import ON_HOST
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
-from compare.spec.axes import SHARDED_FROM, SPLIT, TP
+from compare.spec.axes import SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout
 
@@ -33,11 +33,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    own = ENGINES[engine]
-    split_from = SHARDED_FROM | {
-        "parameters": own.shards_parameters_from,
-        "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
-    }
+    split_from = ENGINES[engine].holds.sharded_from
     held = {
         kind: [
             itemsize
@@ -80,7 +76,7 @@ def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> l
     """Parameters that one rank of a pipeline holds, in canonical order; blocks by the names of the first."""
     layout, model = experiment.layout, experiment.model
     (token, position), final_norm = end_parameters(model)
-    everywhere = ENGINES[engine].ends_on_every_stage
+    everywhere = ENGINES[engine].holds.ends_on_every_stage
     first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
     held = [token] if first or last else []
     held += [position] if first else []

@@ -31,11 +31,11 @@ from compare.judge.closed_forms.activations import (
 )
 from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
-from compare.spec.engines.engine import Keeps
+from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
-UNKNOWN = Keeps(residuals="autograd", logits=5, logits_with_tp=5, logits_with_pp=5)
+UNKNOWN = Holds(residuals="autograd", logits=5, logits_with_tp=5, logits_with_pp=5)
 """Bound for an engine outside this project: the largest of our engines'."""
 JAX_LOGITS = 4
 DROPPED = (
@@ -69,9 +69,9 @@ def held_at_most(engine: str, experiment: Experiment) -> dict[str, list[float]]:
 
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     layout, model = experiment.layout, experiment.model
-    keeps = _keeps(engine)
+    holds = _holds_of(engine)
     dropped = DROPPED if model.dropout else ()
-    is_jax = keeps.residuals == "scan"
+    is_jax = holds.residuals == "scan"
     whole = (*(JAX_BLOCK if is_jax else TORCH_BLOCK), *dropped)
     kept = {
         "full": BLOCK_INPUT,
@@ -97,21 +97,21 @@ def _parameters(engine: str, experiment: Experiment, stage: int) -> float:
     unit = on_one_of_tp([token, position, *final_norm], layout)
     unit += 2 * on_one_of_tp(block_parameters(model, 0), layout)
     by_unit = layout.zero == 3 and layout.reshard_after_forward
-    is_split = layout.dp_shard > 1 and layout.zero >= ENGINES[engine].shards_parameters_from
+    is_split = layout.dp_shard > 1 and layout.zero >= ENGINES[engine].holds.sharded_from["parameters"]
     gathered = (min(unit, held) if by_unit else held) if is_split else 0.0
     return stored * (gathered + held)
 
 
 def _logits(engine: str, experiment: Experiment, stage: int) -> float:
     """Bytes of logits and what is made of them, of a microbatch or a part of it."""
-    layout, model, keeps = experiment.layout, experiment.model, _keeps(engine)
-    if keeps.residuals == "autograd" and stage != layout.pp - 1:
+    layout, model, holds = experiment.layout, experiment.model, _holds_of(engine)
+    if holds.residuals == "autograd" and stage != layout.pp - 1:
         return 0.0
     microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
-    copies = keeps.logits_with_tp if layout.tp > 1 else keeps.logits
+    copies = holds.logits_with_tp if layout.tp > 1 else holds.logits
     if layout.pp > 1:
-        copies = max(copies, keeps.logits_with_pp) + 2 * (microbatches - 1)  # GPipe's wait, and results stay
-    if keeps.residuals == "scan":
+        copies = max(copies, holds.logits_with_pp) + 2 * (microbatches - 1)  # GPipe's wait, and results stay
+    if holds.residuals == "scan":
         is_shared = layout.pp > 1 and ENGINES[engine].sent_by_xla  # the stages share all that there are
         copies = JAX_LOGITS * (-(-microbatches // layout.pp) if is_shared else 1)
     columns = -(-model.vocab_size // layout.tp)
@@ -127,7 +127,7 @@ def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
         return 1
     if ENGINES[engine].sent_by_xla:
         return chunks * microbatches + ranks - 1  # a scan keeps what is computed in the bubble, too
-    if _keeps(engine).residuals == "scan":
+    if _holds_of(engine).residuals == "scan":
         # One program for all devices: buffers are as large on each; and those of the tick itself.
         return 1 + _of_schedule(layout.schedule, microbatches, chunks, ranks, stage=0)
     return _of_schedule(layout.schedule, microbatches, chunks, ranks, stage=stage)
@@ -148,5 +148,6 @@ def itemsize(experiment: Experiment) -> float:
     return stored + 2 if experiment.precision.dtype in ("bfloat16", "float16") else stored
 
 
-def _keeps(engine: str) -> Keeps:
-    return ENGINES[engine].keeps or UNKNOWN
+def _holds_of(engine: str) -> Holds:
+    holds = ENGINES[engine].holds
+    return holds if holds.residuals else UNKNOWN

@@ -35,7 +35,7 @@ from compare.judge.closed_forms.activations import (
 )
 from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
-from compare.spec.engines.engine import Keeps
+from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.engines.torch import FSDP2
 from compare.spec.experiment import Experiment
@@ -83,14 +83,14 @@ def peak_form(engine: str, experiment: Experiment, *, device: int = 0) -> PeakFo
     layout, model = experiment.layout, experiment.model
     is_plain = experiment.precision.dtype in ("float32", "float64") and not model.dropout
     is_whole = experiment.train.loss_chunks == 1 and layout.offload == "none" and layout.chunks == 1
-    keeps = ENGINES[engine].keeps if engine in ENGINES else None
-    if keeps is None or not is_plain or not is_whole:
+    holds = ENGINES[engine].holds if engine in ENGINES else Holds()
+    if not holds.residuals or not is_plain or not is_whole:
         return None
-    make = {"autograd": _torch_form, "scan": _jax_form}[keeps.residuals]
-    return make(engine, experiment, device, keeps)
+    make = {"autograd": _torch_form, "scan": _jax_form}[holds.residuals]
+    return make(engine, experiment, device, holds)
 
 
-def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm:
+def _torch_form(engine: str, experiment: Experiment, device: int, holds: Holds) -> PeakForm:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     is_pure = layout.devices == layout.pp and layout.schedule == "1f1b"
     if layout.remat == "dots" or (layout.pp > 1 and not is_pure):
@@ -105,22 +105,22 @@ def _torch_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) 
     microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
     has_run = microbatches > _in_flight(experiment, stage)
     by_fsdp = ENGINES[engine].gradient_sync_for(layout) == FSDP2
-    keeps_buckets = keeps.buckets and layout.zero <= 1 and layout.data_parallel > 1 and not by_fsdp
+    keeps_buckets = holds.buckets and layout.zero <= 1 and layout.data_parallel > 1 and not by_fsdp
     held["gradients"] *= int(has_run) + int(keeps_buckets)  # passes add up outside of DDP's buckets
     if has_run and layout.zero >= 2 and layout.dp_shard > 1:
         del held["gradients"]  # whole ones add up, in buffers that the reduce-scatter is to read
     held["gathered parameters"] = _gathered(engine, experiment)
     is_gathered = layout.zero == 3 and layout.dp_shard > 1 and layout.reshard_after_forward
-    if keeps.gathers_ahead and is_gathered:
+    if holds.gathers_ahead and is_gathered:
         block = on_one_of_tp(block_parameters(experiment.model, 0), layout)
         held["communication buffers"] = itemsize * block  # FSDP2 gathers the last block for backward by now
     if stage == last:
-        held["logits"] = _logits(experiment, keeps)
+        held["logits"] = _logits(experiment, holds)
     where = "the gradient of the logits is made" if stage == last else "most microbatches are in flight"
     return PeakForm(moment=f"where {where}", bytes=held)
 
 
-def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) -> PeakForm:
+def _jax_form(engine: str, experiment: Experiment, device: int, holds: Holds) -> PeakForm:
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     remat = "dots" if layout.remat == "auto" else layout.remat
     if layout.pp > 1 or remat == "full" or experiment.train.gradient_accumulation_steps > 1:
@@ -132,7 +132,7 @@ def _jax_form(engine: str, experiment: Experiment, device: int, keeps: Keeps) ->
     blocks = experiment.model.n_layer * on_one_of_tp(block_parameters(experiment.model, 0), layout)
     blocks /= layout.dp_shard if layout.zero >= 3 else 1
     gradients = blocks + on_one_of_tp([token], layout)
-    made = itemsize * (activations + gradients) + _gathered(engine, experiment) + _logits(experiment, keeps)
+    made = itemsize * (activations + gradients) + _gathered(engine, experiment) + _logits(experiment, holds)
     held: dict[Class, float] = _state_alone(engine, experiment, device).bytes | {"XLA's temporaries": made}
     return PeakForm(moment="where the gradient of the logits is made", bytes=held)
 
@@ -155,7 +155,7 @@ def _gathered(engine: str, experiment: Experiment) -> float:
     """Bytes of whole parameters that are made of shards."""
     layout, model = experiment.layout, experiment.model
     replicates = layout.data_parallel > 1 and ENGINES[engine].gradient_sync_for(layout) == FSDP2
-    splits = layout.zero >= ENGINES[engine].shards_parameters_from and layout.dp_shard > 1
+    splits = layout.zero >= ENGINES[engine].holds.sharded_from["parameters"] and layout.dp_shard > 1
     if not splits and not replicates:
         return 0.0
     (token, position), final_norm = end_parameters(model)
@@ -174,10 +174,10 @@ def _in_flight(experiment: Experiment, stage: int) -> int:
     return microbatches if layout.schedule == "gpipe" else min(microbatches, layout.pp - stage)
 
 
-def _logits(experiment: Experiment, keeps: Keeps) -> float:
+def _logits(experiment: Experiment, holds: Holds) -> float:
     """Bytes of the logits of one microbatch on one device, and of what is made of them."""
     layout = experiment.layout
-    with_tp = keeps.logits_with_tp if layout.tp > 1 else keeps.logits
-    copies = keeps.logits_with_pp if layout.pp > 1 else with_tp
+    with_tp = holds.logits_with_tp if layout.tp > 1 else holds.logits
+    copies = holds.logits_with_pp if layout.pp > 1 else with_tp
     columns = -(-experiment.model.vocab_size // layout.tp)
     return storage_dtype(experiment).itemsize * tokens(experiment) * copies * columns

@@ -15,7 +15,7 @@ from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
 from compare.present.lesson.drawing import Drawing
 from compare.present.report.bars import KIND_COLOURS
-from compare.spec.axes import BATCH, DP_SHARD, PP, SHARDED_FROM, SPLIT, TP
+from compare.spec.axes import BATCH, DP_SHARD, PP, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
@@ -66,12 +66,7 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
     ranges = [WHOLE, WHOLE]
     for side in split:
         ranges[side] = _slice(WHOLE, at[TP], layout.tp)
-    own = ENGINES[engine]
-    split_from = SHARDED_FROM | {
-        "parameters": own.shards_parameters_from,
-        "gradients": own.shards_gradients_from or SHARDED_FROM["gradients"],
-    }
-    if layout.zero >= split_from[kind]:
+    if layout.zero >= ENGINES[engine].holds.sharded_from[kind]:
         side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
         ranges[side] = _slice(ranges[side], at[DP_SHARD], layout.dp_shard)
     return HeldPart(*ranges)
@@ -112,9 +107,9 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
     """The engines in groups that hold the same, in the order in which they are given."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for engine in engines:
-        own = ENGINES[engine]
+        own = ENGINES[engine].holds
         at_ends = own.ends_on_every_stage and experiment.layout.pp > 1
-        parameters_split = experiment.layout.zero >= own.shards_parameters_from
+        parameters_split = experiment.layout.zero >= own.sharded_from["parameters"]
         groups.setdefault((at_ends, parameters_split), []).append(engine)
     return list(groups.values())
 

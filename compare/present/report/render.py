@@ -8,7 +8,7 @@ from msgspec import UNSET
 from compare.contract.communication import summed
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
-from compare.judge.comparison import Comparison, differences, how_to_go_on, read_comparison, read_saved
+from compare.judge.comparison import Comparison, differences, read_comparison, read_saved
 from compare.numerics.parameters import parameter_count
 from compare.present.host_tables import crossing_table, host_table
 from compare.present.memory_tables import at_peak
@@ -53,7 +53,7 @@ def write_report(folder: Path) -> Path:
         comparison=comparison,
         moved=differences(read_saved(folder), comparison),
         missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
-        continuation="" if comparison.is_complete else how_to_go_on(comparison, folder.absolute()),
+        continuation="" if comparison.is_complete else comparison.how_to_go_on(folder.absolute()),
         command=repeat_command(comparison),
         removed=REMOVED,
         parameters=parameter_count(comparison.experiment.model),

@@ -7,25 +7,93 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from compare.host.facts import MissingPackageError
+from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
 DTYPES = ("float64", "float32", "bfloat16")
-LOSS_SCALED = (*DTYPES, "float16")
 PROJECT = "shardpair"
 
 
-def _nothing(layout: Layout) -> str:
-    return ""
+Ability = Literal[True] | str
+"""True, or the reason against it: a refusal quotes it, and "" leaves the words to `Engine`."""
 
 
-class Keeps(Struct, frozen=True, kw_only=True):
-    """Tensors that an engine's step keeps, as far as its peak's closed form depends on the engine."""
+class Precisions(Struct, frozen=True, kw_only=True):
+    """The `precision.dtype` that an engine can train in."""
 
-    residuals: Literal["autograd", "scan"]
-    """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers."""
+    dtypes: tuple[str, ...] = DTYPES
+    no_other: str = ""
+    """Reason for no other dtype."""
+
+
+LOSS_SCALED = Precisions(dtypes=(*DTYPES, "float16"))
+
+
+class Layouts(Struct, frozen=True, kw_only=True):
+    """What an engine can express of a layout."""
+
+    zero: tuple[int, ...] = ()
+    """The ZeRO stages it can split over dp_shard."""
+    tp: bool = False
+    """Whether it has tensor parallelism, with and without sequence parallelism."""
+    no_zero_with_tp: Mapping[int, str] = {}
+    """ZeRO stages that it cannot combine with tp, and why."""
+    gradient_sync_with_tp: str = ""
+    """Reduction over dp_replicate where tp splits the parameters, if it is another one."""
+    schedules: tuple[str, ...] = ()
+    """The pipeline schedules it has."""
+    no_other_schedule: str = ""
+    """Reason for no other schedule, and what to do."""
+    offload: Ability = ""
+    """Whether it can keep moments in the host's memory."""
+    refuses: Callable[[Layout], str] = lambda layout: ""
+    """Reason why it cannot express a layout that everything above allows; empty if it can."""
+
+
+class Abilities(Struct, frozen=True, kw_only=True):
+    """What an engine can do beside the layout."""
+
+    checkpoints: bool = False
+    """Whether it saves its full state, and begins with one that another engine saved."""
+    evaluates: bool = False
+    """Whether it can evaluate weights on held-out data."""
+    drops: bool = False
+    """Whether it has dropout (`compare.numerics.dropout`)."""
+    loss_chunks: Ability = True
+    """Whether it has `train.loss_chunks` above 1."""
+    gpu: Ability = True
+    """Whether it runs on GPUs, too."""
+
+
+ALL_ABILITIES = Abilities(checkpoints=True, evaluates=True, drops=True)
+
+
+class Observed(Struct, frozen=True, kw_only=True):
+    """What an engine's record can hold beside its steps."""
+
+    timeline: bool = False
+    """Whether it leaves the timeline of a step (`Request.profile`)."""
+    silent_twin: Ability = ""
+    """Whether it runs without communicating, too (`Request.silent`)."""
+    work: bool = False
+    """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
+    counts_own_calls: bool = False
+    """Whether its ledger counts its own calls, instead of observing somebody else's."""
+
+
+class Holds(Struct, frozen=True, kw_only=True):
+    """What a device holds, as far as the closed forms of its memory depend on the engine."""
+
+    sharded_from: Mapping[str, int] = field(default_factory=SHARDED_FROM.copy)
+    """The ZeRO stage from which each kind of state is split, at rest or when the optimizer begins."""
+    ends_on_every_stage: bool = False
+    """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
+    residuals: Literal["", "autograd", "scan"] = ""
+    """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers; "" if
+    unknown: then its peak has no closed form."""
     logits: int = 0
     """Number of tensors as large as the logits when their gradient is made."""
     logits_with_tp: int = 0
@@ -44,70 +112,25 @@ class Engine(Struct, frozen=True, kw_only=True):
     name: str
     side: str
     """The package that runs it: `python -m SIDE RUN_DIR`."""
-    gradient_sync: tuple[str, ...]
-    """The gradient synchronisations it offers; one entry where the choice is not ours."""
     decides: str
     """Who decides where data moves, in a few words."""
+    gradient_sync: tuple[str, ...]
+    """The gradient synchronisations it offers; one entry where the choice is not ours."""
     folder: str = ""
     """Folder of its four strategies in the side's package, or the module of a peer."""
     needs: str = ""
     """Package that it needs beyond its side's. An extra of this project has the same name."""
-    dtypes: tuple[str, ...] = DTYPES
-    """The `precision.dtype` that it can train in."""
-    no_other_dtype: str = ""
-    """Reason for no other dtype."""
-    no_loss_chunks: str = ""
-    """Reason against `train.loss_chunks` above 1; empty if it has them."""
     is_reference: bool = False
     """Whether its run on one device is the reference of all others; true for exactly one engine."""
-    zero: tuple[int, ...] = ()
-    """The ZeRO stages it can split over dp_shard."""
-    tp: bool = False
-    """Whether it has tensor parallelism, with and without sequence parallelism."""
-    no_zero_with_tp: Mapping[int, str] = {}
-    """ZeRO stages that it cannot combine with tp, and why."""
-    gradient_sync_with_tp: str = ""
-    """Reduction over dp_replicate where tp splits the parameters, if it is another one."""
-    schedules: tuple[str, ...] = ()
-    """The pipeline schedules it has."""
-    no_other_schedule: str = ""
-    """Reason for no other schedule, and what to do."""
-    shards_parameters_from: int = 3
-    """The ZeRO stage from which parameters are split at rest."""
-    shards_gradients_from: int = 0
-    """The ZeRO stage from which gradients are split when the optimizer begins; 0 for ZeRO's own."""
-    ends_on_every_stage: bool = False
-    """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
-    no_gpu: str = ""
-    """Reason why it runs on the CPU only; empty if GPUs work."""
-    offloads: bool = False
-    """Whether it can keep moments in the host's memory."""
-    no_offload: str = ""
-    """Reason against offloading."""
-    checkpoints: bool = False
-    """Whether it saves its full state, and begins with one that another engine saved."""
-    evaluates: bool = False
-    """Whether it can evaluate weights on held-out data."""
-    drops: bool = False
-    """Whether it has dropout (`compare.numerics.dropout`)."""
-    profiles: bool = False
-    """Whether it leaves the timeline of a step (`Request.profile`)."""
-    falls_silent: bool = False
-    """Whether it runs without communicating, too (`Request.silent`)."""
-    no_twin: str = ""
-    """Reason for no silent twin."""
-    tells_work: bool = False
-    """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
-    counts_own_calls: bool = False
-    """Whether its ledger counts its own calls, instead of observing somebody else's."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
     """Sender of collectives not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
-    keeps: Keeps | None = None
-    """None if unknown: then its peak has no closed form."""
+    layouts: Layouts = Layouts()
+    precisions: Precisions = Precisions()
+    can: Abilities = Abilities()
+    observed: Observed = Observed()
+    holds: Holds = Holds()
     impossible_faults: Mapping[str, str] = {}
     """Mistakes (`shardpair faults`) that it cannot make, and why."""
-    refuses: Callable[[Layout], str] = _nothing
-    """Reason why it cannot express a layout that everything above allows; empty if it can."""
 
     @property
     def offers_choice(self) -> bool:
@@ -127,8 +150,8 @@ class Engine(Struct, frozen=True, kw_only=True):
             return f"zero{layout.zero}"
         if layout.dp_replicate == 1:
             return "none"
-        if layout.tp > 1 and self.gradient_sync_with_tp:
-            return self.gradient_sync_with_tp
+        if layout.tp > 1 and self.layouts.gradient_sync_with_tp:
+            return self.layouts.gradient_sync_with_tp
         if not self.offers_choice:
             return self.gradient_sync[0]
         return layout.gradient_sync
@@ -137,39 +160,41 @@ class Engine(Struct, frozen=True, kw_only=True):
         """What `layout.remat` comes to: auto is dots under a scan over layers, and none without."""
         if layout.remat != "auto":
             return layout.remat
-        return "dots" if self.keeps and self.keeps.residuals == "scan" else "none"
+        return "dots" if self.holds.residuals == "scan" else "none"
 
     def require_experiment(self, experiment: Experiment, *, platform: str = "cpu") -> None:
         """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""
         self.require(experiment.layout, platform=platform)
-        if (dtype := experiment.precision.dtype) not in self.dtypes:
-            have, why = ", ".join(self.dtypes), self.no_other_dtype and f" ({self.no_other_dtype})"
-            raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {have}{why}")
-        if (chunks := experiment.train.loss_chunks) > 1 and self.no_loss_chunks:
-            raise ExperimentError(f"train.loss_chunks = {chunks}: {self.name}: {self.no_loss_chunks}")
-        if (interval := experiment.train.eval_interval) and not self.evaluates:
+        if (dtype := experiment.precision.dtype) not in self.precisions.dtypes:
+            have, why = ", ".join(self.precisions.dtypes), self.precisions.no_other
             raise ExperimentError(
-                f"train.eval_interval = {interval}: {self.name} evaluates nothing: set it to 0, or leave "
-                f"{self.name} out of --engines"
+                f"precision.dtype = {dtype}: {self.name} has {have}" + (why and f" ({why})")
             )
-        if (dropout := experiment.model.dropout) and not self.drops:
-            raise ExperimentError(
-                f"model.dropout = {dropout}: {self.name} drops nothing: set it to 0, or leave "
-                f"{self.name} out of --engines"
-            )
-        if (every := experiment.checkpoint.every) and not self.checkpoints:
-            raise ExperimentError(
-                f"checkpoint.every = {every}: {self.name} saves no checkpoints: set it to 0, or leave "
-                f"{self.name} out of --engines"
-            )
+        if (chunks := experiment.train.loss_chunks) > 1 and self.can.loss_chunks is not True:
+            raise ExperimentError(f"train.loss_chunks = {chunks}: {self.name}: {self.can.loss_chunks}")
+        for name, value, ability, lacks in (
+            ("train.eval_interval", experiment.train.eval_interval, self.can.evaluates, "evaluates nothing"),
+            ("model.dropout", experiment.model.dropout, self.can.drops, "drops nothing"),
+            ("checkpoint.every", experiment.checkpoint.every, self.can.checkpoints, "saves no checkpoints"),
+        ):
+            if value and not ability:
+                raise ExperimentError(
+                    f"{name} = {value}: {self.name} {lacks}: set it to 0, or leave {self.name} out of "
+                    "--engines"
+                )
 
     def require_watchable(self, *, profile: bool, silent: bool) -> None:
         """Refuse a timeline or a silent run that this engine does not have. Raises ExperimentError."""
-        if profile and not self.profiles:
+        if profile and not self.observed.timeline:
             raise ExperimentError(f"profile: {self.name} leaves no timeline: leave it out of --engines")
-        if silent and not self.falls_silent:
-            why = self.no_twin or f"{self.name} always communicates"
+        if silent and (why := self.no_twin):
             raise ExperimentError(f"silent: {self.name} has no silent twin: {why}")
+
+    @property
+    def no_twin(self) -> str:
+        """Reason for no silent twin; empty if it has one."""
+        twin = self.observed.silent_twin
+        return "" if twin is True else twin or f"{self.name} always communicates"
 
     @property
     def sent_by_xla(self) -> bool:
@@ -197,23 +222,24 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     def require(self, layout: Layout, *, platform: str = "cpu") -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
-        if platform == "gpu" and self.no_gpu:
-            raise ExperimentError(f"--platform gpu: {self.name} runs on the CPU only: {self.no_gpu}")
-        if layout.zero and layout.zero not in self.zero:
-            raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {self.zero or 'no stage'}")
-        if layout.offload != "none" and not self.offloads:
-            why = self.no_offload or f"{self.name} keeps all of its state on the device"
+        has = self.layouts
+        if platform == "gpu" and self.can.gpu is not True:
+            raise ExperimentError(f"--platform gpu: {self.name} runs on the CPU only: {self.can.gpu}")
+        if layout.zero and layout.zero not in has.zero:
+            raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {has.zero or 'no stage'}")
+        if layout.offload != "none" and has.offload is not True:
+            why = has.offload or f"{self.name} keeps all of its state on the device"
             raise ExperimentError(f"layout.offload = {layout.offload}: {why}")
-        if layout.tp > 1 and not self.tp:
+        if layout.tp > 1 and not has.tp:
             raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
-        if layout.tp > 1 and layout.zero in self.no_zero_with_tp:
-            why = self.no_zero_with_tp[layout.zero]
+        if layout.tp > 1 and (why := has.no_zero_with_tp.get(layout.zero)):
             raise ExperimentError(f"layout.zero = {layout.zero} with layout.tp = {layout.tp}: {why}")
-        if layout.pp > 1 and layout.schedule not in self.schedules:
-            have = ", ".join(self.schedules) or "no pipeline"
-            why = self.no_other_schedule and f" ({self.no_other_schedule})"
-            raise ExperimentError(f"layout.schedule = {layout.schedule}: {self.name} has {have}{why}")
-        if why := self.refuses(layout):
+        if layout.pp > 1 and layout.schedule not in has.schedules:
+            have, why = ", ".join(has.schedules) or "no pipeline", has.no_other_schedule
+            raise ExperimentError(
+                f"layout.schedule = {layout.schedule}: {self.name} has {have}" + (why and f" ({why})")
+            )
+        if why := has.refuses(layout):
             raise ExperimentError(f"{self.name}: {why}")
         if layout.dp_replicate > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(

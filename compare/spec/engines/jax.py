@@ -1,9 +1,35 @@
 """The side jaxpar and its engines: jax-compiler, jax-explicit, jax-manual; its peers are in `peers`."""
 
-from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
+from compare.spec.engines.engine import (
+    ALL_ABILITIES,
+    LOSS_SCALED,
+    Abilities,
+    Engine,
+    Holds,
+    Layouts,
+    Observed,
+    Precisions,
+    Side,
+)
 from compare.spec.engines.peers import JAX_PEERS
 
-NO_TWIN = "a collective is an operation of XLA's program: to leave it out makes another program"
+OBSERVED = Observed(
+    timeline=True,
+    work=True,
+    silent_twin="a collective is an operation of XLA's program: to leave it out makes another program",
+)
+SCANNED = Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=2)
+BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
+NOTHING_TO_CLEAR = {"kept_gradients": "gradients are values of a function: there is nothing to clear"}
+SYNC_FAULTS = ("ignored_gradient_sync", "ignored_bucket_mb")
+PLACEMENT_FAULTS = (
+    "doubled_row_bias",
+    "missing_norm_psum",
+    "norm_counts_replicas_twice",
+    "wrong_optimizer_shard",
+    "stale_tied_copy",
+    "same_dropout_on_every_rank",
+)
 SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
 INSERTED_BY_XLA = (
     "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
@@ -24,116 +50,85 @@ JAX = Side(
     engines=(
         Engine(
             name="jax-compiler",
-            sends_by="xla",
-            checkpoints=True,
-            evaluates=True,
-            drops=True,
-            offloads=True,
-            profiles=True,
-            tells_work=True,
-            no_twin=NO_TWIN,
-            dtypes=LOSS_SCALED,
             side="jaxpar",
-            keeps=Keeps(residuals="scan", logits=2, logits_with_tp=2),
             folder="compiler",
-            gradient_sync=("xla",),
             decides="XLA: jit with Mesh and NamedSharding",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "interleaved"),
-            no_other_schedule="under jit autodiff orders the backward passes, after all forward ones: choose "
-            "one of these",
-            ends_on_every_stage=True,
+            gradient_sync=("xla",),
+            sends_by="xla",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                offload=True,
+                schedules=("gpipe", "interleaved"),
+                no_other_schedule=f"under jit {BY_AUTODIFF}",
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=OBSERVED,
+            holds=SCANNED,
             impossible_faults={
-                "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                **NOTHING_TO_CLEAR,
                 "ignored_schedule": "it has one schedule, GPipe",
+                **dict.fromkeys(SYNC_FAULTS, "XLA buckets gradients as it likes"),
                 **dict.fromkeys(
-                    ("ignored_gradient_sync", "ignored_bucket_mb"), "XLA buckets gradients as it likes"
-                ),
-                **dict.fromkeys(
-                    (
-                        "dropped_all_reduce",
-                        "sum_for_mean",
-                        "dropped_tp_all_reduce",
-                        "doubled_row_bias",
-                        "missing_norm_psum",
-                        "norm_counts_replicas_twice",
-                        "wrong_optimizer_shard",
-                        "overwritten_microbatch",
-                        "stale_tied_copy",
-                        "same_dropout_on_every_rank",
-                    ),
+                    ("dropped_all_reduce", "sum_for_mean", "dropped_tp_all_reduce", "overwritten_microbatch"),
                     INSERTED_BY_XLA,
                 ),
+                **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
             },
         ),
         Engine(
             name="jax-explicit",
-            sends_by="types",
-            checkpoints=True,
-            evaluates=True,
-            drops=True,
-            offloads=True,
-            profiles=True,
-            tells_work=True,
-            no_twin=NO_TWIN,
-            no_other_dtype="in float16 its gradients overflow at another step than the other engines'",
-            no_loss_chunks="JAX 0.10 cannot type the scan over chunks of the loss",
             side="jaxpar",
-            keeps=Keeps(residuals="scan", logits=2, logits_with_tp=2),
             folder="explicit",
-            gradient_sync=("once",),
             decides="types: where an array lives is part of it, and each cast says what moves",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "interleaved"),
-            no_other_schedule="autodiff orders the backward passes, after all forward ones: choose "
-            "one of these",
-            ends_on_every_stage=True,
+            gradient_sync=("once",),
+            sends_by="types",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                offload=True,
+                schedules=("gpipe", "interleaved"),
+                no_other_schedule=BY_AUTODIFF,
+            ),
+            precisions=Precisions(
+                no_other="in float16 its gradients overflow at another step than the other engines'"
+            ),
+            can=Abilities(
+                checkpoints=True,
+                evaluates=True,
+                drops=True,
+                loss_chunks="JAX 0.10 cannot type the scan over chunks of the loss",
+            ),
+            observed=OBSERVED,
+            holds=SCANNED,
             impossible_faults={
-                "kept_gradients": "gradients are values of a function: there is nothing to clear",
+                **NOTHING_TO_CLEAR,
                 "ignored_schedule": "it has one schedule, GPipe",
                 "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
-                **dict.fromkeys(
-                    ("ignored_gradient_sync", "ignored_bucket_mb"), "gradients are summed once, by one cast"
-                ),
-                **dict.fromkeys(
-                    (
-                        "doubled_row_bias",
-                        "missing_norm_psum",
-                        "norm_counts_replicas_twice",
-                        "wrong_optimizer_shard",
-                        "stale_tied_copy",
-                        "same_dropout_on_every_rank",
-                    ),
-                    SAID_BY_TYPE,
-                ),
+                **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
+                **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
             },
         ),
         Engine(
             name="jax-manual",
-            checkpoints=True,
-            evaluates=True,
-            drops=True,
-            offloads=True,
-            profiles=True,
-            tells_work=True,
-            no_twin=NO_TWIN,
-            dtypes=LOSS_SCALED,
             side="jaxpar",
-            keeps=Keeps(residuals="scan", logits=2, logits_with_tp=3),
             folder="manual",
-            gradient_sync=("naive", "flat", "bucketed"),
             decides="we do: shard_map and lax collectives",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "1f1b", "interleaved"),
-            no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one of "
-            "these",
-            ends_on_every_stage=True,
-            impossible_faults={
-                "kept_gradients": "gradients are values of a function: there is nothing to clear"
-            },
+            gradient_sync=("naive", "flat", "bucketed"),
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                offload=True,
+                schedules=("gpipe", "1f1b", "interleaved"),
+                no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one "
+                "of these",
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=OBSERVED,
+            holds=Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=3),
+            impossible_faults=NOTHING_TO_CLEAR,
         ),
     ),
 )

@@ -4,7 +4,7 @@ A peer trains the same experiment with a loop of its own, as its users would wri
 record. It runs when it is named, and refuses by name what it cannot express.
 """
 
-from compare.spec.engines.engine import Engine
+from compare.spec.engines.engine import Engine, Layouts, Precisions
 from compare.spec.experiment import Layout
 
 
@@ -44,7 +44,7 @@ TORCH_PEERS = (
         folder="peers.nanogpt_loop",
         gradient_sync=("none",),
         decides="one device: a plain loop in nanoGPT's style, on PyTorch's own threads",
-        refuses=_one_device_eager,
+        layouts=Layouts(refuses=_one_device_eager),
     ),
     Engine(
         name="nanogpt-loop-compiled",
@@ -52,7 +52,7 @@ TORCH_PEERS = (
         folder="peers.nanogpt_loop_compiled",
         gradient_sync=("none",),
         decides="the same loop, its model compiled by torch.compile",
-        refuses=_one_device_eager,
+        layouts=Layouts(refuses=_one_device_eager),
     ),
     Engine(
         name="deepspeed",
@@ -61,11 +61,12 @@ TORCH_PEERS = (
         needs="deepspeed",
         gradient_sync=("zero",),
         decides="DeepSpeed: ZeRO-1, 2 and 3 by deepspeed.initialize",
-        zero=(1, 2, 3),
-        dtypes=("float32",),
-        no_other_dtype="DeepSpeed keeps its own copy of the weights in float32, and its bfloat16 is another "
-        "recipe than nanoGPT's",
-        refuses=_only_zero,
+        layouts=Layouts(zero=(1, 2, 3), refuses=_only_zero),
+        precisions=Precisions(
+            dtypes=("float32",),
+            no_other="DeepSpeed keeps its own copy of the weights in float32, and its bfloat16 is another "
+            "recipe than nanoGPT's",
+        ),
     ),
 )
 JAX_PEERS = (
@@ -75,6 +76,6 @@ JAX_PEERS = (
         folder="peers.plain_jit",
         gradient_sync=("none",),
         decides="one device: jax.jit of value_and_grad and optax, without mesh or sharding",
-        refuses=_one_device,
+        layouts=Layouts(refuses=_one_device),
     ),
 )

@@ -1,9 +1,20 @@
 """The side torchpar and its engines: torch-manual, torch-library and torch-compiler; peers are in `peers`."""
 
-from compare.spec.engines.engine import LOSS_SCALED, Engine, Keeps, Side
+from compare.spec.axes import SHARDED_FROM
+from compare.spec.engines.engine import (
+    ALL_ABILITIES,
+    LOSS_SCALED,
+    Engine,
+    Holds,
+    Layouts,
+    Observed,
+    Side,
+)
 from compare.spec.engines.peers import TORCH_PEERS
 from compare.spec.experiment import Layout
 
+OBSERVED = Observed(timeline=True, work=True, silent_twin=True)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 FSDP2 = "fsdp2"
 """What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
 
@@ -25,14 +36,6 @@ def _not_in_pytorch(layout: Layout) -> str:
             "not allow: choose layout.remat = none or full"
         )
     return ""
-
-
-NO_STAGES = (
-    "DTensor has no shift along a dim that is split: to tell the next stage it gathers all of them, on a CPU "
-    "even between two placements: set layout.pp = 1"
-)
-BY_DTENSOR = "DTensor makes every sum that a product over split dims needs"
-NO_PIPELINE = "it has no pipeline"
 
 
 def _not_compiled(layout: Layout) -> str:
@@ -57,53 +60,45 @@ TORCH = Side(
     engines=(
         Engine(
             name="torch-manual",
-            checkpoints=True,
-            evaluates=True,
-            drops=True,
-            profiles=True,
-            tells_work=True,
-            falls_silent=True,
-            offloads=True,
-            dtypes=LOSS_SCALED,
             side="torchpar",
             folder="manual",
-            is_reference=True,  # on one device: the plain module, no container, no collective
-            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
             decides="we do: torch.distributed collectives",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
-            counts_own_calls=True,
+            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
+            is_reference=True,  # on one device: the plain module, no container, no collective
+            layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=Observed(timeline=True, work=True, silent_twin=True, counts_own_calls=True),
             # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
-            keeps=Keeps(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
+            holds=Holds(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
         ),
         Engine(
             name="torch-library",
-            sends_by="pytorch",
-            checkpoints=True,
-            evaluates=True,
-            drops=True,
-            profiles=True,
-            tells_work=True,
-            falls_silent=True,
-            no_offload="PyTorch moves moments to the host only along with parameters, gradients and update "
-            "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
-            dtypes=LOSS_SCALED,
             side="torchpar",
             folder="library",
-            gradient_sync=("ddp",),
             decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
-            zero=(1, 2, 3),
-            tp=True,
-            schedules=("gpipe", "1f1b", "interleaved", "zero_bubble"),
-            no_zero_with_tp={
-                1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, which "
-                "takes no DTensor: choose layout.zero = 2 or 3"
-            },
-            gradient_sync_with_tp=FSDP2,
-            shards_parameters_from=2,  # fully_shard: gathered for the step, and never whole between two
-            # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
-            keeps=Keeps(
+            gradient_sync=("ddp",),
+            sends_by="pytorch",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                no_zero_with_tp={
+                    1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, "
+                    "which takes no DTensor: choose layout.zero = 2 or 3"
+                },
+                gradient_sync_with_tp=FSDP2,
+                schedules=SCHEDULES,
+                offload="PyTorch moves moments to the host only along with parameters, gradients and update "
+                "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
+                refuses=_not_in_pytorch,
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=OBSERVED,
+            holds=Holds(
+                # fully_shard: gathered for the step, and never whole between two
+                sharded_from=SHARDED_FROM | {"parameters": 2},
+                # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
                 residuals="autograd",
                 logits=4,
                 logits_with_tp=5,
@@ -111,7 +106,6 @@ TORCH = Side(
                 buckets=True,
                 gathers_ahead=True,
             ),
-            refuses=_not_in_pytorch,
             impossible_faults={
                 "doubled_row_bias": "PyTorch adds the bias, not we",
                 "ignored_gradient_sync": "DDP has one way",
@@ -120,30 +114,30 @@ TORCH = Side(
         ),
         Engine(
             name="torch-compiler",
-            sends_by="dtensor",
-            checkpoints=True,
-            evaluates=True,
-            drops=True,
-            profiles=True,
-            tells_work=True,
-            falls_silent=True,
-            no_offload="moments are DTensors, which live on the device of their mesh: leave torch-compiler "
-            "out of --engines",
-            dtypes=LOSS_SCALED,
             side="torchpar",
             folder="compiler",
-            gradient_sync=("dtensor",),
             decides="DTensor: placements on a DeviceMesh",
-            zero=(1, 2, 3),
-            tp=True,
-            shards_gradients_from=1,  # they accumulate whole, and are scattered when the last pass is done
-            no_other_schedule=NO_STAGES,
-            refuses=_not_compiled,
+            gradient_sync=("dtensor",),
+            sends_by="dtensor",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                no_other_schedule="DTensor has no shift along a dim that is split: to tell the next stage it "
+                "gathers all of them, on a CPU even between two placements: set layout.pp = 1",
+                offload="moments are DTensors, which live on the device of their mesh: leave torch-compiler "
+                "out of --engines",
+                refuses=_not_compiled,
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=OBSERVED,
+            # Gradients accumulate whole, and are scattered when the last pass is done.
+            holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}),
             impossible_faults={
-                "doubled_row_bias": BY_DTENSOR,
-                "overwritten_microbatch": NO_PIPELINE,
-                "stale_tied_copy": NO_PIPELINE,
-                "ignored_schedule": NO_PIPELINE,
+                "doubled_row_bias": "DTensor makes every sum that a product over split dims needs",
+                **dict.fromkeys(
+                    ("overwritten_microbatch", "stale_tied_copy", "ignored_schedule"), "it has no pipeline"
+                ),
                 **dict.fromkeys(
                     ("ignored_gradient_sync", "ignored_bucket_mb"), "each gradient is reduced by itself"
                 ),

@@ -1,6 +1,6 @@
 """All that the harness knows of this side: the entry point `shardpair.sides` names `SIDE`."""
 
-from compare.spec.engines.engine import Engine, Side
+from compare.spec.engines.engine import Abilities, Engine, Layouts, Side
 from compare.spec.experiment import Layout
 
 
@@ -19,8 +19,8 @@ SIDE = Side(
             side="numpypar",
             gradient_sync=("flat",),
             decides="a loop over devices in one process",
-            no_gpu="NumPy knows no other device",
-            refuses=_not_in_numpy,
+            can=Abilities(gpu="NumPy knows no other device"),
+            layouts=Layouts(refuses=_not_in_numpy),
         ),
     ),
 )

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from compare.commands.arguments import EngineName, Spec, chosen_engines
-from compare.commands.pythons import pythons_of
+from compare.flags.arguments import EngineName, Spec, chosen_engines
+from compare.flags.pythons import pythons_of
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import fitting, installed
 from compare.studies.presets import PRESETS, apply_preset, check_names

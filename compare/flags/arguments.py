@@ -8,11 +8,11 @@ import msgspec
 import tyro
 from msgspec import Struct
 
-from compare.commands.pythons import SidePythons, checked_pythons
 from compare.contract.request import Platform
 from compare.execute.hosts import Launcher, find_hosts
 from compare.execute.paths import check_cache, default_cache
 from compare.execute.progress import Reporter
+from compare.flags.pythons import SidePythons, checked_pythons
 from compare.judge.comparison import COMPARISON, Comparison
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import (
