@@ -111,7 +111,10 @@ def test_by_hand_every_collective_says_what_it_is_for(layout):
     assert silent == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+WITH_CLOSED_FORM = {name: layout for name, layout in LAYOUTS.items() if layout.remat != "full"}
+
+
+@pytest.mark.parametrize("layout", WITH_CLOSED_FORM.values(), ids=WITH_CLOSED_FORM)
 def test_what_crosses_two_hosts_is_the_closed_form(layout):
     """Read from the groups of XLA's program; with devices dealt out one by one it is not.
 
