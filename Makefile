@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure links type-errors performance studies gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure links type-errors performance studies plans gpu-bench lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -76,6 +76,10 @@ performance: $(READY)  ## the benches of docs/performance.md anew, on an idle ma
 
 studies: $(READY)  ## the studies that the docs show, or those of NAMES; docs/data/*.json
 	$(BIN)/python docs/studies.py $(NAMES)
+	$(BIN)/python docs/make_docs.py
+
+plans: $(READY)  ## the plans that docs/plan.md shows, in two minutes, without an accelerator; docs/data/plans.json
+	$(BIN)/python docs/plans.py
 	$(BIN)/python docs/make_docs.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel

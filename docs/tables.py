@@ -8,6 +8,7 @@ from links_tables import links_section
 from performance import BENCHES
 from performance_tables import agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
+from plans import plans, published_rows, published_sources, published_summary
 from proofs import Errors, errors_of
 from studies import SHOWN, details_section, sentence, study_section
 from summaries import ledger as ledger_summary
@@ -248,5 +249,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "details-memory": partial(details_section, "memory"),
     "ledger-summary": ledger_summary,
     "links": links_section,
+    "plans": plans,
+    "published-rows": published_rows,
+    "published-sources": published_sources,
+    "published-summary": published_summary,
 }
 """What stands between `<!-- generated: NAME -->` and `<!-- end -->`."""

@@ -4,7 +4,8 @@ torchrun, or with --coordinator, as one of several processes, each with a part o
 `compare.contract.collective_bench`).
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
-lacks what it needs; 143 SIGTERM. Other than 0, RUN_DIR/error.json says why, unless another run is in RUN_DIR.
+lacks what it needs; 4 it was asked to end early, and saved its state; 143 SIGTERM. Other than 0,
+RUN_DIR/error.json says why, unless another run is in RUN_DIR.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from compare.checkpoint.reader import read_description
 from compare.contract.ceiling import read_ceiling_request
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
-from compare.contract.processes import Process, add_flags, find_process
-from compare.contract.record import Failure, Recorder, clear_record, read_failure, write_failure
+from compare.contract.early_stop import STOPPED, StoppedEarly, StopRequest
+from compare.contract.other_hosts import Waiting, blame_for_hang
+from compare.contract.processes import Process, add_flags, find_process, require_port
+from compare.contract.record import Failure, Recorder, clear_record, leave_failure, write_failure
 from compare.contract.request import Request, read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -60,7 +63,8 @@ def main() -> int:
     if arguments.convert:
         return convert(*arguments.convert)
     try:
-        process = find_process(arguments, os.environ)
+        if process := find_process(arguments, os.environ):
+            require_port(process)
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
@@ -92,8 +96,12 @@ def run(folder: Path, work: Callable[[Path], None], *, process: Process | None =
 
 def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None) -> int:
     on_signals([signal.SIGTERM], partial(_leave, folder, process))
+    StopRequest.listen()
     try:
         work(folder)
+    except StoppedEarly as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
+        return _fail(folder, stopped, STOPPED, process)
     except ExperimentError as error:
         return _fail(folder, error, BAD_REQUEST, process)
     except (MissingDevicesError, ImportError) as error:
@@ -109,8 +117,16 @@ def train(folder: Path, process: Process | None = None) -> None:
     is_first = process is None or process.is_first
     if is_first:
         clear_record(folder)
-    watchdog = Watchdog(request.timeout_s, partial(_report, folder, process=process))
+    on_hang = (
+        partial(_report_hang, folder, process, request.timeout_s) if process else partial(_report, folder)
+    )
+    watchdog = Watchdog(request.timeout_s, on_hang)
     configure_jax(request, process)
+    if process:
+        from jaxpar.comm.hosts import agree_with_others
+        from jaxpar.measure.usage import PACKAGES
+
+        agree_with_others(process, request, folder, PACKAGES)
     # Imported after configuring: a backend, once started, keeps its devices and platform.
     from jaxpar.peers import load_train
 
@@ -280,34 +296,52 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     code = 128 + signal_number
-    _report(folder, describe_exit(code), "", process=process)
+    _report(folder, describe_exit(code), "", process=process, is_consequence=True)
     os._exit(code)
 
 
 def _fail(folder: Path, error: Exception, code: int, process: Process | None) -> int:
     full = no_room(error, folder)
     message = full or " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, DivergedError):  # it has happened in training, and not in a line of code
+    if isinstance(
+        error, DivergedError | StoppedEarly
+    ):  # it has happened in training, and not in a line of code
         _report(folder, message, "", process=process)
         return code
     if code == FAILED and not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)
-    _report(folder, message, traceback.format_exc(), process=process)
+    lost = process is not None and code == FAILED and not full and _tells_of_lost_peer(error)
+    _report(folder, message, traceback.format_exc(), process=process, is_consequence=lost)
     return code
 
 
-def _report(folder: Path, message: str, stack: str, *, process: Process | None = None) -> None:
-    """Say on standard error and in error.json what went wrong; of several processes, the first to say it."""
+def _tells_of_lost_peer(error: Exception) -> bool:
+    from jaxpar.comm.hosts import is_consequence
+
+    return is_consequence(error)
+
+
+def _report(
+    folder: Path, message: str, stack: str, *, process: Process | None = None, is_consequence: bool = False
+) -> None:
+    """Say on standard error and in error.json what went wrong; of several processes, the first cause."""
     message = f"{process.name}: {message}" if process else message
     print(f"jaxpar: {message}", file=sys.stderr, flush=True)
+    number = process.number if process else -1
+    failure = Failure(message=message, traceback=stack, rank=number, is_consequence=is_consequence)
     try:
-        if process and read_failure(folder):
-            return
-        write_failure(folder, Failure(message=message, traceback=stack))
+        (leave_failure if process else write_failure)(folder, failure)
     except OSError as error:
         if str(error) not in message:  # a full disk has been named already
             print(f"jaxpar: {folder}: cannot leave error.json: {error}", file=sys.stderr, flush=True)
+
+
+def _report_hang(folder: Path, process: Process, timeout_s: float, message: str, stack: str) -> None:
+    """Say who does not answer: of several processes all hang with one."""
+    print(f"jaxpar: {process.name}: {message}\n{stack}", file=sys.stderr, flush=True)
+    own = Waiting(number=process.number, where="a step")
+    leave_failure(folder, blame_for_hang(folder, own, count=process.count, timeout_s=timeout_s))
 
 
 if __name__ == "__main__":

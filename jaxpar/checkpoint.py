@@ -14,10 +14,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from compare.checkpoint.description import WEIGHTS
-from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part
 from compare.numerics.boxes import Box
-from compare.numerics.parameters import storage_dtype
+from compare.numerics.weights import Weights
 from compare.spec.experiment import Model
 from jaxpar.optimizer import moments
 from jaxpar.shards import held, leaf_parts
@@ -35,33 +34,38 @@ def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterat
                 yield group, shard, np.array(array)  # a CPU device's array may be the device's memory
 
 
-def read_tree(
-    reader: CheckpointReader, group: str, *, placements: Any, shardings: Any, model: Model
+def place_weights(
+    weights: Weights, *, placements: Any, shardings: Any, model: Model, dtype: np.dtype
 ) -> dict[str, Any]:
-    """Weights or moments of a checkpoint, placed: every device's part is read for itself; padding is zero.
+    """Weights or moments on the devices, one leaf after the other: only what this process's devices hold.
 
     Args:
-        reader: of the checkpoint.
-        group: weights, m or v.
-        placements: how leaves are padded, and their layers ordered.
+        weights: whole tensors by canonical name, in `dtype`: drawn, read or given.
+        placements: how leaves are padded, and their layers ordered; padding is zero.
         shardings: where they are to live.
         model: the sizes.
+        dtype: of all.
 
     Returns:
         A tree like the parameters.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: a checkpoint cannot be read.
     """
     how, where, placed = flatten_dict(placements), flatten_dict(shardings), {}
-    dtype = storage_dtype(reader.description.experiment)
     for path, parameters in parameters_by_path(model).items():
         stored, sharding = how[path].stored_shape, where[path]
         part = sharding.shard_shape(stored)
         on = {device: np.zeros(part, dtype) for device in sharding.addressable_devices}
+        wanted: dict[str, dict[Box, list[np.ndarray]]] = {}  # a tensor is read once, whoever has what of it
         for shard, device, at in leaf_parts(parameters, how[path], sharding, is_stacked=path[0] == STACKED):
             if device in on and math.prod(shard.shape):
-                on[device][at] = reader.read(group, shard.name, Box(shard.offset, shard.shape))
+                box = Box(shard.offset, shard.shape)
+                wanted.setdefault(shard.name, {}).setdefault(box, []).append(on[device][at])
+        for name, targets in wanted.items():
+            for copies, values in zip(targets.values(), weights.boxes(name, list(targets)), strict=True):
+                for target in copies:
+                    target[...] = values
         kind = sharding.memory_kind  # perhaps the host's
         arrays = [
             jax.device_put(array, SingleDeviceSharding(device, memory_kind=kind))

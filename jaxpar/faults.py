@@ -5,7 +5,7 @@ only the first device's part counts: the check of varying axes, which stays on, 
 is simply left out when it is traced.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -31,10 +31,12 @@ from compare.contract.faults import (
     PlantedFault,
     find_fault,
 )
+from compare.contract.inputs import starting_parameters
 from compare.contract.progress import Progress
+from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
-from compare.spec.experiment import Experiment, Layout, Model
-from jaxpar import compilation, dropout, manual, optimizer, setup, train, weights
+from compare.spec.experiment import Experiment, Layout
+from jaxpar import compilation, dropout, manual, optimizer, setup, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import replicas
@@ -127,14 +129,14 @@ def wrong_optimizer_shard() -> AbstractContextManager:
 
 def moved_weight() -> AbstractContextManager:
     """One weight starts a little away."""
-    load = weights.from_canonical
 
-    def moved(named: Mapping[str, np.ndarray], model: Model) -> dict:
-        weight = named[MOVED].copy()
-        weight.flat[0] += BY
-        return load({**named, MOVED: weight}, model)
+    def moved(*args: Any) -> Weights:
+        named = dict(starting_parameters(*args))
+        named[MOVED] = named[MOVED].copy()
+        named[MOVED].flat[0] += BY
+        return Given(named)
 
-    return patch.object(weights, "from_canonical", moved)
+    return patch.object(setup, "starting_parameters", moved)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from compare.checkpoint.saver import Part
 from compare.contract import recording
 from compare.contract.across_hosts import numbered
 from compare.contract.divergence import first_not_finite
+from compare.contract.early_stop import StopRequest
 from compare.contract.ledger import Ledger
 from compare.contract.observers import Observers
 from compare.contract.record import ON_HOST, Recorder
@@ -91,6 +92,9 @@ class RunSide:
     def evaluate(self, step: int) -> Evaluation:
         assert self._evaluate, "an experiment that evaluates nothing"
         return self._evaluate(step)
+
+    def is_to_stop(self) -> bool:
+        return any(gathered([StopRequest.came]))
 
     def parts(self) -> Iterator[Part]:
         return state_parts(self._run.sharded, self._run.state, self._run.experiment.model)

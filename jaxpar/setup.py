@@ -18,14 +18,15 @@ from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
-from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.numerics.parameters import SeedWeights, storage_dtype
 from compare.numerics.stream import Batches
+from compare.numerics.weights import Weights
 from compare.spec.engines.jax import JAX
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Model
 from jaxpar import weights
-from jaxpar.checkpoint import read_tree
-from jaxpar.comm.hosts import meet, spread
+from jaxpar.checkpoint import place_weights
+from jaxpar.comm.hosts import meet
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.compilation import compile_step
 from jaxpar.functional import make_loss, make_pieces
@@ -34,7 +35,7 @@ from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
 from jaxpar.problem import Problem
 from jaxpar.remat import Remat, resolve_remat
-from jaxpar.state import Run, TrainState, canonical
+from jaxpar.state import Run, TrainState, sha256_of
 from jaxpar.training_step import ShardedStep
 
 PARALLELIZE = {e.name: importlib.import_module(f"jaxpar.{e.folder}").parallelize for e in JAX.engines}
@@ -83,7 +84,7 @@ def set_up(
         state=state,
         step=step,
         compile_s=clock.wall_s,
-        initial_weights_sha256=fingerprint(canonical(sharded, state.params, experiment)),
+        initial_weights_sha256=sha256_of(sharded, state.params, experiment),
         first=compile_step(sharded, state, experiment, with_gradients=True) if request.ladder else None,
     )
     meet("all have compiled")
@@ -96,7 +97,7 @@ def prepare(
     *,
     mesh: Mesh,
     remat: Remat,
-    initial: Mapping[str, np.ndarray] | None = None,
+    initial: Weights | None = None,
     checkpoint: CheckpointReader | None = None,
 ) -> tuple[ShardedStep, TrainState]:
     """The engine's step for an experiment, and the state to begin with, placed on the devices.
@@ -115,8 +116,14 @@ def prepare(
     at_rest = sharded.moments_at_rest or sharded.moments
     if checkpoint:
         return sharded, _restored(checkpoint, sharded, optimizer, model, moments_at_rest=at_rest)
-    named = initial_parameters(experiment) if initial is None else initial
-    params = spread(sharded.pad(weights.from_canonical(named, model)), sharded.params)
+    first = SeedWeights(experiment) if initial is None else initial
+    params = place_weights(
+        first,
+        placements=sharded.placements,
+        shardings=sharded.params,
+        model=model,
+        dtype=storage_dtype(experiment),
+    )
     opt_state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, at_rest))(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
 
@@ -130,10 +137,11 @@ def _restored(
     moments_at_rest: Any,
 ) -> TrainState:
     """The state of a checkpoint under this layout."""
-    read = functools.partial(read_tree, checkpoint, placements=sharded.placements, model=model)
-    params = read(WEIGHTS, shardings=sharded.params)
+    dtype = storage_dtype(checkpoint.description.experiment)
+    read = functools.partial(place_weights, placements=sharded.placements, model=model, dtype=dtype)
+    params = read(checkpoint.group(WEIGHTS), shardings=sharded.params)
     empty = jax.eval_shape(optimizer.init, params)
-    found = {group: read(group, shardings=moments_at_rest) for group in moments(empty)}
+    found = {group: read(checkpoint.group(group), shardings=moments_at_rest) for group in moments(empty)}
     return TrainState(
         params=params,
         opt_state=with_moments(empty, found),

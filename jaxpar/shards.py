@@ -55,12 +55,12 @@ def held(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.n
     leaves, how = flatten_dict(tree), flatten_dict(placements)
     for path, parameters in parameters_by_path(model).items():
         leaf = leaves[path]
-        on = {part.device: part.data for part in leaf.addressable_shards}
+        on = {part.device: np.asarray(part.data) for part in leaf.addressable_shards}
         for shard, device, at in leaf_parts(
             parameters, how[path], leaf.sharding, is_stacked=path[0] == STACKED
         ):
             if device in on:
-                yield shard, np.asarray(on[device][at])
+                yield shard, on[device][at]
 
 
 def leaf_parts(

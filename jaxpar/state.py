@@ -1,6 +1,6 @@
 """State of training, and the run that it belongs to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
+from compare.numerics.parameters import fingerprint, parameter_table
+from compare.numerics.shards import Shard, assemble
 from compare.numerics.stream import OwnBatches
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, Model
 from jaxpar import weights
 from jaxpar.optimizer import moments
+from jaxpar.shards import held
 from jaxpar.training_step import ShardedStep
 
 
@@ -69,3 +72,36 @@ class Run:
 def canonical(sharded: ShardedStep, tree: Any, experiment: Experiment) -> dict[str, np.ndarray]:
     """A tree like the parameters, fetched from the devices: canonical name -> full tensor."""
     return weights.to_canonical(sharded.unpad(tree), experiment.model)
+
+
+def sha256_of(sharded: ShardedStep, params: Any, experiment: Experiment) -> str:
+    """The SHA-256 of weights as the devices hold them; in a single process one tensor after the other."""
+    if jax.process_count() > 1:
+        return fingerprint(canonical(sharded, params, experiment))
+    return fingerprint(Held(params, sharded.placements, experiment.model))
+
+
+class Held(Mapping[str, np.ndarray]):
+    """What this process's devices hold, by canonical name: full tensors, put together when asked for.
+
+    Args:
+        tree: placed weights, gradients or moments, with the parameters' structure.
+        placements: of its leaves.
+        model: the sizes.
+    """
+
+    def __init__(self, tree: Any, placements: Any, model: Model):
+        self._shapes = {row.name: row.shape for row in parameter_table(model)}
+        self._parts: dict[str, list[tuple[Shard, np.ndarray]]] = {name: [] for name in self._shapes}
+        for shard, values in held(tree, placements, model):
+            if not shard.replica:
+                self._parts[shard.name].append((shard, values))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return assemble(self._shapes[name], self._parts[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)

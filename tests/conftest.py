@@ -22,17 +22,8 @@ if TYPE_CHECKING:
 
 quick_xla.use()
 
-CACHING = {
-    "run",
-    "resume",
-    "check",
-    "bench",
-    "profile",
-    "faults",
-    "matrix",
-    "golden",
-    "sweep",
-}  # commands that take --cache_dir
+CACHING = {"run", "resume", "check", "bench", "profile", "faults", "matrix", "golden", "sweep"}
+"""Commands that take --cache_dir."""
 SLOW_FIXTURES = {"shardpair", "grid", "ranks"}
 """What starts engines: beside tests that took long when `durations` were recorded."""
 

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
-from compare.contract.processes import add_flags, find_process
+from compare.contract.early_stop import STOPPED, StoppedEarly
+from compare.contract.processes import add_flags, find_process, require_port
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -74,6 +75,7 @@ def main() -> int:
         parser.error("RUN_DIR is missing")
     try:
         if process := find_process(arguments, os.environ):
+            require_port(process)
             if "RANK" not in os.environ:  # as torchrun says it
                 os.environ.update(process.variables)
             from torchpar.launcher.interface import choose_interface
@@ -185,6 +187,8 @@ def _attempt(folder: Path, work: Callable[[Path], None]) -> tuple[Failure | None
         return Failure(message=str(error)), MISSING
     except RanksFailed as error:
         return error.failure, FAILED
+    except StoppedEarly as stopped:
+        return Failure(message=str(stopped)), STOPPED
     except OSError as error:
         full = no_room(error, folder)
         return Failure(message=full or f"{folder}: {error}"), FAILED if full else BAD_REQUEST

@@ -1,24 +1,20 @@
 """The full state in checkpoints: each rank's pieces of it go out, and come in.
 
 The files and their meaning: `compare.checkpoint`. They know nothing of the layout, so that a state
-comes back on any other one, and on any other engine. Weights come back with the model, before it is split:
-`contract.inputs.starting_parameters`.
+comes back on any other one, and on any other engine. Weights come back as the model is split:
+`first_weights`.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part
-from compare.numerics.boxes import from_boxes
-from compare.numerics.shards import Shard
 from torchpar.parallel_model import local
-from torchpar.shards import held, moment_shards, shards
+from torchpar.shards import fill, held, moment_shards, shards
 from torchpar.state import Run
 from torchpar.weights import moment_keys, nanogpt_name
 
@@ -51,16 +47,4 @@ def restore_moments(run: Run, checkpoint: Path) -> None:
             state["step"] = torch.tensor(float(run.state.updates), device=parameter.device)
         for group, key in moment_keys(experiment.optimizer).items():
             state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            _fill(local(state[key]), shard, reader, group)
-
-
-@torch.no_grad()
-def _fill(tensor: torch.Tensor, shard: Shard, reader: CheckpointReader, group: str) -> None:
-    """Write a shard into the memory of this rank that holds it; padding lies at its end, and stays."""
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    array = from_boxes(shard, lambda box: reader.read(group, shard.name, box), dtype)
-    if shard.elements is None and shard.dim_order:
-        array = array.transpose(shard.dim_order)
-    flat = torch.zeros(tensor.numel(), dtype=tensor.dtype)
-    flat[: math.prod(shard.held_shape)] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1))
-    tensor.copy_(flat.view(tensor.shape))
+            fill(local(state[key]), shard, reader.group(group))

@@ -11,6 +11,7 @@ import torch
 from compare.checkpoint.saver import Part
 from compare.contract import recording
 from compare.contract.across_hosts import host_names, numbered
+from compare.contract.early_stop import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.observers import Observer, Observers
 from compare.contract.progress import Progress
@@ -89,6 +90,11 @@ class RankSide:
 
     def evaluate(self, step: int) -> Evaluation:
         return evaluate_weights(self._run, step)
+
+    def is_to_stop(self) -> bool:
+        if self._run.rank.rendezvous is not None:  # the signal reaches their parent alone
+            return False
+        return any(self._run.mesh.world.all_gather_objects(StopRequest.came))
 
     def parts(self) -> Iterator[Part]:
         return state_parts(self._run)

@@ -1,6 +1,6 @@
 """The model and its optimizer as an engine returns them: the few things that the training loop uses."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +27,18 @@ class OptimizerMaker(Protocol):
     ) -> torch.optim.Optimizer:
         """`wrap(params, optimizer_cls, **kwargs)` makes the optimizer itself, if that is not as usual."""
         ...
+
+
+class Fill(Protocol):
+    """Gives parameters without memory their first values: `first_weights.FirstWeights.fill`."""
+
+    def __call__(self, model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
+        """All parameters of a model, or those of some of its modules."""
+        ...
+
+
+def keep_values(model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
+    """A `Fill` for a model that has its values."""
 
 
 def _nothing() -> None:

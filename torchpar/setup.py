@@ -2,26 +2,33 @@
 
 import functools
 import importlib
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from compare.contract.inputs import open_stream, starting_parameters
+from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
 from compare.contract.progress import Progress
 from compare.contract.request import Request
-from compare.numerics.parameters import fingerprint
+from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import Batches
+from compare.numerics.weights import Weights
 from compare.spec.engines.torch import TORCH
 from torchpar.comm import process_groups
+from torchpar.comm.devices import PACKAGES
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
+from torchpar.first_weights import FirstWeights, empty_model
 from torchpar.host_memory import keep_freed_memory
 from torchpar.loss_scale import scale_loss, undivided_parts
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
+from torchpar.parallel_model import ParallelModel
 from torchpar.state import Run
-from torchpar.weights import load_weights, read_weights
+from torchpar.weights import load_weights, nanogpt_name, read_weights, to_arrays
 
 PARALLELIZE = {e.name: importlib.import_module(f"torchpar.{e.folder}").parallelize for e in TORCH.engines}
 
@@ -39,6 +46,19 @@ def join_mesh(rank: Rank, request: Request) -> Mesh:
         )
     rank.at(0, "setting up")
     return make_mesh(layout, rank=rank.rank, device=device, apart=request.silent)
+
+
+def agree_with_others(mesh: Mesh, rank: Rank, request: Request, folder: Path) -> None:
+    """Hold versions, data and clocks of all hosts against the first's; rank 0 leaves the hosts' names.
+
+    Raises:
+        ExperimentError: they differ; all ranks raise it.
+    """
+    found = mesh.world.all_gather_objects(facts_here(request, PACKAGES, reads_data=rank.local_rank == 0))
+    remarks = require_agreement(found)
+    if mesh.world.rank == 0:
+        leave_hosts(folder, found)
+        print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
 
 
 def _set_up_device(rank: Rank, request: Request) -> torch.device:
@@ -62,13 +82,14 @@ def set_up(
     batches: Batches | None = None,
 ) -> Run:
     """Model, optimizer and data of one rank, under the layout."""
-    experiment = request.experiment
-    model, initial_weights_sha256 = starting_model(request, mesh.device, weights)
+    experiment, model = request.experiment, empty_model(request.experiment)
+    first = starting_parameters(request, weights)
     parallel = PARALLELIZE[request.engine](
         model,
         mesh=mesh,
         layout=experiment.layout,
         make_optimizer=functools.partial(make_optimizer, experiment=experiment),
+        fill=FirstWeights(first, experiment, mesh).fill,
     )
     state = Progress(loss_scale=request.first_loss_scale)
     if state.loss_scale:
@@ -79,17 +100,29 @@ def set_up(
         rank=rank,
         corpus=open_stream(request, batches),
         parallel=parallel,
-        initial_weights_sha256=initial_weights_sha256,
+        initial_weights_sha256=_sha256_of(parallel, first, request) if mesh.world.rank == 0 else "",
         state=state,
     )
+
+
+def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str:
+    """The SHA-256 of the first weights: those that this rank holds, or if it holds parts those it was given.
+
+    The second way reads one tensor after the other again.
+    """
+    names = [nanogpt_name(row.name) for row in parameter_table(request.experiment.model)]
+    held = parallel.weights()
+    is_whole = all(name in held and not parallel.sharded_over(name) for name in names)
+    if is_whole:
+        return fingerprint(to_arrays(held, request.experiment.model))
+    return request.init_sha256 or fingerprint(first)
 
 
 def starting_model(
     request: Request, device: torch.device, weights: Mapping[str, np.ndarray] | None
 ) -> tuple[GPT, str]:
     """The model on one device with its first weights, full tensors by name, and their SHA-256."""
-    experiment = request.experiment
-    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
-    model = GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(device=device, dtype=dtype)
+    model = empty_model(request.experiment).to_empty(device=device)
+    model.transformer["wte"].weight = model.lm_head.weight  # tied again
     load_weights(model, starting_parameters(request, weights))
     return model, fingerprint(read_weights(model))

@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
 
+from compare.numerics.boxes import from_boxes
 from compare.numerics.parameters import Parameter, parameter_table
 from compare.numerics.shards import Shard
+from compare.numerics.weights import Weights
 from compare.spec.axes import AXES, SPLIT, TP
 from compare.spec.experiment import Model
 from torchpar.comm.chunks import chunk_slices
@@ -63,23 +66,63 @@ def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shar
         yield shard, array
 
 
-def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh, *, of_moments: bool = False) -> Shard:
-    name = nanogpt_name(row.name)
-    over = {axis.name for axis in parallel.sharded_over(name)}
-    differs_over = parallel.moments_spread_over(name) if of_moments else parallel.sharded_over(name)
+def shard_of(
+    row: Parameter, mesh: Mesh, *, over_tp: bool, elements: slice | None = None, replica: int = 0
+) -> Shard:
+    """This rank's shard of a canonical tensor.
+
+    Args:
+        row: of the table.
+        mesh: this rank's.
+        over_tp: it has only its box along tp.
+        elements: of the box; those of padding, which is behind, are left out. None for all.
+        replica: as of `Shard`.
+    """
     box = [slice(0, size) for size in row.shape]
-    if TP in over:
+    if over_tp:
         (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
         box[dim] = chunk_slices(row.shape[dim], mesh.tp.size)[mesh.tp.rank]
     shape = tuple(part.stop - part.start for part in box)
-    own, size = parallel.elements(name), math.prod(shape)
+    size = math.prod(shape)
     return Shard(
         name=row.name,
         device=mesh.world.rank,
         offset=tuple(part.start for part in box),
         shape=shape,
-        elements=None if own is None else (min(own.start, size), min(own.stop, size)),  # padding is behind
+        elements=None if elements is None else (min(elements.start, size), min(elements.stop, size)),
         dim_order=nanogpt_dims(row),
+        replica=replica,
+    )
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
+    """Write a shard into the memory of this rank that holds it; padding lies at its end, and becomes zero.
+
+    Args:
+        tensor: a whole parameter or moment, a part, or a piece (n,); of a DTensor the local one.
+        shard: what it holds.
+        weights: whole tensors by canonical name; of these only the shard is read.
+    """
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    array = from_boxes(shard, lambda boxes: weights.boxes(shard.name, boxes), dtype)
+    if shard.elements is None and shard.dim_order:
+        array = array.transpose(shard.dim_order)
+    values = torch.from_numpy(np.ascontiguousarray(array).reshape(-1))
+    if padding := tensor.numel() - len(values):
+        values = torch.cat([values, values.new_zeros(padding)])
+    tensor.copy_(values.view(tensor.shape))
+
+
+def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh, *, of_moments: bool = False) -> Shard:
+    name = nanogpt_name(row.name)
+    over = {axis.name for axis in parallel.sharded_over(name)}
+    differs_over = parallel.moments_spread_over(name) if of_moments else parallel.sharded_over(name)
+    return shard_of(
+        row,
+        mesh,
+        over_tp=TP in over,
+        elements=parallel.elements(name),
         replica=_replica(mesh, {axis.name for axis in differs_over}, is_copy=name in parallel.copies),
     )
 

@@ -22,7 +22,7 @@ from torchpar.loss_scale import undivided_parts, unscale_gradients
 from torchpar.observers import observers_of
 from torchpar.on_device import autocast, now, to_device
 from torchpar.optimizer import optimizer_step
-from torchpar.setup import join_mesh, set_up
+from torchpar.setup import agree_with_others, join_mesh, set_up
 from torchpar.state import RankBatch, Run
 
 Compute = Callable[[RankBatch], torch.Tensor]
@@ -50,6 +50,8 @@ def train(
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     mesh = join_mesh(rank, request)
+    if mesh.world.size > 1 and rank.rendezvous is None:
+        agree_with_others(mesh, rank, request, folder)
     run = set_up(request, mesh, rank, weights=weights, batches=batches)
     if request.resume:
         restore_moments(run, Path(request.resume.checkpoint))

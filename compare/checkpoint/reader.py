@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from compare.checkpoint.description import (
 from compare.host.json_files import read_json
 from compare.numerics.boxes import Box, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
+from compare.numerics.weights import Weights
 from compare.spec.experiment import ExperimentError, revalidate
 
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # some ten thousand devices
@@ -146,7 +147,7 @@ def _impossible(values: np.ndarray, *, squares: bool) -> str:
     return "negative, and a mean of squares" if squares and (values < 0).any() else ""
 
 
-class Group(Mapping[str, np.ndarray]):
+class Group(Weights):
     """Weights or a moment of a checkpoint by canonical name, each read when it is asked for."""
 
     def __init__(self, reader: CheckpointReader, group: str):
@@ -161,6 +162,10 @@ class Group(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Some boxes of a tensor: of the files only these are read."""
+        return [self._reader.read(self._group, name, box) for box in boxes]
 
 
 _DTYPES = {"float32": "F32", "float64": "F64"}

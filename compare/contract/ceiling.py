@@ -8,10 +8,10 @@ run would have, on square matrices so large that nothing but the products matter
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from compare.host.facts import cores
 from compare.spec.experiment import ExperimentError
@@ -33,6 +33,8 @@ class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     platform: Literal["cpu", "gpu"] = "cpu"
     threads: int = 0
     """CPU threads that multiply; 0 for one on each core."""
+    sizes: tuple[Annotated[int, Meta(ge=1, le=LARGEST)], ...] = ()
+    """Rows and columns of further matrices to multiply, each by itself."""
 
 
 class Ceiling(Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class Ceiling(Struct, frozen=True, kw_only=True):
     """On the CPU; 0 on a GPU."""
     size: int
     """Rows and columns of the matrices."""
+    by_size: dict[int, float] = {}
+    """FLOP/s of products of the sizes that were asked for."""
 
 
 def read_ceiling_request(text: str) -> CeilingRequest:
@@ -75,11 +79,28 @@ def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) ->
         if once >= LONG_S or size >= LARGEST:
             break
         size *= 2
-    products = math.ceil(READING_S / once)
-    fastest = min(multiply(products) for _ in range(READINGS))
     return Ceiling(
         dtype=request.dtype,
-        flops_per_s=products * 2 * size**3 / fastest,
+        flops_per_s=_best(multiply, once, size),
         threads=request.threads,
         size=size,
+        by_size={other: _best_of_size(prepare, other) for other in request.sizes},
     )
+
+
+def _best_of_size(prepare: Callable[[int], Multiply], size: int) -> float:
+    multiply = prepare(size)
+    multiply(1)
+    return _best(multiply, max(multiply(1), 1e-9), size)
+
+
+def _best(multiply: Multiply, once: float, size: int) -> float:
+    """FLOP/s of the best of a few readings.
+
+    Args:
+        multiply: two square matrices.
+        once: seconds that a product took.
+        size: of the matrices.
+    """
+    products = math.ceil(READING_S / once)
+    return products * 2 * size**3 / min(multiply(products) for _ in range(READINGS))

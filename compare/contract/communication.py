@@ -41,9 +41,6 @@ SAID = (
 )
 """Purposes that a collective can be given."""
 
-INFERRED = (METRICS, ACTIVATIONS_AND_GRADIENTS)
-"""Purposes that only a guess has."""
-
 OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
 """What the derivative of a collective is for: the transpose of a gather of parameters scatters gradients."""
 

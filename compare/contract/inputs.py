@@ -10,8 +10,9 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import Request
 from compare.numerics.data import Corpus, open_corpus
 from compare.numerics.initial_weights import checked_weights, read_weights
-from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.numerics.parameters import SeedWeights, fingerprint
 from compare.numerics.stream import Batches, OwnBatches
+from compare.numerics.weights import Given, Weights
 from compare.spec.experiment import ExperimentError
 
 
@@ -22,10 +23,10 @@ def open_stream(request: Request, batches: Batches | None = None) -> Corpus | Ow
     return open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
 
 
-def starting_parameters(
-    request: Request, own: Mapping[str, np.ndarray] | None = None
-) -> Mapping[str, np.ndarray]:
+def starting_parameters(request: Request, own: Mapping[str, np.ndarray] | None = None) -> Weights:
     """The weights that a run begins with, by canonical name, in the dtype in which they are kept.
+
+    Those of a seed or a checkpoint are drawn or read when they are asked for.
 
     Args:
         request: its `resume` names a checkpoint, or its `init_from` a file of weights; without them its seed
@@ -41,17 +42,17 @@ def starting_parameters(
             f"weights: the run goes on from {request.resume.checkpoint}, which has its own: give one of them"
         )
     if own is not None:
-        return checked_weights(own, request.experiment)
+        return Given(checked_weights(own, request.experiment))
     if request.resume:
         return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)
     if not request.init_from:
-        return initial_parameters(request.experiment)
+        return SeedWeights(request.experiment)
     weights = read_weights(Path(request.init_from), request.experiment)
     if request.init_sha256 and fingerprint(weights) != request.init_sha256:
         raise ExperimentError(
             f"init_from: {request.init_from} no longer holds the weights that this run was to begin with"
         )
-    return weights
+    return Given(weights)
 
 
 def starting_sha256(request: Request) -> str:

@@ -96,6 +96,27 @@ def find_process(arguments: argparse.Namespace, environment: Mapping[str, str]) 
     return _of_flags(arguments)
 
 
+def require_port(process: Process) -> None:
+    """Refuse a coordinator's port that another program of process 0's host has.
+
+    torchrun's own store is there already, and serves.
+
+    Raises:
+        ExperimentError: with host and port.
+    """
+    if not process.is_first or process.told_by == "torchrun":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", process.address[1]))
+        except OSError as error:
+            raise ExperimentError(
+                f"{process.coordinator} (the coordinator): {error.strerror} on {socket.gethostname()}: give "
+                f"another port; under SLURM start again, and the step gets another one"
+            ) from None
+
+
 def _read(find: Callable[[Mapping[str, str]], Process | None], environment: Mapping[str, str]):
     try:
         return find(environment)

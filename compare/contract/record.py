@@ -129,6 +129,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     traceback: str = ""
     rank: int = -1
     """Number of the failing rank; -1 without ranks, or if none is to blame."""
+    is_consequence: bool = False
+    """It only tells that another process is gone, or that somebody ended this one: the cause may follow."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -221,10 +223,15 @@ class Recorder:
         write_json(self.folder / MANIFEST, manifest)
 
 
+HOSTS, WAITING = "hosts.json", "waiting-"
+"""What processes of several hosts leave: `other_hosts`."""
+
+
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY, WORK]
-    for name in [*names, *(f"{rung}.safetensors" for rung in Rung)]:
+    waiting = [path.name for path in folder.glob(f"{WAITING}*.json")]
+    for name in [*names, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
     remove_unfinished(folder / CHECKPOINTS)
@@ -233,6 +240,13 @@ def clear_record(folder: Path) -> None:
 def write_failure(folder: Path, failure: Failure) -> None:
     """Leave error.json: the run failed, and this came first."""
     write_json(folder / ERROR, failure)
+
+
+def leave_failure(folder: Path, failure: Failure) -> None:
+    """Leave error.json as one of several processes: the first cause stays, a consequence gives way to it."""
+    there = read_failure(folder)
+    if there is None or (there.is_consequence and not failure.is_consequence):
+        write_failure(folder, failure)
 
 
 def read_failure(folder: Path) -> Failure | None:

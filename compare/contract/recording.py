@@ -14,6 +14,7 @@ from msgspec import UNSET
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
 from compare.contract.divergence import end_if_diverged
+from compare.contract.early_stop import ASKED, StoppedEarly
 from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.progress import Progress
 from compare.contract.record import Manifest, Recorder
@@ -52,6 +53,10 @@ class RecordedSide(Protocol):
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate the weights after so many steps."""
+        ...
+
+    def is_to_stop(self) -> bool:
+        """Whether any process was asked to end early: the same on all, which meet here."""
         ...
 
     def parts(self) -> Iterable[Part]:
@@ -185,7 +190,7 @@ class Evaluating(Observer):
 
 
 class Saving(Observer):
-    """Saves the state after every `checkpoint.every` steps, and after the last."""
+    """Saves the state after every `checkpoint.every` steps, after the last, and when it is asked to end."""
 
     def __init__(self, side: RecordedSide, folder: Path):
         experiment, self._side = side.request.experiment, side
@@ -193,9 +198,16 @@ class Saving(Observer):
         self._saver = Saver(folder / CHECKPOINTS, devices, of=of, keep=experiment.checkpoint.keep)
 
     def between(self, progress: Progress) -> None:
-        """Save if that is due. Raises DiskFull or OSError: the checkpoint before could not be written."""
+        """Save if that is due.
+
+        Raises:
+            DiskFull, OSError: the checkpoint before could not be written.
+            StoppedEarly: the run was asked to end here, and this one is complete.
+        """
         request, step = self._side.request, progress.step
-        if step % request.experiment.checkpoint.every and step != request.experiment.train.max_iters:
+        is_last = step == request.experiment.train.max_iters
+        stops = not is_last and self._side.is_to_stop()
+        if not stops and not is_last and step % request.experiment.checkpoint.every:
             return
         checkpoint = Checkpoint(
             engine=request.engine,
@@ -207,6 +219,13 @@ class Saving(Observer):
             corpus_sha256=self._side.corpus_sha256,
         )
         self._saver.save(checkpoint, self._side.parts())
+        if stops:
+            self._saver.finish()
+            self._side.is_to_stop()  # all have written, before any of them leaves
+            raise StoppedEarly(
+                f"stopped after step {step} of {request.experiment.train.max_iters}, as asked by "
+                f"{ASKED.name}; its state is saved"
+            )
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. Raises DiskFull or OSError: it could not be written."""

@@ -17,6 +17,7 @@ def measure_ceiling(
     python: str = sys.executable,
     *,
     threads: int = 0,
+    sizes: tuple[int, ...] = (),
 ) -> Ceiling:
     """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import.
 
@@ -27,11 +28,13 @@ def measure_ceiling(
         python: that runs the side.
         threads: CPU threads; 0 for one on each core. A run of torchpar has one for each rank, and jaxpar's
             always has all of them.
+        sizes: of further products: `Ceiling.by_size`.
 
     Raises:
         EnvironmentMissing: the side cannot say, and why.
     """
-    request = msgspec.convert({"dtype": dtype, "platform": platform, "threads": threads}, CeilingRequest)
+    asked = {"dtype": dtype, "platform": platform, "threads": threads, "sizes": sizes}
+    request = msgspec.convert(asked, CeilingRequest)
     found = ask(
         side,
         python,

@@ -9,8 +9,10 @@ hosts must see the folder of the run, and the same installation.
     torchrun the hosts of a file (`execute.hostfile`): this one's line is run, the others' are printed
 """
 
+import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from compare.contract.other_hosts import host_of
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, read_failure, write_failure
 from compare.execute.hostfile import line_elsewhere, line_of, read_hostfile, require_first
@@ -33,6 +36,10 @@ from compare.spec.experiment import ExperimentError, Layout
 Launcher = Literal["local", "slurm", "torchrun"]
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
+CAUSE_GRACE_S = 5.0
+"""Processes may notice a lost one before we do, and look for the cause themselves: so long we wait for it."""
+AS_CONSEQUENCE = (signal.SIGABRT, signal.SIGTERM)
+"""How C++ and launchers end a process because of another one."""
 PROBE_S = 60.0
 
 
@@ -218,27 +225,43 @@ def start_together(hosts: int, on_host: int, command: Sequence[str], folder: Pat
         place = ["--coordinator", coordinator, "--processes", str(count), "--process", str(number)]
         place += ["--local_process", str(number % on_host)]
         running[number] = subprocess.Popen([*command, *place] if count > 1 else [*command])
+    failed: dict[int, int] = {}  # exit codes, in the order in which they were seen
+    deadline = math.inf
     while running:
-        for number, process in list(running.items()):
-            code = process.poll()
-            if code is None:
-                continue
-            del running[number]
-            if code:
-                _end(running, folder, number, code)
-                return code if code > 0 else 128 - code
+        codes = {number: process.poll() for number, process in running.items()}
+        for number, code in codes.items():
+            if code is not None:
+                del running[number]
+                failed |= {number: code} if code else {}
+        if failed:
+            deadline = min(deadline, time.monotonic() + CAUSE_GRACE_S)
+            if (to_blame := _to_blame(failed, folder)) is not None or time.monotonic() > deadline:
+                return _end(running, folder, to_blame if to_blame is not None else next(iter(failed)), failed)
         time.sleep(POLL_S)
-    return 0
+    return _end({}, folder, next(iter(failed)), failed) if failed else 0
 
 
-def _end(others: Mapping[int, subprocess.Popen], folder: Path, number: int, code: int) -> None:
-    """End the others, once the one to blame could leave its word; killed, it could not."""
-    if not read_failure(folder):
-        write_failure(folder, Failure(message=f"process {number} {describe_exit(code)}", rank=number))
+def _to_blame(failed: Mapping[int, int], folder: Path) -> int | None:
+    """A process that was killed, or one that left its own error; None as long as all tell of lost peers."""
+    killed = [number for number, code in failed.items() if code < 0 and -code not in AS_CONSEQUENCE]
+    if killed:
+        return killed[0]
+    failure = read_failure(folder)
+    return next(iter(failed)) if failure and not failure.is_consequence else None
+
+
+def _end(others: Mapping[int, subprocess.Popen], folder: Path, number: int, failed: Mapping[int, int]) -> int:
+    """End the others. Returns the exit code of the one to blame, for whom we leave a word if it could not."""
+    code, failure = failed[number], read_failure(folder)
+    if not failure or failure.is_consequence:
+        host = host_of(folder, number) or socket.gethostname()
+        message = f"process {number} on {host} {describe_exit(code)}"
+        write_failure(folder, Failure(message=message, rank=number))
     for process in others.values():
         process.kill()
     for process in others.values():
         process.wait()
+    return code if code > 0 else 128 - code
 
 
 def free_port() -> int:

@@ -25,15 +25,17 @@ from msgspec import Struct
 from compare.checkpoint.description import CHECKPOINTS
 from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
+from compare.contract.early_stop import STOPPED
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
+from compare.execute.blame import LOG, why
 from compare.execute.hostfile import print_elsewhere
 from compare.execute.hosts import HERE, Hosts, require_shared, without_place
 from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
 from compare.host.disk import remove_leftovers
-from compare.host.exits import describe_exit, oom_kills
+from compare.host.exits import oom_kills
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.evaluation import require_validation
 from compare.spec.engines.engine import Side
@@ -41,8 +43,6 @@ from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
 
 POLITE_S = 3.0
-LOG = "log.txt"
-ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
 
 ALONE = functools.partial(HERE.command, layout=Layout())
 """Makes the command of one process on this machine."""
@@ -250,9 +250,9 @@ def run_side(
         hung += f": see {folder / LOG}, or raise --timeout_s"
         raise _failed(name, hung, folder, exit_code=1)
     if process.returncode:
-        why = _why(process.returncode, folder, oom_kills_before=kills)
-        code = process.returncode if process.returncode in (2, 3) else 1
-        raise _failed(name, why, folder, exit_code=code)
+        said = why(process.returncode, folder, oom_kills_before=kills)
+        code = process.returncode if process.returncode in (2, 3, STOPPED) else 1
+        raise _failed(name, said, folder, exit_code=code)
 
 
 @contextlib.contextmanager
@@ -287,31 +287,14 @@ def _end(process: subprocess.Popen) -> None:
             process.stdin.close()
 
 
-def _failed(engine: str, why: str, folder: Path, *, exit_code: int) -> EngineError:
+def _failed(engine: str, said: str, folder: Path, *, exit_code: int) -> EngineError:
     """The error, which is put on the record too, for an engine that could not say it itself."""
     failure = files.read_failure(folder)
-    if not failure or failure.message != why:
+    if not failure or failure.message != said:
         with contextlib.suppress(OSError):  # the disk may be full
-            files.write_failure(folder, Failure(message=why))
-    message = why if why.startswith(f"{engine} ") else f"{engine}: {why}"
+            files.write_failure(folder, Failure(message=said))
+    message = said if said.startswith(f"{engine} ") else f"{engine}: {said}"
     return EngineError(message, exit_code=exit_code, log=folder / LOG)
-
-
-def _why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
-    """Reason of an engine's failure, in one line: its own words, or the signal, or its log's last line."""
-    failure = files.read_failure(folder)
-    if failure:
-        return failure.message
-    died = describe_exit(returncode, oom_kills_before=oom_kills_before)
-    if returncode < 0 or returncode > 128:
-        return died
-    lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
-    fatal = [line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))]
-    if fatal or lines:
-        return fatal[0] if fatal else lines[-1]
-    if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
-        return f"{folder}: no space left on the device: make room, and run again"
-    return f"{died} and no message"
 
 
 def child_environment(side: Side, platform: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ A range of a tensor's elements is a few boxes: of a matrix the end of a row, who
 of a row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -66,14 +66,17 @@ def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]
         yield box, held if part is None else held[part].reshape(shape).transpose(back)
 
 
-def from_boxes(shard: Shard, read: Callable[[Box], np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """Inverse of `to_boxes`: a shard, of shape `shard.held_shape`, from `read` of each box, of its shape."""
+def from_boxes(
+    shard: Shard, read: Callable[[Sequence[Box]], Sequence[np.ndarray]], dtype: np.dtype
+) -> np.ndarray:
+    """Inverse of `to_boxes`: a shard, of shape `shard.held_shape`, from its boxes, which `read` gives."""
+    boxes = list(_boxes(shard))
+    arrays = read([box for box, *_ in boxes])
+    if shard.elements is None and boxes:
+        return arrays[0]
     held = np.zeros(shard.held_shape, dtype)
-    for box, part, _, back in _boxes(shard):
-        if part is None:
-            held[...] = read(box)
-        else:
-            held[part] = read(box).transpose(np.argsort(back)).reshape(-1)
+    for (_, part, _, back), array in zip(boxes, arrays, strict=True):
+        held[part] = array.transpose(np.argsort(back)).reshape(-1)
     return held
 
 

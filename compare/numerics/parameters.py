@@ -9,15 +9,19 @@ Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, ml
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
 
+from compare.numerics.boxes import Box, whole
+from compare.numerics.weights import Weights
 from compare.spec.experiment import Experiment, Model
 
 QKV = 3
 MLP_RATIO = 4
+DRAWN_AT_ONCE = 2**18
+"""Elements, in float64: what a slice of a tensor costs beyond its own memory."""
 
 
 class Parameter(Struct, frozen=True, kw_only=True):
@@ -90,17 +94,52 @@ def decays(parameter: Parameter, decay: str) -> bool:
     return decay == "all" or parameter.is_matrix
 
 
-def initial_parameters(experiment: Experiment) -> dict[str, np.ndarray]:
-    """The initial weights: canonical name -> tensor of the table's shape, in the dtype of stored weights.
+class SeedWeights(Weights):
+    """The initial weights that an experiment's seed gives, in the dtype of stored weights.
 
-    Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the
-    value does not depend on the order of the table, the layout, or the framework.
+    Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the value
+    does not depend on the order of the table, the layout, or the framework. A normal takes a number of words
+    that depends on their values, so the stream has no random access: a box costs the draws before it, but
+    only its own memory.
     """
-    dtype = storage_dtype(experiment)
-    return {
-        parameter.name: _draw(parameter, experiment.train.seed).astype(dtype)
-        for parameter in parameter_table(experiment.model)
-    }
+
+    def __init__(self, experiment: Experiment):
+        self._rows = {parameter.name: parameter for parameter in parameter_table(experiment.model)}
+        self._seed, self._dtype = experiment.train.seed, storage_dtype(experiment)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        (full,) = self.boxes(name, [whole(self._rows[name].shape)])
+        return full
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Some boxes of a tensor, drawn in one pass over it, some of its rows at a time."""
+        row, found = self._rows[name], [np.empty(box.shape, self._dtype) for box in boxes]
+        if row.init_std is None:
+            for array in found:
+                array.fill(row.init_constant)
+            return found
+        key = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:16], "little")
+        generator = np.random.Generator(np.random.Philox(key=key))
+        within, last = row.shape[1:], max((box.offset[0] + box.shape[0] for box in boxes), default=0)
+        step = max(1, DRAWN_AT_ONCE // math.prod(within))
+        for start in range(0, last, step):
+            drawn = Box((start, *(0 for _ in within)), (min(step, last - start), *within))
+            values = generator.normal(0.0, row.init_std, drawn.shape)
+            for box, array in zip(boxes, found, strict=True):
+                if common := box.overlap(drawn):
+                    array[common.within(box)] = values[common.within(drawn)]
+        return found
+
+
+def initial_parameters(experiment: Experiment) -> dict[str, np.ndarray]:
+    """The initial weights, all of them: canonical name -> tensor of the table's shape (`SeedWeights`)."""
+    return dict(SeedWeights(experiment))
 
 
 def storage_dtype(experiment: Experiment) -> np.dtype:
@@ -115,14 +154,6 @@ def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
         digest.update(f"{name} {tensors[name].dtype.str} {tensors[name].shape}".encode())
         digest.update(np.ascontiguousarray(tensors[name]).tobytes())
     return digest.hexdigest()
-
-
-def _draw(parameter: Parameter, seed: int) -> np.ndarray:
-    if parameter.init_std is None:
-        return np.full(parameter.shape, parameter.init_constant)
-    key = int.from_bytes(hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()[:16], "little")
-    generator = np.random.Generator(np.random.Philox(key=key))
-    return generator.normal(0.0, parameter.init_std, parameter.shape)
 
 
 def _matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init_std: float) -> Parameter:

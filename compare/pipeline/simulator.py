@@ -1,12 +1,17 @@
 """Simulation of a pipeline schedule without a network: order, progress, memory, time."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from compare.pipeline.schedules import Kind, Schedule, Task
 
 COST = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 """Time of a task in units of a stage's forward: a backward is two products for each of the forward's one."""
+
+
+Seconds = Callable[[Task], float]
+"""The time of a task, in any unit."""
 
 
 class ScheduleError(ValueError):
@@ -75,20 +80,26 @@ def check_complete(schedule: Schedule) -> int:
     return stages
 
 
-def run(schedule: Schedule) -> list[Slot]:
+def run(schedule: Schedule, seconds: Seconds | None = None, *, message: float = 0.0) -> list[Slot]:
     """Carry a schedule out on a clock: each rank does its tasks in order, each when its needs are met.
 
-    Sends are buffered and take no time, as an engine's asynchronous ones do; receives wait.
+    Sends are buffered, as an engine's asynchronous ones are, and cost their sender no time; receives wait.
+
+    Args:
+        schedule: complete.
+        seconds: of each task. By default a rank's forward of one microbatch takes 1, however many chunks it
+            is cut into, and the others follow `COST`.
+        message: from the end of a task until another rank can use what it sends.
 
     Returns:
-        Every task with its times; the last end is the makespan. A rank's forward of one microbatch takes 1,
-        however many chunks it is cut into.
+        Every task with its times; the last end is the makespan.
 
     Raises:
         ScheduleError: incomplete, or deadlocked.
     """
     stages = check_complete(schedule)
-    chunks = stages // len(schedule)
+    ranks, chunks = len(schedule), stages // len(schedule)
+    cost = seconds or (lambda task: COST[task.kind] / chunks)
     ended: dict[Task, float] = {}
     slots: list[Slot] = []
     position, clock = [0] * len(schedule), [0.0] * len(schedule)
@@ -100,8 +111,9 @@ def run(schedule: Schedule) -> list[Slot]:
                 needs = prerequisites(task, stages)
                 if any(need not in ended for need in needs):
                     break
-                start = max([clock[rank], *(ended[need] for need in needs)])
-                clock[rank] = ended[task] = start + COST[task.kind] / chunks
+                there = (ended[need] + message * (need.stage % ranks != rank) for need in needs)
+                start = max([clock[rank], *there])
+                clock[rank] = ended[task] = start + cost(task)
                 slots.append(Slot(rank, task, start, clock[rank]))
                 position[rank] += 1
                 progressed = True

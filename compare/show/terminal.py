@@ -41,7 +41,7 @@ def terminal_table(table: Table) -> RichTable:
         title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     words = len(table.columns) if table.look == "words" else table.words
-    drawn.add_column(_header(table.corner))
+    drawn.add_column(_header(table.corner), overflow="fold")
     for place, name in enumerate(table.columns):
         side = "left" if place < words else "right"
         drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name, overflow="fold")

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import field
 
+from compare.contract.early_stop import STOPPED
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Request, ResumePoint, rungs_asked_for
 from compare.contract.run_lock import lock_folder
@@ -162,6 +163,10 @@ class _Cases(Runner[Comparison]):
         for name in self.outcome.requests:
             if name not in self.records:
                 yield name
+            if self.errors and self.errors[-1].exit_code == STOPPED:  # whoever asked wants the machine
+                raise EngineError(
+                    f"{self.errors[-1]}: `shardpair resume {self.folder}` goes on", exit_code=STOPPED
+                )
             if self.errors and self.needs_first and not self.records:
                 break
         if not self.records:

@@ -16,6 +16,7 @@ from compare.studies.ledger import Ledger
 from compare.studies.matrix import Matrix
 from compare.studies.memory import Memory
 from compare.studies.moves import Moves
+from compare.studies.plan import Plan
 from compare.studies.precisions import Precisions
 from compare.studies.profile import Profile
 from compare.studies.recipes import Recipes
@@ -47,6 +48,7 @@ STUDIES: dict[str, type[Question]] = {
         Collectives,
         Memory,
         Savings,
+        Plan,
     )
 }
 

@@ -4,21 +4,34 @@ With one process each function is what JAX's own does. With several, a process r
 it places the part of an array that these hold, and what it fetches XLA gathers first.
 """
 
+import json
 import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
 from compare.contract.across_hosts import host_names
+from compare.contract.other_hosts import HostFacts, facts_here, leave_hosts, require_agreement
 from compare.contract.processes import Process
+from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError
 
-MAX_NAME = 64  # Linux's limit
 _here: list[Process] = []  # which of the processes this one is, once it has joined them
-HEARTBEAT_S = 10
-"""Patience with a process that was lost while the others compute; inside a collective it shows at once."""
+LATER_S = 60.0
+"""JAX aborts, without a word of Python's, when it misses a process: so much later than our own time-out."""
+_LOST = (
+    "gloo",
+    "connection closed by peer",
+    "connection reset by peer",
+    "coordination service",
+    "socket closed",
+)
 
 
 def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> None:
@@ -49,7 +62,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
         local_device_ids=local,
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(timeout_s), 1),
-        heartbeat_timeout_seconds=HEARTBEAT_S,
+        heartbeat_timeout_seconds=int(timeout_s + LATER_S),
     )
 
 
@@ -93,19 +106,41 @@ def gathered(values: list[Any]) -> list[Any]:
     return multihost_utils.process_allgather(np.asarray(values)).reshape(-1).tolist()
 
 
+def exchange(text: str) -> list[str]:
+    """What each process says, in the order of the processes; all call it together."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.array(len(own))).max())
+    said_PN = multihost_utils.process_allgather(np.pad(own, (0, longest - len(own))))  # P process, N byte
+    return [bytes(said_N).rstrip(b"\0").decode() for said_N in said_PN]
+
+
+def agree_with_others(process: Process, request: Request, folder: Path, packages: Iterable[str]) -> None:
+    """Hold versions, data and clocks of all hosts against the first's; process 0 leaves the hosts' names.
+
+    Raises:
+        ExperimentError: they differ; all processes raise it.
+    """
+    own = facts_here(request, packages, reads_data=process.local == 0)
+    found = [
+        msgspec.json.decode(said, type=HostFacts) for said in exchange(msgspec.json.encode(own).decode())
+    ]
+    remarks = require_agreement(found)
+    if process.is_first:
+        leave_hosts(folder, found)
+        print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """True if an error only says that another process went away, so that the cause lies elsewhere."""
+    return any(sign in str(error).lower() for sign in _LOST)
+
+
 def hosts_of(devices: list[jax.Device]) -> list[str]:
     """The name of each device's host."""
     if jax.process_count() == 1:
         return [socket.gethostname()] * len(devices)
-    name = np.zeros(MAX_NAME, np.uint8)
-    own = socket.gethostname().encode()[:MAX_NAME]
-    name[: len(own)] = list(own)
-    names_PN = multihost_utils.process_allgather(name)  # P process, N byte of a name
-    locals_P = multihost_utils.process_allgather(np.int32(_here[-1].local))
-    names = host_names(
-        (bytes(name_N).rstrip(b"\0").decode(), int(local))
-        for name_N, local in zip(names_PN, locals_P, strict=True)
-    )
+    places = map(json.loads, exchange(json.dumps([socket.gethostname(), _here[-1].local])))
+    names = host_names((name, local) for name, local in places)
     return [names[device.process_index] for device in devices]
 
 

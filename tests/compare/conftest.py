@@ -1,8 +1,12 @@
 """What the tests of the harness share."""
 
+import json
+from collections.abc import Callable
+
 import pytest
 from timed_engines import Engines
 
+from compare.cli import main
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
 from compare.studies import one_process
@@ -40,3 +44,14 @@ def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
+
+
+@pytest.fixture
+def told(capsys) -> Callable[..., dict]:
+    """What `shardpair runs ARGUMENTS --json` says."""
+
+    def runs(*arguments: object) -> dict:
+        assert main(["runs", *map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return runs

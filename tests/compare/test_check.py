@@ -12,14 +12,14 @@ from compare.studies.cases import ladder_cases
 from compare.studies.faults import fault_cases
 
 DEVICES = 4
-STEPS = 4
+STEPS = 3
+SMALL = ("--model.n_layer", "2", "--train.max_iters", str(STEPS))
 
 
 @pytest.mark.parametrize("side", list(SIDES))
 def test_engines_equal_one_device(shardpair, side):
     engines = [engine.name for engine in SIDES[side].engines]
-    short = ("--devices", str(DEVICES), "--train.max_iters", str(STEPS))
-    done = shardpair("check", "--engines", *engines, *short, "--json")
+    done = shardpair("check", "--engines", *engines, "--devices", str(DEVICES), *SMALL, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["experiment"]["train"]["max_iters"] == STEPS
@@ -38,8 +38,7 @@ def test_engines_equal_one_device(shardpair, side):
 
 
 def test_engines_equal_one_device_in_float32(shardpair):
-    short = ("--train.max_iters", "3")
-    done = shardpair("matrix", "--layouts", "ddp", "--studies", "float32", "--json", *short)
+    done = shardpair("matrix", "--layouts", "ddp", "--studies", "float32", "--json", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads(done.stdout)
     assert [cell["engine"] for cell in cells] == list(STUDIED)
@@ -58,7 +57,7 @@ def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimi
     done = shardpair(
         "run", "check", "--engines", *engines, "--layout.dp_replicate", "2", "--json",
         "--precision.dtype", "bfloat16", "--optimizer.name", optimizer, "--optimizer.momentum", "0.9",
-        "--optimizer.grad_clip", "0", "--train.max_iters", "3",
+        "--optimizer.grad_clip", "0", *SMALL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (shardpair.folder / "runs").is_dir()

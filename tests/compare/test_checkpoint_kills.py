@@ -8,21 +8,17 @@ import processes
 import psutil
 import pytest
 import warm
+from grid import TEXT
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
 
-ENDLESS = (
-    "--train.max_iters",
-    "1000000",
-    "--model.n_layer",
-    "1",
-    "--layout.dp_shard",
-    "2",
-    "--layout.zero",
-    "3",
+SMALL = (
+    *("--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16"),
+    *("--data.source", str(TEXT), "--no_ladder"),
 )
+ENDLESS = (*SMALL, "--train.max_iters", "1000000", "--layout.dp_shard", "2", "--layout.zero", "3")
 KILLS = 3
 
 
@@ -37,7 +33,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
     moments = random.Random(0)
     for attempt in range(KILLS):
         folder = shardpair.folder / f"killed-{attempt}"
-        saving = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--no_ladder")
+        saving = ("--checkpoint.every", "1", "--checkpoint.keep", "2")
         process = processes.start(
             shardpair.command("run", "demo", "--engines", engine, "--run_dir", str(folder), *ENDLESS, *saving)
         )
@@ -59,7 +55,8 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
             CheckpointReader(path).verify()
     newest = max(left)
     done = shardpair(
-        "resume", str(folder / engine), "--engines", engine, "--train.max_iters", str(newest + 2)
+        *("resume", str(folder / engine), "--engines", engine, "--train.max_iters", str(newest + 2)),
+        "--no_ladder",
     )
     assert done.returncode == 0, done.stderr
     assert f"step {newest}" in done.stdout or f"{engine} ran alone" in done.stdout
@@ -68,7 +65,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
 def test_a_run_over_an_old_one_keeps_its_checkpoints(shardpair):
     """`python -m SIDE RUN_DIR` twice: the second would mix its own with the first one's."""
     arguments = ("run", "demo", "--engines", "jax-manual", "--run_dir", "twice", "--train.max_iters", "2")
-    done = shardpair(*arguments, "--model.n_layer", "1", "--checkpoint.every", "2", "--no_ladder")
+    done = shardpair(*arguments, *SMALL, "--checkpoint.every", "2")
     assert done.returncode == 0, done.stderr
     own = shardpair.folder / "twice" / "jax-manual"
     again = processes.run([shardpair.command("run")[0], "-m", "jaxpar", str(own)], cwd=shardpair.folder)

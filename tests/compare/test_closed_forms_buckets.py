@@ -6,7 +6,6 @@ import math
 import pytest
 
 from compare.judge.closed_forms.buckets import (
-    best_bucket_bytes,
     best_buckets,
     exposed_s,
     hidden_s,
@@ -48,7 +47,7 @@ def test_no_other_number_of_buckets_is_better_than_the_best():
     best = best_buckets(SIZE, **LINE)
     least = overlapped_s(SIZE, best, **LINE)
     assert least == pytest.approx(2 * math.sqrt(SIZE * LATENCY / BANDWIDTH))
-    assert best_bucket_bytes(SIZE, **LINE) == pytest.approx(math.sqrt(SIZE * BANDWIDTH * LATENCY))
+    assert SIZE / best == pytest.approx(math.sqrt(SIZE * BANDWIDTH * LATENCY))
     overheads = [clock_s(n, backward_s=SIZE / n / BANDWIDTH, beside=True) for n in range(1, 100)]
     assert abs(1 + overheads.index(min(overheads)) - best) <= 1
     assert all(least <= overhead for overhead in overheads)
@@ -57,7 +56,6 @@ def test_no_other_number_of_buckets_is_better_than_the_best():
 def test_edges():
     assert best_buckets(10.0, **LINE) == 1.0  # less than a bucket is none
     assert best_buckets(SIZE, bandwidth=BANDWIDTH, latency_s=0.0) == math.inf
-    assert best_bucket_bytes(SIZE, bandwidth=BANDWIDTH, latency_s=0.0) == 0.0
     assert all(
         exposed_s(SIZE, a, **LINE) < exposed_s(SIZE, b, **LINE) for a, b in itertools.pairwise(range(1, 9))
     )

@@ -1,16 +1,27 @@
 """Engines on several hosts: what starts them, and a run on two that are this machine."""
 
+import re
 import shlex
+import signal
+import socket
 import sys
 from pathlib import Path
 
+import numpy as np
 import processes
 import pytest
+import warm
 
+from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
+from compare.checkpoint.reader import CheckpointReader
+from compare.contract.early_stop import ASKED, STOPPED
 from compare.contract.ledger import SCALAR
-from compare.contract.record import read_failure, read_record
+from compare.contract.other_hosts import HostFacts, leave_hosts
+from compare.contract.processes import Process, require_port
+from compare.contract.record import STEPS_PART, Failure, read_failure, read_record, write_failure
 from compare.execute import hostfile
 from compare.execute import hosts as several
+from compare.execute.blame import LOG, seen_by_srun, why
 from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
 from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import side_of
@@ -136,32 +147,161 @@ def test_what_hosts_of_a_test_leave_goes_to_the_run_and_not_where_it_started(tmp
     assert not list((tmp_path / "jaxpar").iterdir())
 
 
-def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path):
-    wait = "import sys, time; number = sys.argv[sys.argv.index('--process') + 1]; "
-    assert start_together(2, 1, [sys.executable, "-c", wait + "sys.exit(0)"], tmp_path) == 0
-    assert read_failure(tmp_path) is None
-    fail = wait + "number == '1' and sys.exit(3); time.sleep(600)"
-    assert start_together(2, 2, [sys.executable, "-c", fail], tmp_path) == 3
-    failure = read_failure(tmp_path)
+NUMBER = "import os, signal, sys, time; number = sys.argv[sys.argv.index('--process') + 1]; "
+CONSEQUENCE = (
+    "from pathlib import Path; from compare.contract.record import Failure, leave_failure; "
+    "tell = lambda text: leave_failure(Path.cwd(), Failure(message=text, is_consequence=True)); "
+)
+
+
+def together(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | None]:
+    """Two processes on each of two hosts. Returns the exit code, and what is left in the folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(several.__file__).parents[2]))
+    return start_together(2, 2, [sys.executable, "-c", NUMBER + script], folder), read_failure(folder)
+
+
+def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
+    assert together("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
+    leave_hosts(tmp_path, [HostFacts(host=f"host{n // 2}", versions={}) for n in range(4)])
+    code, failure = together("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
+    assert code == 3
+    assert failure == Failure(message="process 3 on host1 left with exit code 3", rank=3)
+
+
+def test_a_process_that_was_killed_is_named_before_those_that_saw_it_go(tmp_path, monkeypatch):
+    """The others write their error first, and leave first: it is not the cause."""
+    late = "time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)"
+    others = "tell('connection closed by peer'), sys.exit(1)"
+    script = f"{CONSEQUENCE}({late}) if number == '2' else ({others})"
+    code, failure = together(script, tmp_path, monkeypatch)
+    assert code == 128 + signal.SIGKILL
     assert failure is not None
-    assert (failure.rank, failure.message) == (1, "process 1 left with exit code 3")
+    assert failure.rank == 2
+    assert "process 2 on " in failure.message
+    assert "killed by SIGKILL" in failure.message
 
 
-def test_engines_on_two_hosts_agree(shardpair, tmp_path):
-    """Real processes on the loopback, each with its part of the devices."""
+SRUN = """
+jaxpar: process 0 on host0: JaxRuntimeError: Gloo all-reduce failed: Connection closed by peer
+srun: error: host1: task 1: Killed
+srun: Terminating StepId=1.0
+srun: error: host0: task 0: Exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (SRUN, "process 1 on host1: killed, says srun"),
+        (
+            SRUN.replace("task 1: Killed", "tasks 1,3: Segmentation fault (core dumped)"),
+            "process 1,3 on host1: ",
+        ),
+        ("srun: error: Node failure on host1\n" + SRUN, "SLURM lost host1 (node failure)"),
+        (
+            "slurmstepd: error: *** STEP 1.0 ON host0 CANCELLED AT 2026-11-24T13:00:00 DUE TO TIME LIMIT ***",
+            "SLURM ended the step due to time limit",
+        ),
+        ("srun: error: host0: task 0: Exited with exit code 1", ""),
+    ],
+)
+def test_srun_says_which_process_of_which_host_failed(log, expected):
+    found = seen_by_srun(log)
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)
+
+
+def test_srun_comes_before_a_consequence_and_after_a_cause(tmp_path):
+    (tmp_path / LOG).write_text(SRUN)
+    write_failure(tmp_path, Failure(message="connection closed by peer", is_consequence=True))
+    assert why(1, tmp_path, oom_kills_before=None) == "process 1 on host1: killed, says srun"
+    write_failure(tmp_path, Failure(message="process 0 on host0: a bad batch"))
+    assert why(1, tmp_path, oom_kills_before=None) == "process 0 on host0: a bad batch"
+
+
+def test_a_coordinators_port_that_is_taken_is_refused_by_name():
+    with socket.create_server(("", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        first = Process(0, 2, 0, taken, "SLURM")
+        with pytest.raises(
+            ExperimentError, match=rf"{taken} \(the coordinator\): Address already in use on "
+        ):
+            require_port(first)
+        require_port(first._replace(number=1))  # not its to open
+        require_port(first._replace(told_by="torchrun"))  # torchrun's own store
+
+
+SMALL = ("--model.n_layer", "2", "--train.batch_size", "4")
+
+
+def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shardpair, tmp_path):
+    """Real processes on the loopback: 2 x 2 devices; then 4 x 1, 1 x 4 and one, of the other framework."""
     layout = ["--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"]
-    small = ["--model.n_layer", "2", "--train.max_iters", "3"]
     engines = ["--engines", "torch-manual", "jax-manual"]
-    done = shardpair("run", "check", *layout, *small, "--hosts", "2", *engines, "--run_dir", tmp_path / "run")
+    steps = [*SMALL, "--train.max_iters", "4", "--checkpoint.every", "2"]
+    first = tmp_path / "run"
+    done = shardpair("run", "check", *layout, *steps, "--hosts", "2", *engines, "--run_dir", first)
     assert done.returncode == 0, done.stderr
     assert "PASS: jax-manual agrees with torch-manual on 14 rungs" in done.stdout
     for engine in engines[1:]:
-        record = read_record(tmp_path / "run" / engine)
-        first, second = dict.fromkeys(record.manifest.hosts)
-        assert second == f"{first} (2)"  # one machine
+        record = read_record(first / engine)
+        name, second = dict.fromkeys(record.manifest.hosts)
+        assert second == f"{name} (2)"  # one machine
         assert strategy_of(record).found("what crosses hosts") == "the closed form of 2 hosts"
         long = [row for row in record.ledger.rows if row.bytes > SCALAR * row.calls]
         assert {row.axis for row in long if row.crossing_bytes} == {"dp_shard"}
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = (first / "report.html").read_text()
     assert "dp_shard crosses hosts, tp stays inside one." in page
     assert "Bytes across hosts in a step, all devices together" in page
+
+    def state(run: Path, engine: str) -> dict[str, np.ndarray]:
+        reader = CheckpointReader(checkpoints_in(run / engine / CHECKPOINTS)[4])
+        groups = ("weights", "m", "v")
+        return {f"{group} {name}": array for group in groups for name, array in reader.group(group).items()}
+
+    expected = state(first, "torch-manual")
+    one = [f"--layout.{degree}=1" for degree in ("dp_shard", "tp")] + ["--layout.zero=0"]
+    for begun, engine, elsewhere in (
+        ("torch-manual", "jax-manual", ["--hosts", "4"]),
+        ("jax-manual", "torch-manual", ["--hosts", "1"]),
+        ("jax-manual", "torch-manual", one),
+    ):
+        kept = checkpoints_in(first / begun / CHECKPOINTS)[2]
+        run = tmp_path / f"{engine}-{elsewhere[-1]}"
+        how = ["--engines", engine, "--no_ladder", "--run_dir", run]
+        done = shardpair(
+            "resume", kept, *how, *elsewhere, "--train.max_iters", "4", "--checkpoint.every", "2"
+        )
+        assert done.returncode == 0, done.stderr
+        for name, array in state(run, engine).items():
+            np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-10 * abs(expected[name]).max())
+
+
+@pytest.mark.parametrize("engine", ["jax-manual", "torch-manual"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, ASKED])
+def test_a_process_is_killed_or_all_are_asked_to_end(engine, number, shardpair, tmp_path):
+    folder = tmp_path / "run"
+    endless = [*SMALL, "--train.max_iters", "1000000", "--checkpoint.every", "100000", "--no_ladder"]
+    where = ["--layout.dp_replicate", "2", "--hosts", "2", "--engines", engine, "--run_dir", str(folder)]
+    run = processes.start(shardpair.command("run", "check", *endless, *where))
+    part = folder / engine / STEPS_PART
+    processes.wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 2, run)
+    (starter,) = warm.program(run.pid).children()
+    both = [warm.program(client.pid) for client in processes.in_order(starter.children())]
+    assert len(both) == 2
+    for side in both[1:] if number == signal.SIGKILL else both:
+        side.send_signal(number)
+    _, errors = run.communicate(timeout=processes.PATIENCE_S)
+    processes.assert_gone([starter, *both])
+    last, kept = errors.splitlines()[-1], checkpoints_in(folder / engine / CHECKPOINTS)
+    if number == signal.SIGKILL:
+        assert run.returncode == 1
+        assert re.search(r"process 1 on \S+ (was )?killed by SIGKILL|rank 1 died without a word", last), last
+        assert not kept
+    else:
+        assert run.returncode == STOPPED
+        (step,) = kept
+        CheckpointReader(kept[step]).verify()
+        assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
+        assert f"`shardpair resume {folder}` goes on" in last

@@ -54,41 +54,16 @@ def test_a_run_goes_on_where_it_was(spec, shardpair):
         ]
         assert numbers[0] == numbers[1][HALF:]
 
-    done = shardpair(
-        "resume",
-        "cut/torch-library",
-        "--run_dir",
-        "moved",
-        "--engines",
-        *ENGINES,
-        "--layout.dp_shard",
-        "1",
-        "--layout.zero",
-        "0",
-        "--layout.tp",
-        "2",
-        "--no_ladder",
-    )
+    split = ("--layout.dp_shard", "1", "--layout.zero", "0", "--layout.tp", "2", "--no_ladder")
+    moved = ("resume", "cut/torch-library", "--run_dir", "moved")
+    done = shardpair(*moved, "--engines", *ENGINES, *split)
     assert done.returncode == 0, done.stderr
     for engine in ENGINES:
         found = difference(of(shardpair.folder / "moved", engine, ALL), of(whole, engine, ALL))
         assert max(found.values()) < 1e-10, (engine, found)
 
-    done = shardpair(
-        "run",
-        "tiny.toml",
-        "--resume",
-        "moved/jax-manual",
-        "--run_dir",
-        "back",
-        "--engines",
-        "torch-manual",
-        "--train.max_iters",
-        "8",
-        "--train.batch_size",
-        "2",
-        "--no_ladder",
-    )
+    back = ("run", "tiny.toml", "--resume", "moved/jax-manual", "--run_dir", "back", "--no_ladder")
+    done = shardpair(*back, "--engines", "torch-manual", "--train.max_iters", "8", "--train.batch_size", "2")
     assert done.returncode == 0, done.stderr
     assert "resumed with train.batch_size = 2 instead of 4" in done.stderr
     assert [step.step for step in read_record(shardpair.folder / "back/torch-manual").steps] == [6, 7]

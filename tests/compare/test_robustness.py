@@ -9,22 +9,16 @@ import sys
 import processes
 import pytest
 import warm
+from grid import TEXT
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract.record import STEPS_PART, read_failure
 
 ENDLESS = (
-    "--train.max_iters",
-    "1000000",
-    "--model.n_layer",
-    "1",
-    "--layout.dp_replicate",
-    "3",
-    "--train.batch_size",
-    "6",
+    *("--train.max_iters", "1000000", "--train.batch_size", "6", "--layout.dp_replicate", "3"),
+    *("--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16"),
+    *("--data.source", str(TEXT), "--no_ladder"),
 )
-
-
 IMPATIENT = """
 import sys
 from compare.cli import main
@@ -152,13 +146,9 @@ def test_killed_launcher_leaves_no_orphan(shardpair, engine):
 
 
 def test_two_runs_at_once_do_not_collide(shardpair):
-    commands = [
-        shardpair.command(
-            "run", "check", "--engines", "torch-manual", "--layout.dp_replicate", "2",
-            "--model.n_layer", "1", "--train.max_iters", "3", "--train.seed", str(seed), "--json",
-        )
-        for seed in (1, 2)
-    ]  # fmt: skip
+    short = ("--layout.dp_replicate", "2", "--model.n_layer", "1", "--train.max_iters", "3", "--no_ladder")
+    asked = ("run", "check", "--engines", "torch-manual", *short, "--json")
+    commands = [shardpair.command(*asked, "--train.seed", seed) for seed in ("1", "2")]
     runs: list[subprocess.Popen] = [processes.start(command, cwd=shardpair.folder) for command in commands]
     outcomes = []
     for run in runs:

@@ -1,53 +1,78 @@
 """Hangs: a long compilation is none, a stopped or idle process and an endless step are."""
 
 import sys
+import time
 
 import processes
 import pytest
+from forks import run_forked
 from processes import start
 
 from compare.contract.record import STEPS_PART
 from compare.execute import watch
-
-TIMEOUT_S = 2.0  # a busy machine may keep a process that computes from computing for a second
-LONG_S = 1.5 * TIMEOUT_S  # of processor time
-
-# What jaxpar's main thread does under its watchdog.
-COMPUTE = f"begun = time.process_time()\nwhile time.process_time() - begun < {LONG_S}: pass\n"
-WATCHED = f"""
-import time
 from jaxpar.watchdog import Watchdog
-dog = Watchdog({TIMEOUT_S}, lambda line, stack: print(line, "| main" * ("<module>" in stack), flush=True))
-"""
+
+PATIENT_S = 2.0  # with what computes: a busy machine may keep it from computing for a second
+SHORT_S = 1.0
+LONG_S = 1.5 * PATIENT_S  # of processor time
+
+
+def compile_long(dog: Watchdog) -> None:
+    begun = time.process_time()
+    while time.process_time() - begun < LONG_S:
+        pass
+
+
+def idle(dog: Watchdog) -> None:
+    time.sleep(1000)
+
+
+def step_without_end(dog: Watchdog) -> None:
+    dog.progress(in_step=True)
+    while True:
+        pass
+
+
+def be_watched(does, timeout_s: float) -> int:
+    """What jaxpar's main thread does under its watchdog."""
+    does(
+        Watchdog(timeout_s, lambda line, stack: print(line, "| main" * (does.__name__ in stack), flush=True))
+    )
+    return 0
 
 
 HANGS = "(timeout_s): the run hangs | main\n"
 
 
 @pytest.mark.parametrize(
-    ("does", "code", "says"),
+    ("does", "timeout_s", "code", "says"),
     [
-        (COMPUTE, 0, ""),
-        ("time.sleep(1000)", 1, f"no progress for 2 s and nothing computed {HANGS}"),
-        ("dog.progress(in_step=True)\nwhile True: pass", 1, f"no progress for 2 s in a step {HANGS}"),
+        (compile_long, PATIENT_S, 0, ""),
+        (idle, SHORT_S, 1, f"no progress for 1 s and nothing computed {HANGS}"),
+        (step_without_end, SHORT_S, 1, f"no progress for 1 s in a step {HANGS}"),
     ],
-    ids=["compiles", "is idle", "is in an endless step"],
 )
-def test_jaxpars_watchdog(does, code, says):
-    done = processes.run([sys.executable, "-c", WATCHED + does])
+def test_jaxpars_watchdog(does, timeout_s, code, says, tmp_path):
+    done = run_forked(be_watched, does, timeout_s, output=tmp_path / "output")
     assert (done.returncode, done.stdout) == (code, says), done.stderr
 
 
-def watched(script: str, folder, monkeypatch) -> str:
+def watched(script: str, folder, monkeypatch, *, timeout_s: float = SHORT_S) -> str:
     """The harness's words on a process, which is ended then."""
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
-    process = start([sys.executable, "-c", "import os, signal, sys, time\n" + script, str(folder)])
-    says = watch.watch(process, folder, timeout_s=TIMEOUT_S, on_step=lambda step: None)
+    process = start([sys.executable, "-ISc", "import os, signal, sys, time\n" + script, str(folder)])
+    says = watch.watch(process, folder, timeout_s=timeout_s, on_step=lambda step: None)
     processes.end_all(grace_s=0.0)
     process.communicate()
     return says.replace(str(process.pid), "PID")
 
 
+FORK_THAT_COMPUTES = f"""
+if os.fork():
+    sys.exit(os.wait()[1])
+begun = time.process_time()
+while time.process_time() - begun < {LONG_S}: pass
+"""
 # A rank that goes on while the process that watches it is stopped.
 STEPS_OF_A_STOPPED_SIDE = f"""
 if not os.fork():
@@ -61,8 +86,8 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path, monkeypatch):
     idle = watched("time.sleep(1000)", tmp_path, monkeypatch)
-    assert idle == "no progress for 2 s after 0 steps: process PID computes nothing, so it was ended"
-    assert watched(f"if os.fork():\n    sys.exit(os.wait()[1])\n{COMPUTE}", tmp_path, monkeypatch) == ""
+    assert idle == "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended"
+    assert watched(FORK_THAT_COMPUTES, tmp_path, monkeypatch, timeout_s=PATIENT_S) == ""
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped
     assert "after 0 steps" not in stopped

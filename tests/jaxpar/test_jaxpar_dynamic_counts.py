@@ -9,6 +9,7 @@ from functools import cache
 from itertools import groupby
 
 import pytest
+from dynamic_counts import Counted, dynamic_counts
 from msgspec.structs import replace
 from watched_steps import EXPERIMENT, watch
 
@@ -17,7 +18,6 @@ from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE, Lane, Timeline, communication_us, exposed_us, idle_us
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.spec.experiment import ExperimentError, Layout, Train
-from jaxpar.measure.dynamic_counts import Counted, dynamic_counts
 from jaxpar.measure.profile import make_timeline
 from jaxpar.measure.profile_events import Executions
 from jaxpar.peers import plain_jit

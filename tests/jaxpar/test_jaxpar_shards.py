@@ -8,6 +8,7 @@ from layouts import JAX, JAX_COMPILER_PIPELINES, JAX_MANUAL_PIPELINES
 
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import assemble, cut
+from compare.numerics.weights import Given
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, Model
 from jaxpar import weights
@@ -42,7 +43,7 @@ def placed(engine: str, layout: Layout, model: Model = MODEL) -> tuple[ShardedSt
     spec = experiment_of(layout, model=model, batch_size=8)
     mesh = make_mesh(layout, platform="cpu")
     remat = resolve_remat(layout)
-    sharded, state = prepare(engine, spec, mesh=mesh, remat=remat, initial=random_weights(model))
+    sharded, state = prepare(engine, spec, mesh=mesh, remat=remat, initial=Given(random_weights(model)))
     return sharded, state.params
 
 

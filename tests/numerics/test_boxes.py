@@ -42,7 +42,7 @@ def test_boxes_are_the_shard_and_the_shard_is_its_boxes(case):
         assert box.size
         np.testing.assert_array_equal(array, tensor[box.slices])
     assert sorted(x for _, array in boxes for x in array.ravel()) == sorted(held.ravel())
-    read = from_boxes(shard, lambda box: tensor[box.slices], tensor.dtype)
+    read = from_boxes(shard, lambda boxes: [tensor[box.slices] for box in boxes], tensor.dtype)
     np.testing.assert_array_equal(read, held)
 
 

@@ -5,9 +5,10 @@ import json
 from functools import cache
 
 import pytest
+from meetings import check_rendezvous
 
 from compare.cli import main
-from compare.pipeline.rendezvous import check_rendezvous, in_one_order
+from compare.pipeline.rendezvous import in_one_order
 from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
 from compare.pipeline.simulator import (
     ScheduleError,

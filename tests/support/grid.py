@@ -16,17 +16,26 @@ SETTINGS = (
 )
 DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""
+SOME = {
+    "hsdp": ("jax-manual", 4),
+    "zero2": ("torch-manual", 2),
+    "fsdp_tp_sp": ("torch-manual", 4),
+    "pp_zero_bubble": ("torch-manual", 2),
+}
+"""Layouts that one engine trains, and on how many devices: so each strategy is trained end to end."""
 
 
 def arguments_of(preset: str) -> tuple[str, ...]:
     """The command of a layout; one device needs no engine but the reference."""
     if preset == "single":
         return ("run", "check", "--engines", REFERENCE)
-    return ("run", "check", "--preset", preset, "--devices", str(DEVICES[preset]))
+    engine, devices = SOME.get(preset, ("", DEVICES.get(preset, 0)))
+    chosen = ("--engines", engine) if engine else ()
+    return ("run", "check", "--preset", preset, "--devices", str(devices), *chosen)
 
 
 class Grid:
-    """Every engine under every layout of DEVICES: the experiment `check`, in float64, with dropout."""
+    """Every engine under each of DEVICES, one under each of SOME: `check` in float64, with dropout."""
 
     def __init__(self, folder: Path, start: Callable[..., subprocess.CompletedProcess]) -> None:
         """`folder` is shared by all workers; `start` runs `shardpair` in it."""

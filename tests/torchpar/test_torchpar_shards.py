@@ -1,5 +1,6 @@
 """Who holds what in torchpar: the description against what each rank really holds, bit for bit, on gloo."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -10,15 +11,16 @@ from ranks import CPU, on_ranks
 
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import assemble, cut
-from compare.spec.experiment import Experiment, Layout, Model, Optimizer
+from compare.numerics.weights import Given, Weights
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.first_weights import FirstWeights, empty_model
 from torchpar.library.tensor_parallel import loss_parallel_on
-from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
 from torchpar.setup import PARALLELIZE
 from torchpar.shards import held, moment_shards, shards
-from torchpar.weights import load_weights, to_arrays
+from torchpar.weights import to_arrays
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=7, vocab_size=51, bias=True)
@@ -45,18 +47,41 @@ def random_weights() -> dict[str, np.ndarray]:
     return {row.name: generator.standard_normal(row.shape) for row in parameter_table(MODEL)}
 
 
-def make_parallel(engine: str, layout: Layout, rank: int) -> tuple[ParallelModel, Mesh]:
-    model, mesh = GPT(MODEL).double(), make_mesh(layout, rank=rank, device=CPU)
-    load_weights(model, random_weights())
-    maker = partial(make_optimizer, experiment=Experiment(model=MODEL))
-    return PARALLELIZE[engine](model, mesh=mesh, layout=layout, make_optimizer=maker), mesh
+class Watched(Given):
+    """Weights that count the elements that are read."""
+
+    read = 0
+
+    def boxes(self, name, boxes):
+        self.read += sum(box.size for box in boxes)
+        return super().boxes(name, boxes)
+
+
+def make_parallel(
+    engine: str, layout: Layout, rank: int, weights: Weights | None = None
+) -> tuple[ParallelModel, Mesh]:
+    """A model that is filled as it is cut."""
+    experiment = Experiment(model=MODEL, precision=Precision(dtype="float64"))
+    mesh = make_mesh(layout, rank=rank, device=CPU)
+    first = FirstWeights(weights or Given(random_weights()), experiment, mesh)
+    parallel = PARALLELIZE[engine](
+        empty_model(experiment),
+        mesh=mesh,
+        layout=layout,
+        make_optimizer=partial(make_optimizer, experiment=experiment),
+        fill=first.fill,
+    )
+    return parallel, mesh
 
 
 @pytest.mark.parametrize(("engine", "layout"), CASES, ids=NAMES)
 @on_ranks
 def test_every_rank_holds_what_is_said(rank: int, engine: str, layout: Layout) -> None:
-    parallel, mesh = make_parallel(engine, layout, rank)
-    whole, mine = random_weights(), list(held(parallel.weights(), shards(parallel, MODEL, mesh)))
+    whole = random_weights()
+    given = Watched(whole)
+    parallel, mesh = make_parallel(engine, layout, rank, given)
+    mine = list(held(parallel.weights(), shards(parallel, MODEL, mesh)))
+    assert given.read <= sum(math.prod(shard.shape) for shard, _ in mine)  # nothing of other parts and stages
     assert [shard for shard, _ in mine] == shards(parallel, MODEL, mesh)
     assert sum(array.size for _, array in mine) <= sum(p.numel() for p in parallel.parameters.values())
     for shard, array in mine:

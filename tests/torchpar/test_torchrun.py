@@ -59,7 +59,8 @@ def be_rank(number: int, port: int, folder: Path) -> int:
     from torchpar import train
     from torchpar.__main__ import main
 
-    variables = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    variables = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port}
+    variables |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
     run_passes = train.run_passes
 

@@ -21,12 +21,14 @@ from torchpar.compiler.placement import Placements, device_mesh, of_parameter, p
 from torchpar.dtensors import axes_of, dtensor_optimizer, elements_of, full_tensors
 from torchpar.head_order import deal_heads, restore_order
 from torchpar.model import GPT
-from torchpar.parallel_model import OptimizerMaker, ParallelModel
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
 from torchpar.remat import apply_remat, resolve_remat
 from torchpar.weights import nanogpt_name
 
 
-def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
+def parallelize(
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill = keep_values
+) -> ParallelModel:
     """The model under the layout: placed, and then compiled as a whole. One device gets the plain module.
 
     Raises:
@@ -34,8 +36,9 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     """
     backend = resolve_backend(layout.compile, mesh.device)
     if mesh.world.size > 1:
-        parallel = _placed(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+        parallel = _placed(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill)
     else:
+        fill(model)
         apply_remat(model.blocks, resolve_remat(layout))
         own = dict(model.named_parameters())
         parallel = ParallelModel(module=model, optimizer=make_optimizer(own), parameters=own)
@@ -43,7 +46,9 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     return replace(parallel, compiles=backend != "none", compiled=compilation.words)
 
 
-def _placed(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
+def _placed(
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
+) -> ParallelModel:
     """The order: where parameters rest, where the batch comes in, where regions of split work begin and end,
     and when a shard is whole."""
     devices, remat = device_mesh(mesh), resolve_remat(layout)
@@ -53,6 +58,7 @@ def _placed(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optimizer
         for block in model.blocks:
             deal_heads(block.get_submodule("attn.c_attn"), layout.tp)
     _place_parameters(model, devices, place(sharded=is_sharded["parameters"]))
+    fill(model)
     loss = {"cross_entropy": tensor_parallel.cross_entropy} if layout.tp > 1 else {}
     data_parallel.split_batch(model, devices, **loss)
     if layout.tp > 1:

@@ -1,24 +1,24 @@
 """Faults of the training loop, the optimizer and the weights, the same in both engines."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from msgspec import structs
 
 from compare.contract.faults import Ignored
+from compare.contract.inputs import starting_parameters
 from compare.contract.request import Request
+from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES
 from torchpar import dropout, setup, train
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import local
 from torchpar.state import Run
-from torchpar.weights import load_weights
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 
@@ -96,12 +96,13 @@ rounded_weights = partial(after_update, lambda before, after: after.bfloat16().t
 def moved_weight() -> AbstractContextManager:
     """One weight starts a little away."""
 
-    def load_moved(model: Any, named: Mapping[str, np.ndarray]) -> None:
-        weight = named[MOVED].copy()
-        weight.flat[0] += BY
-        load_weights(model, {**named, MOVED: weight})
+    def moved(*args: Any) -> Weights:
+        named = dict(starting_parameters(*args))
+        named[MOVED] = named[MOVED].copy()
+        named[MOVED].flat[0] += BY
+        return Given(named)
 
-    return patch.object(setup, "load_weights", load_moved)
+    return patch.object(setup, "starting_parameters", moved)
 
 
 def kept_gradients() -> AbstractContextManager:

@@ -93,12 +93,14 @@ class FlatGradients(lesson.FlatGradients):
 
     def drop(self, *, set_to_none: bool = True) -> None:
         """Forget gradients: those of the pieces, or make them zero, and those that were to be reduced."""
+        self.wait()
         self._awaited.clear()
-        kept = [piece.grad for piece in self.pieces]
-        super().drop()
-        if not set_to_none:
-            for piece, gradient in zip(self.pieces, kept, strict=True):
-                piece.grad = None if gradient is None else torch.zeros_like(gradient)
+        self._buffer = self.full = self.shard = None
+        self.used, self.ready, self.reduced = set(), set(), set()
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            gradient, parameter.grad, piece.grad = piece.grad, None, None
+            if gradient is not None and not set_to_none:
+                piece.grad = torch.zeros_like(gradient)
 
     @torch.no_grad()
     def slice_means(self) -> None:

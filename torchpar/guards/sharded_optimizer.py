@@ -22,8 +22,8 @@ from torchpar.guards.parts import axes_of
 from torchpar.guards.weak_hooks import weakly
 from torchpar.manual import sharded_optimizer as lesson
 from torchpar.manual.launch_order import LaunchOrder
-from torchpar.manual.zero.pieces import TensorsByParameter
 from torchpar.optimizer import clip_gradients
+from torchpar.pieces import TensorsByParameter
 
 _PARAMS, _NAMES = "params", "param_names"
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchpar.comm.collectives import Axis
 from torchpar.guards.flat_parameters import FlatParameters, flatten_parameters
-from torchpar.manual.zero import units as lesson
+from torchpar.manual.zero import flat_parameters as lesson
 
 Units = Iterable[nn.Module | Iterable[nn.Module]]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called themselves

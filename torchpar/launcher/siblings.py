@@ -1,12 +1,17 @@
-"""The other ranks on this host, when torchrun or SLURM has started all: which of them died without a word."""
+"""The other ranks, when a launcher of several processes has started all: which of them died without a word.
+
+On its own host a rank sees them. Of those on other hosts it reads what they leave in the folder of the run,
+and where nobody is left to say it, `compare.execute.hosts` knows how each process ended.
+"""
 
 import os
 import time
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
-from compare.contract.record import Failure, read_failure, write_failure
+from compare.contract.record import Failure, leave_failure, read_failure
 from compare.host.exits import describe_exit
 from torchpar.comm.rank import Rank
 from torchpar.launcher.supervisor import RankFailure
@@ -24,10 +29,11 @@ class Siblings:
     Args:
         rank: this process.
         folder: the run's.
+        host: name of this one, if there may be others.
     """
 
-    def __init__(self, rank: Rank, folder: Path):
-        self._rank = rank
+    def __init__(self, rank: Rank, folder: Path, host: str = ""):
+        self._rank, self._host = rank, host
         self._folder = folder
         self._others = _ranks_beside_us()
 
@@ -38,12 +44,14 @@ class Siblings:
             if cause := self._cause():
                 return cause
             time.sleep(POLL_S)
-        return report.failure
+        return self._here(report.failure)
 
     def why_signalled(self, number: int) -> Failure:
         """Cause of the run's end, given that this rank was told to end: torchrun ends survivors so."""
-        how = describe_exit(128 + number, when=self._rank.position.when)
-        return self._cause() or Failure(message=f"rank {self._rank.rank} was {how}", rank=self._rank.rank)
+        how, rank = describe_exit(128 + number, when=self._rank.position.when), self._rank.rank
+        return self._cause() or self._here(
+            Failure(message=f"rank {rank} was {how}", rank=rank, is_consequence=True)
+        )
 
     def leave_word(self, failure: Failure) -> None:
         """Leave error.json, unless another rank was first.
@@ -51,19 +59,24 @@ class Siblings:
         A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
         run does.
         """
-        if (self._rank.rank == 0 or self._rank.position.has_joined) and not read_failure(self._folder):
-            write_failure(self._folder, failure)
+        if self._rank.rank == 0 or self._rank.position.has_joined:
+            leave_failure(self._folder, failure)
 
     def _cause(self) -> Failure | None:
         dead = [rank for rank, process in self._others.items() if _is_dead(process)]  # before what they left
-        if failure := read_failure(self._folder):
+        failure = read_failure(self._folder)
+        if failure and not failure.is_consequence:
             return failure
         if not dead:
             return None
         names = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
         when = self._rank.position.when
         message = f"{names} died without a word {when}: killed (out of memory, if nobody did it)"
-        return Failure(message=message, rank=dead[0])
+        return self._here(Failure(message=message, rank=dead[0]))
+
+    def _here(self, failure: Failure) -> Failure:
+        """A failure of this host, which is named where the ranks may be on several."""
+        return replace(failure, message=f"{failure.message} ({self._host})") if self._host else failure
 
 
 def _ranks_beside_us() -> dict[int, psutil.Process]:

@@ -47,7 +47,12 @@ class RankFailure:
     @property
     def failure(self) -> Failure:
         """The failure as the record states it."""
-        return Failure(message=self.message, traceback=self.traceback, rank=self.rank)
+        return Failure(
+            message=self.message,
+            traceback=self.traceback,
+            rank=self.rank,
+            is_consequence=self.is_consequence,
+        )
 
 
 @dataclass

@@ -3,18 +3,26 @@
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from compare.contract.record import clear_record
+from compare.contract.early_stop import StoppedEarly, StopRequest
+from compare.contract.other_hosts import Waiting, blame_for_hang
+from compare.contract.record import Failure, clear_record
 from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError
 from compare.host.signals import on_signals
+from compare.spec.experiment import ExperimentError
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.entry import require_gpus, train_faulty
 from torchpar.launcher.siblings import Siblings
 from torchpar.launcher.supervisor import RanksFailed, make_report
+
+LOOK_S = 1.0
 
 
 def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) -> None:
@@ -23,6 +31,8 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
     Raises:
         MissingDevicesError: another number of processes than the layout has devices, or too few GPUs.
         RanksFailed: the run failed, on this rank or on another one.
+        ExperimentError: hosts differ in what they run on.
+        StoppedEarly: the run was asked to end, and saved its state.
     """
     devices, world_size = request.experiment.layout.devices, int(environment.get("WORLD_SIZE", "1"))
     if world_size != devices:
@@ -39,7 +49,8 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
         heartbeat=Heartbeat([0] * Heartbeat.cells_for(world_size)),
         timeout_s=request.timeout_s,
     )
-    siblings = Siblings(rank, folder)
+    is_alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    siblings = Siblings(rank, folder, host="" if is_alone else socket.gethostname())
     if number == 0:
         clear_record(folder)
 
@@ -51,10 +62,31 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
         os._exit(128 + signal_number)
 
     on_signals([signal.SIGINT, signal.SIGTERM], leave)
+    StopRequest.listen()
+    threading.Thread(target=_watch, args=(rank, siblings, folder), daemon=True).start()
     try:
         train_faulty(rank, request=request, folder=folder)
+    except (ExperimentError, StoppedEarly) as error:  # all ranks alike
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
+        siblings.leave_word(Failure(message=str(error)))
+        raise
     except Exception as error:
         failure = siblings.why(make_report(error, rank))
         with contextlib.suppress(OSError):
             siblings.leave_word(failure)
         raise RanksFailed(failure) from error
+
+
+def _watch(rank: Rank, siblings: Siblings, folder: Path) -> None:
+    """End this rank once no phase of its steps ends within the time-out, and name who is behind."""
+    seen, since = rank.position, time.monotonic()
+    while time.monotonic() - since < rank.timeout_s:
+        time.sleep(min(rank.timeout_s / 4, LOOK_S))
+        if rank.position != seen or not rank.position.in_step:  # before, the collectives' own time-out holds
+            seen, since = rank.position, time.monotonic()
+    own = Waiting(number=rank.rank, where=str(seen), beats=seen.beats)
+    failure = blame_for_hang(folder, own, count=rank.world_size, timeout_s=rank.timeout_s)
+    print(failure.message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        siblings.leave_word(failure)
+    os._exit(1)

@@ -22,14 +22,17 @@ from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_pa
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, TensorsByName, keep_values
 from torchpar.remat import apply_remat, resolve_remat
 from torchpar.state import RankBatch
 
 
-def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
+def parallelize(
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill = keep_values
+) -> ParallelModel:
     """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
-    stages, data parallelism of each, and the pipeline that runs them.
+    stages, data parallelism of each, and the pipeline that runs them. What is cut so far is filled: under
+    FSDP2 block by block, as it is sharded.
 
     One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
@@ -42,8 +45,12 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
     stages = cut_each(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else {}
     models = list(stages.values()) or [model]
     if devices is not None:
-        parallel = _distributed(models, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
+        parallel = _distributed(
+            models, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill
+        )
     else:
+        for one in models:
+            fill(one)
         parallel = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
     return _pipeline(parallel, stages, mesh=mesh, layout=layout) if stages else parallel
 
@@ -77,6 +84,7 @@ def _distributed(
     mesh: Mesh,
     layout: Layout,
     make_optimizer: OptimizerMaker,
+    fill: Fill,
 ) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
     skip_sync = nullcontext
@@ -84,8 +92,10 @@ def _distributed(
         data = BATCH if mesh.dp_replicate.size > 1 else DP_SHARD
         reshards = layout.zero == 3 and layout.reshard_after_forward
         for model in models:
-            shard_parameters(model, devices[data], reshard_after_forward=reshards)
+            shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
         skip_sync = partial(no_sync, models[0])
+    for model in models:
+        fill(model)
     parameters = _named_parameters(models)
     axes = {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
     module = _as_one(models)

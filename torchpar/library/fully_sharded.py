@@ -4,7 +4,7 @@ FSDP2 keeps parameters split between steps in both stages. The choice is whether
 (ZeRO-2, SHARD_GRAD_OP) or again for backward (ZeRO-3, FULL_SHARD).
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,13 @@ from torchpar.gpt_stages import GPTStages
 from torchpar.model import GPT
 
 
-def shard_parameters(model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
+def shard_parameters(
+    model: GPT | GPTStages,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
+) -> None:
     """Split a GPT's parameters, gradients and optimizer state over ranks, block by block.
 
     The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
@@ -29,10 +35,13 @@ def shard_parameters(model: GPT | GPTStages, mesh: DeviceMesh, *, reshard_after_
         mesh: one-dimensional, or (replicas, shards): hybrid sharding. A shard axis of one is plain
             replication, which DistributedDataParallel does not offer for DTensors.
         reshard_after_forward: free gathered blocks after forward and gather them again for backward.
+        fill: gives modules their values, just before they are split.
     """
     for block in model.blocks:
+        fill([block])
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     # Backward begins where forward ended: with the root's own parameters, the embeddings.
+    fill([model])
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 

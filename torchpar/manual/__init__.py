@@ -17,13 +17,16 @@ from torchpar.manual.pipeline.gpt_runner import make_evaluation, make_runner
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import OptimizerMaker, ParallelModel, TensorsByName
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, TensorsByName, keep_values
 from torchpar.remat import apply_remat, resolve_remat
 
 
-def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker) -> ParallelModel:
+def parallelize(
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill = keep_values
+) -> ParallelModel:
     """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
-    stages, what is done to this rank's share of all that, and the pipeline that runs it.
+    stages, what is done to this rank's share of all that, and the pipeline that runs it. The share is filled
+    when it is cut so far; a fully sharded one unit by unit.
 
     One device gets the plain module: the reference that every other run is held against.
     """
@@ -32,8 +35,10 @@ def parallelize(model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: Optim
         split = split_layers(model, mesh.tp, sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
     part = cut(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else model
+    if layout.zero < 2:
+        fill(part)
     if layout.zero >= 2:
-        parallel = _fully_sharded(part, mesh, layout, make_optimizer)
+        parallel = _fully_sharded(part, mesh, layout, make_optimizer, fill)
     elif layout.zero == 1:
         parallel = _sharded_optimizer(part, mesh, layout, make_optimizer)
     else:
@@ -68,7 +73,7 @@ def _replicated(
 
 
 def _fully_sharded(
-    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
     """ZeRO-2 and 3."""
     full = dict(model.named_parameters())
@@ -80,6 +85,7 @@ def _fully_sharded(
         zero=3 if layout.zero == 3 else 2,
         reshard_after_forward=layout.reshard_after_forward,
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
+        fill=partial(fill, model),
     )
     pieces = _pieces(sharded, full)
     return _in_pieces(sharded, mesh, full, module=sharded, optimizer=make_optimizer(pieces))

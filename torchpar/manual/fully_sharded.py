@@ -16,7 +16,7 @@ shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -28,13 +28,17 @@ from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.accumulation import Accumulates
 from torchpar.manual.zero.flat_gradients import FlatGradients
-from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
-from torchpar.manual.zero.pieces import HoldsPieces
-from torchpar.manual.zero.units import Unit
+from torchpar.manual.zero.flat_parameters import FlatParameters, Unit, flatten_parameters
+from torchpar.pieces import HoldsPieces
 
 
 def shard_parameters(
-    module: nn.Module, units: Sequence[Sequence[nn.Module]], axis: Axis, **options: Any
+    module: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    axis: Axis,
+    *,
+    fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
+    **options: Any,
 ) -> list[Unit]:
     """Cut a module's parameters over the ranks: each keeps its shard of the flat buffers of every unit.
 
@@ -42,18 +46,16 @@ def shard_parameters(
         module: any; it then shows this rank's pieces of its parameters, and not the parameters.
         units: lists of submodules that are unsharded together; each parameter is in one of them alone.
         axis: the ranks.
+        fill: gives a unit's parameters their values, just before they are cut.
         options: as for `FlatParameters`.
     """
-    number = {p: n for n, modules in enumerate(units) for one in modules for p in one.parameters()}
-    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
-    for name, parameter in module.named_parameters():
-        members[number[parameter]].append((name, parameter))
-    sharded = [
-        Unit(modules, flatten_parameters(named, axis, **options))
-        for modules, named in zip(units, members, strict=True)
-    ]
-    for unit in sharded:
-        reshard_unit(unit)
+    whole, sharded = list(module.named_parameters()), []
+    for modules in units:
+        own = {parameter for one in modules for parameter in one.parameters()}
+        named = [(name, parameter) for name, parameter in whole if parameter in own]
+        fill(modules)
+        sharded.append(Unit(modules, flatten_parameters(named, axis, **options)))
+        reshard_unit(sharded[-1])
     return sharded
 
 
@@ -63,8 +65,9 @@ def unshard(flat: FlatParameters) -> None:
     if flat.begin_unshard():
         if not flat.keeps_full:
             flat.full.untyped_storage().resize_(flat.full.nbytes)
-            flat.own.copy_(flat.shard)
-        flat.work = flat.axis.start_all_gather(flat.full, flat.own, purpose=PARAMETERS)
+            flat.full[flat.layout.own] = flat.shard
+        own = flat.full[flat.layout.own]
+        flat.work = flat.axis.start_all_gather(flat.full, own, purpose=PARAMETERS)
 
 
 def reshard(flat: FlatParameters) -> None:
@@ -135,7 +138,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: modules of just these types need not be gathered for backward, which does not read
             their weights.
-        options: for `FlatParameters`.
+        options: for `shard_parameters`.
 
     Attributes:
         module: with pieces for parameters, except while it runs.
@@ -185,7 +188,9 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         """The module's own."""
         self.begin_pass()
         output = self.module(*args, **kwargs)
-        self.end_pass()
+        self._current = None
+        if not torch.is_grad_enabled():  # nothing stays gathered for a backward
+            self.reshard_all()
         return output
 
     def begin_pass(self) -> None:
@@ -206,12 +211,6 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
             for tensor in tensors_in(output):
                 tensor.register_hook(lambda gradient: self.before_backward(unit))
             self._visits[-1] = (unit, True)
-
-    def end_pass(self) -> None:
-        """A forward has ended; one without gradients leaves nothing gathered."""
-        self._current = None
-        if not torch.is_grad_enabled():
-            self.reshard_all()
 
     def before_backward(self, unit: Unit) -> None:
         """Backward is about to enter the unit: the gradient of an output is there."""
@@ -285,12 +284,6 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         """Begin to reduce the remaining units, in the order of backward."""
         for unit in reversed(self.units):
             self.reduce(unit)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those that are still to be reduced."""
-        for flat in self.flats:
-            flat.gradients.drop()
-        self._reducing = None
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

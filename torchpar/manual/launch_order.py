@@ -1,23 +1,13 @@
 """One order of launching for all ranks, in which each collective waits for those before it."""
 
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
-
-class Fillable(Protocol):
-    """Gradients that are reduced together."""
-
-    @property
-    def is_full(self) -> bool:
-        """True if all of them are there."""
-        ...
-
-
-T = TypeVar("T", bound=Fillable)
+T = TypeVar("T", bound=Any)
 
 
 class LaunchOrder(list[T]):
-    """Groups of gradients reduced during backward, each once a step.
+    """Groups of gradients reduced during backward, each once a step, when it `is_full`.
 
     An order of its own on every rank, as gradients happen to come, would mix up the collectives of ranks
     whose graphs differ.

@@ -23,7 +23,7 @@ from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients,
 from torchpar.manual.launch_order import LaunchOrder
 from torchpar.manual.zero.flat_gradients import FlatGradients
 from torchpar.manual.zero.flat_parameters import FlatParameters, flatten_parameters
-from torchpar.manual.zero.pieces import HoldsPieces
+from torchpar.pieces import HoldsPieces
 
 
 class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
@@ -126,7 +126,5 @@ class ShardedOptimizer(Accumulates, HoldsPieces, torch.optim.Optimizer):
             inner.update({**group, "params": inner["params"]})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters and of the pieces."""
-        self.order.restart()
-        for gradients in self.order:
-            gradients.drop()
+        """Drop the gradients of the pieces: those of the parameters have gone there."""
+        self.inner.zero_grad(set_to_none)

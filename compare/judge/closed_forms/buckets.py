@@ -55,11 +55,6 @@ def best_buckets(size: float, *, bandwidth: float, latency_s: float) -> float:
     return max(math.sqrt(size / (bandwidth * latency_s)), 1.0)
 
 
-def best_bucket_bytes(size: float, *, bandwidth: float, latency_s: float) -> float:
-    """Bytes of each of `best_buckets`."""
-    return size / best_buckets(size, bandwidth=bandwidth, latency_s=latency_s)
-
-
 def bucket_sizes(model: Model, *, limit: float, itemsize: int) -> list[int]:
     """Bytes of each bucket: parameters in reverse, a bucket closed before it would pass the limit.
 

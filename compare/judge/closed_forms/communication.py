@@ -28,7 +28,12 @@ from compare.contract.communication import (
     Communication,
     summed,
 )
-from compare.judge.closed_forms.memory import is_split_by_tp, on_one_of_tp, parameters_of_stage
+from compare.judge.closed_forms.memory import (
+    elements_of_stage,
+    is_split_by_tp,
+    on_one_of_tp,
+    parameters_of_stage,
+)
 from compare.judge.closed_forms.sizes import bytes_of, itemsize_of, microbatches_of, stream_bytes
 from compare.judge.closed_forms.torch_units import gathered_by_torch, replicated_by_torch
 from compare.numerics.parameters import block_parameters, end_parameters
@@ -264,4 +269,4 @@ def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:
 
 def _bytes_of_stage(engine: str, experiment: Experiment, stage: int) -> float:
     """P, and G: of one rank of a pipeline."""
-    return bytes_of(parameters_of_stage(engine, experiment, stage=stage), experiment)
+    return itemsize_of(experiment) * elements_of_stage(engine, experiment, stage=stage)

@@ -10,6 +10,7 @@ Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053
 every device of tp repeats.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from compare.contract.record import ON_HOST
@@ -17,7 +18,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import SPLIT, TP
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, Layout
+from compare.spec.experiment import Experiment, Layout, Model
 
 KINDS = ("parameters", "gradients", "optimizer")
 TOLERANCE = 0.05
@@ -31,21 +32,24 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
         engine: a name in ENGINES; it says what the stages of a pipeline hold, and what ZeRO-2 splits.
         experiment: its layout, model, optimizer and precision.
     """
-    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    layout = experiment.layout
+    of_stage = [state_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
+    stages = [layout.stage_of(device) for device in range(layout.devices)]
+    return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
+
+
+def state_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
+    """Bytes at rest by kind on each device of one rank of the pipeline. Arguments as for `closed_form`."""
+    layout = experiment.layout
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
     split_from = ENGINES[engine].holds.sharded_from
+    whole = storage_dtype(experiment).itemsize * elements_of_stage(engine, experiment, stage=stage)
     held = {
-        kind: [
-            itemsize
-            * copies[kind]
-            * elements_of_stage(engine, experiment, stage=layout.stage_of(device))
-            / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
-            for device in range(layout.devices)
-        ]
+        kind: copies[kind] * whole / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
         for kind in KINDS
     }
     if layout.offload == "optimizer":
-        held |= {ON_HOST: held["optimizer"], "optimizer": [0.0] * layout.devices}
+        held |= {ON_HOST: held["optimizer"], "optimizer": 0.0}
     return held
 
 
@@ -69,7 +73,14 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
 
 def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
     """Parameters of one rank of a pipeline that are on one device of tp."""
-    return on_one_of_tp(parameters_of_stage(engine, experiment, stage=stage), experiment.layout)
+    layout = experiment.layout
+    return _elements(engine, experiment.model, layout.pp, layout.tp, stage)
+
+
+@functools.lru_cache(maxsize=1024)
+def _elements(engine: str, model: Model, pp: int, tp: int, stage: int) -> float:
+    whole = Experiment(model=model, layout=Layout(pp=pp, tp=tp))
+    return on_one_of_tp(parameters_of_stage(engine, whole, stage=stage), whole.layout)
 
 
 def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:

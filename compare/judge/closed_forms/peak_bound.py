@@ -10,7 +10,8 @@ not all of them are there at once.
                     gradients
     parameters      that are gathered: of two blocks and the ends under ZeRO-3, else all
     gradients       once more, whole: as they are summed up, reduced, or copied into buckets; or as the token
-                    table's, which is used at both ends
+                    table's, which is used at both ends. Of ZeRO-3, in JAX or in one pass, those of two
+                    blocks and the ends
     logits          torch: `Keeps`, and of a pipeline two for each further microbatch; JAX: four, of which
                     XLA fuses some; a compiler's pipeline has all microbatches', shared by its stages
 
@@ -57,14 +58,15 @@ def held_at_most(engine: str, experiment: Experiment) -> dict[str, list[float]]:
         For each device in the order of the mesh.
     """
     layout = experiment.layout
+    of_stage = [held_by_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
     stages = [layout.stage_of(device) for device in range(layout.devices)]
-    return {
-        "activations": [
-            _activations(engine, experiment, stage) + _parameters(engine, experiment, stage)
-            for stage in stages
-        ],
-        "logits": [_logits(engine, experiment, stage) for stage in stages],
-    }
+    return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
+
+
+def held_by_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
+    """`held_at_most` of each device of one rank of the pipeline."""
+    held = _activations(engine, experiment, stage) + _parameters(engine, experiment, stage)
+    return {"activations": held, "logits": _logits(engine, experiment, stage)}
 
 
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
@@ -99,7 +101,9 @@ def _parameters(engine: str, experiment: Experiment, stage: int) -> float:
     by_unit = layout.zero == 3 and layout.reshard_after_forward
     is_split = layout.dp_shard > 1 and layout.zero >= ENGINES[engine].holds.sharded_from["parameters"]
     gathered = (min(unit, held) if by_unit else held) if is_split else 0.0
-    return stored * (gathered + held)
+    passes = layout.microbatches * experiment.train.gradient_accumulation_steps
+    scatters = layout.zero == 3 and (passes == 1 or ENGINES[engine].holds.residuals == "scan")
+    return stored * (gathered + (min(unit, held) if scatters else held))
 
 
 def _logits(engine: str, experiment: Experiment, stage: int) -> float:

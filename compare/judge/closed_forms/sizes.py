@@ -12,6 +12,12 @@ def microbatches_of(experiment: Experiment) -> int:
     return experiment.train.gradient_accumulation_steps * experiment.layout.microbatches
 
 
+def ticks_of(experiment: Experiment) -> int:
+    """Ticks of XLA's forward pipeline; backward has as many. Idle stages compute as the others do."""
+    layout = experiment.layout
+    return microbatches_of(experiment) * layout.chunks + layout.pp - 1
+
+
 def stream_bytes(experiment: Experiment) -> float:
     """Bytes of the activations (B, T, C) of one pass, of a device's rows."""
     model, rows = experiment.model, experiment.train.batch_size // experiment.layout.data_parallel

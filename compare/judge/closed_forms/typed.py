@@ -10,14 +10,13 @@ from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
     GRADIENTS,
-    LOSS,
     PARAMETERS,
     REPLICATED_GRADIENTS,
     TIED_GRADIENTS,
 )
 from compare.judge.closed_forms.communication import Bytes
-from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
-from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations
+from compare.judge.closed_forms.sizes import bytes_of, stream_bytes, ticks_of
+from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations, tensor_parallel
 from compare.numerics.parameters import block_parameters, end_parameters
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
 from compare.spec.experiment import Experiment
@@ -58,7 +57,7 @@ def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
     layers, ends = _layers_and_ends(experiment)
     found: Deviations = {scatter: (0, SLICED), reduce: (ends + layers, f"{SLICED}, {ONCE}")}
     if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
-        ticks, of_tick = _ticks(experiment), layers / layout.chunks
+        ticks, of_tick = ticks_of(experiment), layers / layout.chunks
         last_bias = [p for p in block_parameters(experiment.model, 0) if p.name.endswith("mlp.down.bias")]
         held = experiment.model.n_layer // layout.pp // layout.chunks
         again = held * bytes_of(last_bias, experiment)
@@ -71,41 +70,26 @@ def _fully_sharded(experiment: Experiment, expected: Bytes) -> Deviations:
 
 
 def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
-    """The loss's three numbers a position are reduced among the activations: nothing tells them apart.
+    """As XLA does without types (`xla.tensor_parallel`).
 
     Sequence parallelism's reduce-scatters are all-reduces and slices, and gradients of norms and row biases,
     whole along tp, are summed among activations' gradients in every pass.
     """
-    layout = experiment.layout
-    passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
-    number = passes * stream / experiment.model.n_embd / layout.pp
-    parallel = layout.sequence_parallel
-    kind = "reduce_scatter" if parallel else "all_reduce"
-    names = f"{SLICED}, {ITS_LOSS}" if parallel else ITS_LOSS
-    if layout.pp == 1:
-        forward, backward = (expected[kind, TP, of] for of in (ACTIVATIONS, ACTIVATION_GRADIENTS))
-    else:
-        held = 2 * experiment.model.n_layer // layout.pp
-        of_layers = held * _ticks(experiment) * stream / layout.microbatches
-        forward = backward = of_layers + passes * stream / layout.pp
-        names = f"{IDLE}, {SHARED}, {names}"
-    also = passes * _eager(experiment) if parallel else 0.0
-    found: Deviations = {
-        ("all_reduce", TP, LOSS): (0, ITS_LOSS),
-        ("all_reduce", TP, ACTIVATIONS): (forward + 3 * number, forward + 2 * number, names),
-        ("all_reduce", TP, ACTIVATION_GRADIENTS): (
-            backward + also,
-            backward + also + number,
-            f"{names}, {EAGER}" if parallel else names,
+    if not experiment.layout.sequence_parallel:
+        return tensor_parallel(experiment, expected)
+    return {
+        **tensor_parallel(
+            experiment,
+            expected,
+            kind="reduce_scatter",
+            names=f"{SLICED}, {ITS_LOSS}",
+            summed=experiment.train.gradient_accumulation_steps * _eager(experiment),
+            and_summed=f", {EAGER}",
         ),
+        ("reduce_scatter", TP, ACTIVATIONS): (0, SLICED),
+        ("reduce_scatter", TP, ACTIVATION_GRADIENTS): (0, SLICED),
+        ("all_reduce", TP, REPLICATED_GRADIENTS): (0, EAGER),
     }
-    if parallel:
-        found |= {
-            ("reduce_scatter", TP, ACTIVATIONS): (0, SLICED),
-            ("reduce_scatter", TP, ACTIVATION_GRADIENTS): (0, SLICED),
-            ("all_reduce", TP, REPLICATED_GRADIENTS): (0, EAGER),
-        }
-    return found
 
 
 def _eager(experiment: Experiment) -> float:
@@ -126,7 +110,7 @@ def _pipeline(experiment: Experiment) -> Deviations:
     """
     layout = experiment.layout
     message = stream_bytes(experiment) / layout.microbatches / (layout.tp if layout.sequence_parallel else 1)
-    rolled = (2 * _ticks(experiment) + 1) * message
+    rolled = (2 * ticks_of(experiment) + 1) * message
     layers, ends = _layers_and_ends(experiment)
     shards = layout.dp_shard if layout.zero else 1
     has_replicas = layout.dp_replicate > 1
@@ -141,12 +125,6 @@ def _pipeline(experiment: Experiment) -> Deviations:
     else:
         found["all_reduce", PP, GRADIENTS] = (ends / shards, SHARED)
     return found
-
-
-def _ticks(experiment: Experiment) -> int:
-    """Ticks of the forward pipeline; backward has as many. Idle stages compute as the others do."""
-    layout = experiment.layout
-    return microbatches_of(experiment) * layout.chunks + layout.pp - 1
 
 
 def _layers_and_ends(experiment: Experiment) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from compare.contract.communication import (
     TIED_GRADIENTS,
 )
 from compare.judge.closed_forms.communication import Bytes
-from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes
+from compare.judge.closed_forms.sizes import bytes_of, microbatches_of, stream_bytes, ticks_of
 from compare.numerics.parameters import block_parameters, end_parameters
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP, joined
 from compare.spec.experiment import Experiment
@@ -49,7 +49,7 @@ def by_xla(experiment: Experiment, expected: Bytes) -> Deviations:
     if layout.zero:
         found |= _fully_sharded(experiment, expected)
     if layout.tp > 1:
-        found |= _tensor_parallel(experiment, expected)
+        found |= tensor_parallel(experiment, expected)
     if layout.pp > 1:
         found |= _pipeline(experiment)
     return found
@@ -86,29 +86,43 @@ def _reduced_in_ticks(experiment: Experiment) -> float:
     """Bytes of gradients: those of a stage's layers in every tick, those of the ends once a step."""
     model = experiment.model
     layers = model.n_layer // experiment.layout.pp * bytes_of(block_parameters(model, 0), experiment)
-    return _ends_bytes(experiment) + _token_bytes(experiment) + _ticks(experiment) * layers
+    return _ends_bytes(experiment) + _token_bytes(experiment) + ticks_of(experiment) * layers
 
 
-def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
+def tensor_parallel(
+    experiment: Experiment,
+    expected: Bytes,
+    *,
+    kind: str = "all_reduce",
+    names: str = ITS_LOSS,
+    summed: float = 0,
+    and_summed: str = "",
+) -> Deviations:
     """The loss's three numbers a position are reduced among the activations: nothing tells them apart.
 
     The third is the target's logit, in forward or, computed anew, in backward.
+
+    Args:
+        experiment, expected: as of `by_xla`.
+        kind: of the closed form's collectives, which XLA makes all-reduces of.
+        names: of the mechanisms.
+        summed, and_summed: bytes that are reduced among the activations' gradients, too, and their mechanism.
     """
     layout = experiment.layout
     passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
     number = passes * stream / experiment.model.n_embd / layout.pp
-    out, back = ("all_reduce", TP, ACTIVATIONS), ("all_reduce", TP, ACTIVATION_GRADIENTS)
     if layout.pp == 1:
-        forward, backward, names = expected[out], expected[back], ITS_LOSS
+        forward, backward = (expected[kind, TP, of] for of in (ACTIVATIONS, ACTIVATION_GRADIENTS))
     else:
         held = 2 * experiment.model.n_layer // layout.pp
-        of_layers = held * _ticks(experiment) * stream / layout.microbatches
+        of_layers = held * ticks_of(experiment) * stream / layout.microbatches
         forward = backward = of_layers + passes * stream / layout.pp
-        names = f"{IDLE}, {SHARED}, {ITS_LOSS}"
+        names = f"{IDLE}, {SHARED}, {names}"
+    backward += summed
     return {
         ("all_reduce", TP, LOSS): (0, ITS_LOSS),
-        out: (forward + 3 * number, forward + 2 * number, names),
-        back: (backward, backward + number, names),
+        ("all_reduce", TP, ACTIVATIONS): (forward + 3 * number, forward + 2 * number, names),
+        ("all_reduce", TP, ACTIVATION_GRADIENTS): (backward, backward + number, names + and_summed),
     }
 
 
@@ -116,7 +130,7 @@ def _pipeline(experiment: Experiment) -> Deviations:
     """Stages roll at each tick, and the lane of what waits with them; and once before the first."""
     layout = experiment.layout
     message = stream_bytes(experiment) / layout.microbatches
-    rolled = (2 * _ticks(experiment) + 1) * message
+    rolled = (2 * ticks_of(experiment) + 1) * message
     shared = _ends_bytes(experiment) + _token_bytes(experiment)
     return {
         ("permute", PP, ACTIVATIONS): (rolled, ROLLED),
@@ -124,12 +138,6 @@ def _pipeline(experiment: Experiment) -> Deviations:
         ("all_reduce", PP, TIED_GRADIENTS): (0, SHARED),
         ("all_reduce", PP, GRADIENTS): (shared, f"{SHARED}, {TWICE}"),
     }
-
-
-def _ticks(experiment: Experiment) -> int:
-    """Ticks of the forward pipeline; backward has as many. Idle stages compute as the others do."""
-    layout = experiment.layout
-    return microbatches_of(experiment) * layout.chunks + layout.pp - 1
 
 
 def _token_bytes(experiment: Experiment) -> float:

@@ -14,19 +14,28 @@ from markupsafe import escape
 from matplotlib.axes import Axes
 from msgspec import Struct
 
-DIGITS = 2
-"""After the point, of coordinates: hundredths of a point."""
+FINE = 10
+"""Coordinates below it have two digits after the point, others one: a tenth of a point."""
 POINTS_PER_INCH = 72
 _SHAPE = re.compile(r' d="([^"]*)"')
-_LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}(?:e-\d+)?")
+_LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e-\d+)?")
 _BOX = re.compile(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+?)L\1 \4(?:L\1 \2)?z")
 _IN_TAG = re.compile(r"<[^>]*>")
 _NAMED = re.compile(r'<g id="value:([^"]*)">')
+_GROUP = re.compile(r"(<g\b[^>]*>|</g>)")
+_ALIKE = re.compile(r'<use [^>]*?( style="[^"]*")/>(?:<use [^>]*?\1/>)+')
 _UNUSED = (
-    (re.compile(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", re.DOTALL), ""),
+    (re.compile(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->", re.DOTALL), ""),
+    (re.compile(r' xmlns(?::xlink)?="[^"]*"| version="1.1"|\bxlink:(?=href)'), ""),  # HTML needs none
     (re.compile(r' transform="rotate\(-0 [^"]*\)"'), ""),
-    (re.compile(r"font-family: [^;]*; "), ""),  # the page's style has it
-    (re.compile(r'<g id="[^"]*"'), "<g"),  # nothing refers to a group
+    (re.compile(r"font-family: [^;]*; "), ""),  # the page's style has it, and what a word has by default
+    (re.compile(r'(?<=<text style=")font-size: 9px; '), ""),
+    (re.compile(r"(<(?:text|tspan) [^>]*); fill: currentColor"), r"\1"),
+    (
+        re.compile(r'(<use [^>]*) style="fill: currentColor; stroke: currentColor; stroke-w[^"]*"'),
+        r"\1",
+    ),  # ticks
+    (re.compile(r'<g id="(?!value:)[^"]*"'), "<g"),  # nothing refers to a group
     (re.compile(r">\s+<"), "><"),
 )
 
@@ -46,10 +55,14 @@ def value_of(text: str) -> str:
 
 
 def slim(svg: str) -> str:
-    """The same drawing in fewer bytes: short numbers, no blanks, no names of groups; values as titles."""
-    svg = _NAMED.sub(r"<g><title>\1</title>", svg)
+    """The same drawing in fewer bytes, for a page whose style is report.css, which has the look of words.
+
+    Numbers are short, styles shared, blanks and groups without a meaning gone, values are titles.
+    """
     for pattern, instead in _UNUSED:
         svg = pattern.sub(instead, svg)
+    svg = _ALIKE.sub(lambda uses: f"<g{uses[1]}>{uses[0].replace(uses[1], '')}</g>", _flat(svg))
+    svg = _NAMED.sub(r"<g><title>\1</title>", svg)
     svg = _IN_TAG.sub(lambda tag: _LONG_NUMBER.sub(_short, tag[0]), svg)
     return _SHAPE.sub(lambda shape: f' d="{_tight(shape[1])}"', svg)
 
@@ -77,8 +90,20 @@ def strips(axes: Axes, readings: Readings) -> str:
     return f'<g class="values" stroke-width="{max(width, 1):.2f}">{"".join(paths)}</g>'
 
 
+def _flat(svg: str) -> str:
+    """The drawing without groups that have no attribute."""
+    kept, is_bare = [], []
+    for token in _GROUP.split(svg):
+        if token.startswith("<g"):
+            is_bare.append(token == "<g>")
+        if not (token == "<g>" or (token == "</g>" and is_bare.pop())):
+            kept.append(token)
+    return "".join(kept)
+
+
 def _short(number: re.Match[str]) -> str:
-    text = f"{float(number[0]):.{DIGITS}f}".rstrip("0").rstrip(".")
+    value = float(number[0])
+    text = f"{value:.{1 if abs(value) >= FINE else 2}f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 

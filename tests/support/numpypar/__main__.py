@@ -35,7 +35,7 @@ def train(request: Request, recorder: Recorder) -> None:
     started, begun = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     experiment, corpus = request.experiment, open_stream(request)
     devices, layers = experiment.layout.dp_replicate, experiment.model.n_layer
-    weights = initial = starting_parameters(request)
+    weights = initial = dict(starting_parameters(request))
     moments: dict = {}
     recorder.tensors(Rung.INITIAL_WEIGHTS, weights)
     for step in range(experiment.train.max_iters):

@@ -103,11 +103,3 @@ class FlatGradients:
         """Add a part of the mean, (n,) as the piece, to the gradient that the piece has already."""
         piece = self.pieces[index]
         piece.grad = gradient if piece.grad is None else piece.grad + gradient
-
-    def drop(self) -> None:
-        """Forget gradients: those of the pieces, and those that were to be reduced."""
-        self.wait()
-        self._buffer = self.full = self.shard = None
-        self.used, self.ready, self.reduced = set(), set(), set()
-        for holder in (*self.parameters, *self.pieces):
-            holder.grad = None

@@ -6,22 +6,59 @@
     shard     this rank's cut of it, which an optimizer updates
     pieces    a view of the shard for each parameter: 1-D, perhaps empty, named as the parameter is
 
-and the same for their gradients (`flat_gradients`). What moves between the ranks, and when the buffer has
-memory, is the strategy's: `fully_sharded.unshard` and `reshard`.
+and the same for their gradients (`flat_gradients`). A `Unit` gives modules the parameters or the pieces. What
+moves between the ranks, and when the buffer has memory, is the strategy's: `fully_sharded.unshard` and
+`reshard`.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
+from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.handles import Work
 from torchpar.manual.packs import pack
 from torchpar.manual.replicate import replicate
 from torchpar.manual.zero.flat_gradients import FlatGradients
-from torchpar.manual.zero.flat_layout import FlatLayout
+
+
+class FlatLayout:
+    """The parameters end to end, and the buffer cut over an axis.
+
+    Attributes:
+        numel: elements of the buffer.
+        own: this rank's cut of it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis):
+        # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
+        self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in parameters]
+        self._starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+        self.numel = self._starts[-1]
+        self.own = chunk_slices(self.numel, axis.size)[axis.rank]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat tensor (n,), one for each parameter, in its shape."""
+        return [self.view(flat, index) for index in range(len(self._shapes))]
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """The view of the parameter at `index` alone."""
+        return flat.as_strided(*self._shapes[index], self._starts[index])
+
+    def slice_of(self, index: int) -> slice:
+        """The slice of this rank's cut that is the piece of the parameter at `index`."""
+        first = max(self._starts[index], self.own.start)
+        last = min(self._starts[index + 1], self.own.stop)
+        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
+
+    def elements_of(self, index: int) -> slice:
+        """Elements of the parameter at `index` in this rank's piece, in the order of its strides."""
+        first, cut = max(self.own.start - self._starts[index], 0), self.slice_of(index)
+        return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)
 
 
 class FlatParameters:
@@ -85,11 +122,6 @@ class FlatParameters:
         own = values[self.layout.own]
         return values, own if self.keeps_full else own.clone()
 
-    @property
-    def own(self) -> torch.Tensor:
-        """This rank's shard, (n / R,), of the full buffer, (n,): a view."""
-        return self.full[self.layout.own]
-
     def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
         """Call `ready(index, parameter)` whenever backward has left a parameter's gradient."""
         for index, parameter in enumerate(self.parameters):
@@ -117,3 +149,35 @@ def flatten_parameters(
         limit_bytes: more buffers, none larger than this, but for a parameter that is.
     """
     return [FlatParameters(members, axis, **options) for members in pack(named, limit_bytes)]
+
+
+class Unit:
+    """Parameters that are unsharded and resharded together, whenever one of some modules runs.
+
+    Attributes:
+        modules: while one of these runs, the parameters are unsharded.
+        flats: the parameters, as they are cut.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters]):
+        self.modules, self.flats = modules, flats
+        piece_of = {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
+        holders = dict.fromkeys(holder for module in modules for holder in module.modules())
+        self.uses = [  # every place where a module has one of the parameters; a tied one has several
+            (holder, name, parameter, piece_of[parameter])
+            for holder in holders
+            for name, parameter in holder._parameters.items()
+            if parameter is not None and parameter in piece_of
+        ]
+
+    def wait_unshard(self) -> None:
+        """Wait until the parameters are unsharded, and give them to the modules."""
+        for flat in self.flats:
+            flat.wait_unshard()
+        for holder, name, parameter, _ in self.uses:
+            holder._parameters[name] = parameter
+
+    def show_pieces(self) -> None:
+        """Give the modules this rank's pieces in place of the parameters."""
+        for holder, name, _, piece in self.uses:
+            holder._parameters[name] = piece

@@ -1,0 +1,126 @@
+"""What processes of several hosts tell each other: at the start what they run on, in a hang where they are.
+
+They meet in the folder of the run where collectives do not reach: a process that waits for a lost one.
+"""
+
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from compare.contract.record import HOSTS, WAITING, Failure, read_failure
+from compare.contract.request import Request
+from compare.host.facts import versions
+from compare.host.json_files import read_json, write_json
+from compare.numerics.data import open_corpus
+from compare.spec.experiment import ExperimentError
+
+MOST_APART_S = 60.0
+"""Difference of two clocks above which it is said: munge, which SLURM trusts, gives up at 300 s."""
+SETTLED_S = 3.0
+"""Processes begin to wait within a step of each other, and see the time-out so much apart."""
+
+
+class HostFacts(Struct, frozen=True, kw_only=True):
+    """What a process runs on, as far as its numbers depend on it."""
+
+    host: str
+    versions: dict[str, str]
+    corpus_sha256: str = ""
+    """Of the tokens as this host reads them; '' from all but one process of a host."""
+    clock_s: float = 0.0
+    """Since 1970."""
+
+
+def facts_here(request: Request, packages: Iterable[str], *, reads_data: bool) -> HostFacts:
+    """Those of this process; where it reads the data, all of it, whatever the request says of them."""
+    sha256 = open_corpus(request.experiment).sha256 if reads_data else ""
+    name, found = socket.gethostname(), versions(packages)
+    return HostFacts(host=name, versions=found, corpus_sha256=sha256, clock_s=time.time())
+
+
+def require_agreement(found: Sequence[HostFacts]) -> list[str]:
+    """Hold what the processes run on against what the first does. Returns a line for each clock that is off.
+
+    Raises:
+        ExperimentError: a package of another version, or other data; both hosts are named.
+    """
+    first, remarks = found[0], []
+    for other in found[1:]:
+        for package, version in first.versions.items():
+            if (theirs := other.versions.get(package, "none")) != version:
+                raise ExperimentError(
+                    f"{other.host} has {package} {theirs}, and {first.host} {version}: install the same on "
+                    f"all hosts"
+                )
+        if other.corpus_sha256 and other.corpus_sha256 != first.corpus_sha256:
+            raise ExperimentError(
+                f"{other.host} reads other data than {first.host}: SHA-256 of the tokens "
+                f"{other.corpus_sha256[:12]} and {first.corpus_sha256[:12]}: put the same file on all hosts"
+            )
+        apart_s = other.clock_s - first.clock_s
+        if abs(apart_s) > MOST_APART_S:
+            remarks.append(
+                f"{other.host}'s clock is {apart_s:+.0f} s off {first.host}'s: the record has ours"
+            )
+    return list(dict.fromkeys(remarks))
+
+
+def leave_hosts(folder: Path, found: Sequence[HostFacts]) -> None:
+    """Leave the name of each process's host, for whoever has to name one that cannot."""
+    write_json(folder / HOSTS, [facts.host for facts in found])
+
+
+def host_of(folder: Path, number: int) -> str:
+    """The host of a process, '' before all have met."""
+    hosts = read_json(folder / HOSTS, list[str]) if (folder / HOSTS).is_file() else []
+    return hosts[number] if number < len(hosts) else ""
+
+
+class Waiting(Struct, frozen=True, kw_only=True):
+    """A process in which nothing has moved for the time-out."""
+
+    number: int
+    where: str
+    """`step 5, forward`."""
+    beats: int = 0
+    """Of two that run the same sequence, the one with fewer is behind."""
+
+
+def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) -> Failure:
+    """The cause of a hang, as every process that still runs finds it: who does not answer, or who is behind.
+
+    Args:
+        folder: of the run.
+        own: of this process.
+        count: of processes.
+        timeout_s: for which nothing moved.
+    """
+    write_json(folder / _name(own.number), own)
+    time.sleep(SETTLED_S)
+    if (said := read_failure(folder)) and not said.is_consequence:
+        return said
+    files = {number: folder / _name(number) for number in range(count)}
+    waiting = {n: read_json(path, Waiting) for n, path in files.items() if path.is_file()}
+    silent = [number for number in range(count) if number not in waiting]
+    fewest = min(one.beats for one in waiting.values())
+    behind = silent or [n for n, one in waiting.items() if one.beats == fewest]
+    others = [number for number in waiting if number not in behind]
+    does = "does not answer" if silent else f"is still in {waiting[behind[0]].where}"
+    if not others:
+        hosts = dict.fromkeys(host_of(folder, number) for number in behind)
+        message = (
+            f"no process made progress for {timeout_s:g} s: all wait in {own.where}, on "
+            f"{', '.join(filter(None, hosts))}: is the link between them cut?"
+        )
+        return Failure(message=message)
+    named = ", ".join(f"process {number} on {host_of(folder, number)}" for number in behind)
+    there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
+    message = f"{named} {does}: no progress for {timeout_s:g} s, while {len(others)} others wait in {there}"
+    return Failure(message=message, rank=behind[0])
+
+
+def _name(number: int) -> str:
+    return f"{WAITING}{number}.json"

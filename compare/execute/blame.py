@@ -1,0 +1,59 @@
+"""Why an engine failed, in one line: its own words, those of srun, a signal, or the last line of its log."""
+
+import re
+import shutil
+from pathlib import Path
+
+from compare.contract import record as files
+from compare.host.exits import describe_exit
+
+LOG = "log.txt"
+ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
+
+_TASK = re.compile(r"^srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)$", re.M)
+_NODE = re.compile(r"^srun: error: Node failure on (?P<host>[\w.,\[\]-]+)$", re.M)
+_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ (?P<why>DUE TO [^*]+?) \*\*\*")
+_ENDED = ("Terminated", "Exited with exit code")  # as the others end, once one has failed
+
+
+def why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
+    """Reason of an engine's failure.
+
+    A cause that a process left comes first; one that only saw another process go comes after what the
+    launcher saw.
+
+    Args:
+        returncode: of the engine's command, as `subprocess` gives it.
+        folder: the engine's.
+        oom_kills_before: `oom_kills()` from when it started.
+    """
+    failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
+    if failure and not failure.is_consequence:
+        return failure.message
+    if seen := seen_by_srun(log):
+        return seen
+    if failure:
+        return failure.message
+    died = describe_exit(returncode, oom_kills_before=oom_kills_before)
+    if returncode < 0 or returncode > 128:
+        return died
+    lines = log.strip().splitlines()
+    fatal = [line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))]
+    if fatal or lines:
+        return fatal[0] if fatal else lines[-1]
+    if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
+        return f"{folder}: no space left on the device: make room, and run again"
+    return f"{died} and no message"
+
+
+def seen_by_srun(log: str) -> str:
+    """The first process that failed, and its host, as srun saw it; '' if it says nothing of the kind."""
+    if lost := _NODE.search(log):
+        return f"SLURM lost {lost['host']} (node failure)"
+    if cancelled := _CANCELLED.search(log):
+        return f"SLURM ended the step {cancelled['why'].lower()}"
+    tasks = list(_TASK.finditer(log))
+    killed = [task for task in tasks if not task["how"].startswith(_ENDED)]
+    for task in killed:
+        return f"process {task['tasks']} on {task['host']}: {task['how'].lower()}, says srun"
+    return ""

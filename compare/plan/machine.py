@@ -1,0 +1,172 @@
+"""A machine to plan for: chips, their memory, and the links inside and across hosts; a TOML file each.
+
+    h100x64              64 of a chip that ships with the package: compare/machines/h100.toml
+    mine.tomlx16         16 of a chip of your own
+    runs/.../here.toml   a file that says itself how many: `devices`
+
+`like` takes all that a file does not say from another one. Reading is strict: there is no guess.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from compare.host.files import why_not_readable
+from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError, shortened
+
+FOLDER = Path(__file__).parent.parent / "machines"
+Rate = Annotated[float, Meta(gt=0, le=1e30)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Devices = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+
+class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What joins the devices of a host or a pod, or those of different ones."""
+
+    bytes_per_s: Rate
+    """Of one device, one way."""
+    latency_s: Seconds
+    """Of one message, over one hop."""
+    share: Share = 1.0
+    """Of the bandwidth that collectives of large tensors reach."""
+
+
+class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """So many devices of one kind."""
+
+    name: str = ""
+    devices: Devices = 1
+    platform: Literal["cpu", "gpu", "tpu"]
+    devices_inside: Devices
+    """Devices that `inside` joins: the GPUs of a host, the chips of a pod."""
+    torus: Annotated[int, Meta(ge=0, le=6)] = 0
+    """Dims of the torus whose links `inside` counts; 0 for a switch, which joins any two."""
+    memory_bytes: Rate
+    """Of a device."""
+    memory_bytes_per_s: Rate
+    peak: dict[str, Rate]
+    """Dense FLOP/s of a device by dtype of the products: what MFU is of."""
+    sustained: dict[str, Rate] = {}
+    """FLOP/s of a large product, where somebody measured it."""
+    attention: Share = 0.6
+    """Of the peak, that a fused attention reaches; by default the middle of FlashAttention-2's 50 to 73 % on
+    an A100 (arXiv 2307.08691)."""
+    products: list[tuple[Rate, Share]] = []
+    """Share of `sustained` that a product of so many FLOPs or more reaches; by default `compute.PRODUCTS`."""
+    inside: Link
+    across: Link
+
+    @property
+    def hosts(self) -> int:
+        """Hosts, or pods."""
+        return math.ceil(self.devices / self.devices_inside)
+
+    def link_of(self, degree: int, stride: int) -> tuple[str, float, float]:
+        """The link along one axis of the mesh.
+
+        A ring over several hosts enters and leaves each by the network cards of all its devices in there.
+        Axes share out the dims of a torus by their logarithms: two axes of 16 have one dim of 16 x 16 each.
+
+        Args:
+            degree: devices along the axis.
+            stride: neighbours along it are so many devices apart: the product of all inner degrees.
+
+        Returns:
+            `inside` or `across`, the bytes/s that one device sends, and the latency of a hop in seconds.
+        """
+        inside, across = self.inside, self.across
+        if degree * stride <= self.devices_inside:
+            dims = 1.0
+            if self.torus:
+                size = min(self.devices, self.devices_inside)
+                dims = max(math.log(degree) / math.log(size), 1 / self.torus)
+            return "inside", inside.bytes_per_s * inside.share * min(dims, 1.0), inside.latency_s
+        beside = max(self.devices_inside // stride, 1)  # of one ring, in one host
+        rate = min(across.bytes_per_s * across.share * beside, inside.bytes_per_s * inside.share)
+        return "across", rate, across.latency_s
+
+
+def named_machines() -> dict[str, Path]:
+    """The chips that ship with the package, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
+    """The machine that a word names.
+
+    Args:
+        text: NAMExN, NAME-N, FILE.tomlxN, or a file that has `devices`.
+        link_speed: bandwidth of all links, times this.
+
+    Raises:
+        ExperimentError: no such chip or file, an unknown or impossible field, files that are `like` each
+            other in a circle, or a number of devices that fills no host.
+    """
+    found = re.fullmatch(r"(?P<name>.+?)(?:[x-](?P<count>\d{1,7}))?", text)
+    if not found:
+        raise ExperimentError("--machine is empty: give a chip and its number, such as h100x64")
+    fields = _fields(found["name"], ())
+    if found["count"]:
+        fields["devices"] = int(found["count"])
+    if "devices" not in fields:
+        raise ExperimentError(f"--machine {shortened(text)}: how many devices? Write {found['name']}x64")
+    try:
+        machine = msgspec.convert({**fields, "name": text}, Machine)
+    except msgspec.ValidationError as error:
+        raise ExperimentError(f"--machine {shortened(text)}: {_one_line(error)}") from None
+    _check(machine)
+    return slowed(machine, link_speed) if link_speed != 1 else machine
+
+
+def slowed(machine: Machine, speed: float) -> Machine:
+    """The machine with links of another speed; latencies stay. Raises ExperimentError."""
+    if not 0 < speed < math.inf:
+        raise ExperimentError(f"--link_speed {speed} must be more than 0: 0.1 is ten times slower")
+    links = {
+        name: msgspec.structs.replace(link, bytes_per_s=link.bytes_per_s * speed)
+        for name, link in (("inside", machine.inside), ("across", machine.across))
+    }
+    return msgspec.structs.replace(machine, **links)
+
+
+def _check(machine: Machine) -> None:
+    """Refuse hosts that are not full: no such topology is sold, and axes would not fit it."""
+    if machine.hosts > 1 and machine.devices % machine.devices_inside:
+        raise ExperimentError(
+            f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
+            f"{machine.devices_inside}: give fewer than that, or a multiple of it"
+        )
+    if sorted(machine.products) != machine.products:
+        raise ExperimentError(f"--machine {machine.name}: products: give sizes in growing order")
+
+
+def _fields(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    """Fields of a file, and of the one that it is like. Raises ExperimentError."""
+    known = named_machines()
+    if name in seen:
+        raise ExperimentError(f"--machine {seen[0]}: like goes in a circle: {' -> '.join((*seen, name))}")
+    path = known.get(name, Path(name))
+    if wrong := why_not_readable(path):
+        chips = f"no such chip (there are {', '.join(known)})" if path.suffix != ".toml" else wrong
+        raise ExperimentError(f"--machine {shortened(name)}: {chips}: give a chip or a TOML file")
+    with path.open("rb") as file:
+        text = file.read(MAX_FILE_BYTES + 1)
+    try:
+        fields = msgspec.toml.decode(text)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ExperimentError(f"--machine {name}: {_one_line(error)}") from None
+    like = fields.pop("like", None)
+    if like is None:
+        return fields
+    if not isinstance(like, str):
+        raise ExperimentError(f"--machine {name}: like must be the name of a chip or a file")
+    return {**_fields(like, (*seen, name)), **fields}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).replace("`$.", "`").replace(" - at `$`", "")

@@ -1,0 +1,94 @@
+"""What `shardpair plan` keeps."""
+
+import msgspec
+
+from compare.judge.outcome import StudyOutcome
+from compare.plan.machine import Machine
+from compare.plan.search import USABLE, Candidate, Found, frontier
+from compare.spec.experiment import Experiment, ExperimentError
+
+KEPT = 400
+
+
+class Full(msgspec.Struct, frozen=True, kw_only=True):
+    """Layouts that do not fit, and of which class a device is full."""
+
+    layouts: int
+    least: float
+    """Bytes that the smallest of them would need."""
+
+
+class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
+    """Layouts that fit, fastest first, and how many do not, or are refused, and why."""
+
+    machine: Machine
+    engine: str
+    candidates: list[Candidate]
+    """The fastest `KEPT`, and those that are smaller than any faster one."""
+    fitting: int
+    """How many there were."""
+    dropped: dict[str, Full]
+    """By the class with which a device is full."""
+    explain: str = ""
+    """The layout whose sum is written out."""
+
+    @property
+    def is_blank(self) -> bool:
+        """False: that nothing fits is an answer."""
+        return False
+
+    @property
+    def progress(self) -> str:
+        """All of it."""
+        return f"{self.fitting} layouts"
+
+
+def keep(
+    found: Found,
+    *,
+    study: str,
+    name: str,
+    experiment: Experiment,
+    machine: Machine,
+    engine: str,
+    explain: str,
+) -> PlanOutcome:
+    """What is kept of a search.
+
+    Args:
+        found: all of it.
+        study, name, experiment, machine, engine, explain: as of `PlanOutcome`.
+    """
+    dropped: dict[str, Full] = {}
+    for one in found.dropped:
+        kind = one.too_large(USABLE * machine.memory_bytes)
+        so_far = dropped.get(kind, Full(layouts=0, least=one.bytes))
+        dropped[kind] = Full(layouts=so_far.layouts + 1, least=min(so_far.least, one.bytes))
+    best = found.fitting[:KEPT]
+    names = {one.name for one in best}
+    return PlanOutcome(
+        study=study,
+        name=name,
+        experiment=experiment,
+        platform="cpu",
+        machine=machine,
+        engine=engine,
+        candidates=[*best, *(one for one in frontier(found.fitting) if one.name not in names)],
+        fitting=len(found.fitting),
+        dropped=dropped,
+        left_out=found.refused,
+        explain=explain,
+    )
+
+
+def chosen(outcome: PlanOutcome) -> Candidate:
+    """The layout of --explain. Raises ExperimentError: there is none of this name or place."""
+    word, ranked = outcome.explain, outcome.candidates
+    if word.isdecimal() and 1 <= int(word) <= len(ranked):
+        return ranked[int(word) - 1]
+    found = next((one for one in ranked if one.name == word), None)
+    if not found:
+        raise ExperimentError(
+            f"--explain {word}: give a place from 1 to {len(ranked)}, or the name of a layout that is kept"
+        )
+    return found

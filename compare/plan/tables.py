@@ -1,0 +1,110 @@
+"""Tables and figures of a plan."""
+
+from compare.plan.compute import Term
+from compare.plan.outcome import Full, PlanOutcome
+from compare.plan.predict import PARTS, predict
+from compare.plan.search import USABLE, Candidate, frontier
+from compare.show.findings import Column, Figure, Series, Table, table_of
+from compare.terminal.units import human_bytes
+
+DROPPED = (
+    Column[tuple[str, Full]]("full with", lambda row: row[0]),
+    Column[tuple[str, Full]]("layouts", lambda row: row[1].layouts, ",d"),
+    Column[tuple[str, Full]]("the smallest needs", lambda row: row[1].least, human_bytes),
+)
+TERMS = (
+    Column[Term]("part", lambda term: PARTS[term.part]),
+    Column[Term]("what", lambda term: term.what),
+    Column[Term]("ms", lambda term: term.seconds * 1e3, ",.3f"),
+    Column[Term]("formula", lambda term: term.formula),
+)
+
+
+def columns(outcome: PlanOutcome) -> list[Column[Candidate]]:
+    """Time, utilisation, memory, and the parts of the time."""
+    return [
+        Column("layout", lambda one: one.name),
+        Column("step ms", lambda one: one.seconds * 1e3, ",.1f"),
+        Column("MFU", lambda one: one.mfu, ".1%"),
+        Column("memory", lambda one: one.bytes, human_bytes),
+        *(
+            Column(words, lambda one, part=part: one.parts.get(part, 0.0) * 1e3, ",.1f")
+            for part, words in PARTS.items()
+        ),
+    ]
+
+
+def about(outcome: PlanOutcome) -> str:
+    """What the figures are of."""
+    machine, experiment = outcome.machine, outcome.experiment
+    return (
+        f"Predicted, not measured. {machine.devices} devices of {human_bytes(machine.memory_bytes)}, of "
+        f"which a step may have {USABLE:.0%}; {experiment.sequences_per_step} sequences of "
+        f"{experiment.model.block_size} tokens a step. Memory: state exactly, all else at most."
+    )
+
+
+def sentence(outcome: PlanOutcome) -> str:
+    """The fastest, and what most of its time is spent on; or that nothing fits."""
+    dropped = sum(full.layouts for full in outcome.dropped.values())
+    if not outcome.candidates:
+        least, kind = min((full.least, kind) for kind, full in outcome.dropped.items())
+        needs = f"the smallest needs {human_bytes(least)}, and is full with {kind}"
+        return f"none of {dropped:,} layouts fits: {needs}"
+    best = outcome.candidates[0]
+    parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
+    said = ", ".join(f"{PARTS[part]} {seconds / best.seconds:.0%}" for part, seconds in parts)
+    return (
+        f"{best.name}: {best.seconds * 1e3:,.1f} ms a step, MFU {best.mfu:.1%}, {human_bytes(best.bytes)} a "
+        f"device; {said}; {outcome.fitting:,} layouts fit, {dropped:,} do not"
+    )
+
+
+def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
+    """The sum of one layout, term by term."""
+    predicted = predict(outcome.engine, one.of(outcome.experiment), outcome.machine)
+    held = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in one.memory.items())
+    return table_of(
+        f"The step of {one.name}, term by term",
+        TERMS,
+        predicted.terms,
+        look="words",
+        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {held}: {human_bytes(one.bytes)}.",
+    )
+
+
+def bars(best: list[Candidate]) -> Figure:
+    """Time by part, a bar for each of the best."""
+    begin = [0.0] * len(best)
+    series = []
+    for colour, (part, words) in enumerate(PARTS.items()):
+        lengths = [one.parts.get(part, 0.0) * 1e3 for one in best]
+        if any(lengths):
+            places = range(len(best))
+            series.append(Series(label=words, x=lengths, y=places, begin=begin, look="bars", colour=colour))
+        begin = [sum(pair) for pair in zip(begin, lengths, strict=True)]
+    return Figure(
+        title="Time of a step, by part",
+        caption="Collectives: what nothing hides. Pipeline: the bubble, and messages that are waited for.",
+        x="step time (ms)",
+        names=[one.name for one in best],
+        series=series,
+    )
+
+
+def scatter(outcome: PlanOutcome) -> Figure:
+    """Memory against time, and the layouts than which none is both faster and smaller."""
+    ends = frontier(outcome.candidates)
+
+    def points(label: str, some: list[Candidate], look: str, colour: int | None) -> Series:
+        x, y = [one.bytes / 1e9 for one in some], [one.seconds * 1e3 for one in some]
+        return Series(label=label, x=x, y=y, look="line", dash=look, mark="o", colour=colour)
+
+    return Figure(
+        title="Memory against time",
+        caption="The fastest layouts, and the frontier: none is both faster and smaller.",
+        x="memory of the fullest device (GB)",
+        y="step time (ms)",
+        log="xy",
+        series=[points("layouts", outcome.candidates, "", 0), points("frontier", ends, "-", 1)],
+    )

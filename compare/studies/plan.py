@@ -1,0 +1,118 @@
+"""`shardpair plan`: which layout, how long a step, will it fit, on a machine that need not be here."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from compare.contract.request import Platform
+from compare.execute.here import here_and_now
+from compare.execute.hosts import Launcher
+from compare.flags.arguments import Hidden, StudiedName
+from compare.judge.outcome import save
+from compare.plan.machine import read_machine
+from compare.plan.outcome import PlanOutcome, chosen, keep
+from compare.plan.search import search
+from compare.plan.tables import DROPPED, about, bars, columns, scatter, sentence, written_out
+from compare.show.findings import Findings, table_of
+from compare.spec.engines.registry import REFERENCE
+from compare.spec.experiment import Experiment
+from compare.studies.cases import Case
+from compare.studies.runner import new_folder
+from compare.study import DrawnStudy, findings_of
+
+BEST = 10
+
+
+class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
+    """Predict step time and memory of every legal layout on a machine that need not be here; nothing runs.
+
+    Bytes that are sent, and state at rest, are the closed forms that engines are held to. Compute is a
+    roofline; docs/plan.md holds predictions against published tables, and says where they are off. A field
+    of the layout that you give stays as it is; all others are searched. The sequences of a step stay, too.
+
+    Try:
+      shardpair plan gpt2-350m --machine h100x64
+      shardpair plan gpt2-350m --machine h100x64 --layout.tp 8 --explain 1
+      shardpair plan gpt2-350m --machine v5e-256 --train.batch_size 512 --train.gradient_accumulation_steps 1
+    """
+
+    machine: str = "h100x8"
+    """A chip and how many: h100x64, v5e-256 (`shardpair list` names them); a TOML file of your own."""
+    engine: StudiedName = REFERENCE
+    """Whose layouts, whose bytes and whose memory."""
+    link_speed: float = 1.0
+    """Bandwidth of all links, times this: 0.1 for ten times slower."""
+    explain: str = ""
+    """Write out the sum of one layout, term by term: its name, or its place in the table."""
+
+    brief = "which layout, how long a step, will it fit: predicted"
+    group = "Read"
+    default = "gpt2-124m"
+    kept: ClassVar = PlanOutcome
+    own_weights = ""
+
+    platform: Hidden[Platform] = "cpu"
+    launcher: Hidden[Launcher] = "local"
+    hosts: Hidden[int] = 0
+    continue_: Hidden[str] = ""
+    init_from: Hidden[str] = ""
+    timeout_s: Hidden[float] = 600.0
+    cache_dir: Hidden[str] = ""
+    dry_run: Hidden[bool] = False
+
+    @property
+    def gives_layouts(self) -> bool:
+        """True: the search spreads the experiment."""
+        return True
+
+    def planned(self, default: Experiment) -> PlanOutcome:
+        """The search. Raises ExperimentError: no such machine, nothing is legal, nothing to explain."""
+        experiment, machine = self.asked(), read_machine(self.machine, link_speed=self.link_speed)
+        found = search(self.engine, experiment, machine, fixed=self.said.flags)
+        outcome = keep(
+            found,
+            study=self.command,
+            name=self.title,
+            experiment=experiment,
+            machine=machine,
+            engine=self.engine,
+            explain=self.explain,
+        )
+        if self.explain:
+            chosen(outcome)
+        return outcome
+
+    def cases_of(self, planned: PlanOutcome) -> list[Case]:
+        """None: nothing runs."""
+        return []
+
+    def begun(self, planned: PlanOutcome) -> tuple[PlanOutcome, Path]:
+        """Keep a plan, in a new folder."""
+        outcome = msgspec.structs.replace(planned, circumstances=here_and_now())
+        with new_folder(planned.name, self.run_dir) as folder:
+            save(outcome, folder)
+        return outcome, folder
+
+    @classmethod
+    def findings(cls, outcome: PlanOutcome, folder: Path) -> Findings:
+        """The best layouts with their parts, what does not fit, and the sum of one if it was asked for."""
+        best = outcome.candidates[:BEST]
+        tables = []
+        if best:
+            title = f"The fastest of {outcome.fitting:,} layouts that fit; ms of a step"
+            tables.append(table_of(title, columns(outcome), best))
+        if outcome.dropped:
+            tables.append(table_of("What does not fit", DROPPED, list(outcome.dropped.items())))
+        if outcome.explain:
+            tables.append(written_out(outcome, chosen(outcome)))
+        return findings_of(
+            outcome,
+            title=f"{outcome.name} for {outcome.machine.name}, {outcome.engine}",
+            sentence=sentence(outcome),
+            about=[about(outcome)],
+            tables=tables,
+            figures=[bars(best), scatter(outcome)] if best else [],
+            rows=best,
+            passed=bool(best),
+        )

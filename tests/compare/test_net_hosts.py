@@ -1,0 +1,87 @@
+"""Two hosts with a link of their own, by hand and under SLURM: what is said when one is lost."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import processes
+import psutil
+from net_hosts import NetHosts, net_hosts
+from processes import PATIENCE_S, wait_for
+
+from compare.contract.record import STEPS_PART, read_failure
+from compare.contract.request import REQUEST, Request
+from compare.host.json_files import write_json
+from compare.spec.experiment import Experiment, Layout, Model, Train
+
+ROOT = Path(__file__).parents[2]
+ENDLESS = Experiment(
+    model=Model(n_layer=1, n_head=2, n_embd=16, block_size=16),
+    train=Train(max_iters=1_000_000, batch_size=4),
+    layout=Layout(dp_replicate=2),
+)
+
+
+def steps(folder: Path) -> int:
+    part = folder / STEPS_PART
+    return part.read_bytes().count(b"\n") if part.is_file() else 0
+
+
+def start_by_hand(hosts: NetHosts, folder: Path, *, timeout_s: float) -> list:
+    """torch-manual, one process on each host, as a user starts them."""
+    write_json(folder / REQUEST, Request(engine="torch-manual", experiment=ENDLESS, timeout_s=timeout_s))
+    place = ["--coordinator", f"{hosts.address(0)}:29511", "--processes", "2", "--process"]
+    run = [sys.executable, "-m", "torchpar", str(folder), *place]
+    both = [processes.start(hosts.command(k, [*run, str(k)]), cwd=ROOT) for k in range(2)]
+    wait_for(lambda: steps(folder) > 3, both[0])
+    return both
+
+
+def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(tmp_path):
+    with net_hosts(2, tmp_path) as hosts:
+        both = start_by_hand(hosts, tmp_path, timeout_s=4.0)
+        hosts.unplug(1)
+        time.sleep(1.0)
+        hosts.plug(1)
+        before = steps(tmp_path)
+        wait_for(lambda: steps(tmp_path) > before + 3, both[0])
+        hosts.unplug(1)
+        ended = [process.communicate(timeout=PATIENCE_S) and process.returncode for process in both]
+    assert ended == [1, 1]
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert re.search(r"is the link between them cut|process \d on host\d is still in step", failure.message)
+
+
+def test_slurm_names_the_host_of_a_killed_process(tmp_path):
+    with net_hosts(2, tmp_path) as hosts, hosts.slurm() as environment:
+        folder = tmp_path / "run"
+        run = ["run", "check", "--launcher", "slurm", "--engines", "jax-manual", "--run_dir", str(folder)]
+        endless = ["--train.max_iters", "1000000", "--layout.dp_replicate", "2", "--model.n_layer", "1"]
+        shardpair = [sys.executable, "-m", "compare", *run, *endless, "--no_ladder"]
+        environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        started = processes.start(
+            ["salloc", "--quiet", "--nodes=2", *shardpair], env=environment, cwd=tmp_path
+        )
+        engine = folder / "jax-manual"
+        wait_for(lambda: steps(engine) > 3, started)
+        (second,) = (p for p in sides(engine) if p.environ().get("SLURM_PROCID") == "1")
+        second.kill()
+        _, errors = started.communicate(timeout=PATIENCE_S)
+        assert started.returncode == 1
+        assert "process 1 on host1: killed, says srun" in errors.splitlines()[-1]
+        assert not sides(engine)
+
+
+def sides(folder: Path) -> list[psutil.Process]:
+    """The processes that train in a folder, on any host."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if command[:3] == [sys.executable, "-m", "jaxpar"] and str(folder) in command:
+            found.append(process)
+    return found

@@ -1,0 +1,97 @@
+"""`shardpair plan`: tables, page, JSON, the sum of one layout, and what is refused in a line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compare import api
+from compare.cli import main
+from compare.host.json_files import read_json
+from compare.plan.outcome import PlanOutcome
+from compare.plan.predict import predict
+from compare.spec.experiment import edited, to_toml
+
+ARGUMENTS = ("plan", "small.toml", "--machine", "h100x16", "--quiet")
+
+
+@pytest.fixture
+def small(tiny, tmp_path, monkeypatch):
+    """An experiment in bfloat16 in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    wide = edited(tiny, {"precision": {"dtype": "bfloat16"}, "train": {"batch_size": 32}})
+    (tmp_path / "small.toml").write_text(to_toml(wide))
+
+
+def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):
+    assert main([*ARGUMENTS, "--run_dir", "p", "--picture", "p.png"]) == 0
+    printed = capsys.readouterr().out
+    assert "layouts that fit; ms of a step" in printed
+    assert "Predicted, not measured. 16 devices of 80 GB" in printed
+    page = Path("p/plan.html").read_text()
+    assert page.count("<svg") == 2
+    assert "Memory against time" in page
+    assert Path("p.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["report", "p"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["report", "p", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["rows"][0]
+    assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
+    assert len(found["rows"]) == 10
+    assert found["result"]["machine"]["devices"] == 16
+
+
+def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
+    assert main([*ARGUMENTS, "--explain", "2", "--json", "--run_dir", "p"]) == 0
+    outcome = read_json(Path("p/outcome.json"), PlanOutcome)
+    second = outcome.candidates[1]
+    terms = predict(outcome.engine, second.of(outcome.experiment), outcome.machine).terms
+    capsys.readouterr()
+    assert main(["report", "p", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert f"The step of {second.name}, term by term" in printed
+    for term in terms:
+        assert f"| {term.what} | {term.seconds * 1e3:,.3f} | {term.formula} |" in printed
+    assert main([*ARGUMENTS, "--explain", second.name, "--run_dir", "q"]) == 0
+
+
+def test_slower_links_change_the_choice_and_its_time(small, capsys):
+    asked = {"machine": "h100x16", "quiet": True}
+    fast = api.study("plan", "small.toml", **asked, run_dir="f").outcome
+    slow = api.study("plan", "small.toml", **asked, link_speed=1e-4, run_dir="s").outcome
+    assert slow.candidates[0].seconds > fast.candidates[0].seconds
+    assert slow.machine.inside.bytes_per_s == pytest.approx(1e-4 * fast.machine.inside.bytes_per_s)
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_that_fits_is_an_answer_that_names_the_class(small, capsys):
+    Path("tight.toml").write_text('like = "h100"\ndevices = 8\nmemory_bytes = 20e3')
+    assert main(["plan", "small.toml", "--machine", "tight.toml", "--run_dir", "p"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "layouts fits: the smallest needs" in printed
+    assert "What does not fit" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--machine", "gb9000x8"), "--machine gb9000: no such chip (there are a100, b200, h100"),
+        (("--machine", "h100x12"), "12 devices do not fill hosts of 8: give fewer than that, or a multiple"),
+        (("--machine", "h100x8", "--layout.tp", "3"), "layout.tp = 3"),
+        (("--machine", "h100x8", "--layout.tp", "8"), "layout.tp = 8 does not divide model.n_head = 2"),
+        (
+            ("--machine", "v5ex8", "--precision.dtype", "float32"),
+            "no peak is known for float32",
+        ),
+        (("--machine", "h100x8", "--link_speed", "-1"), "--link_speed -1.0 must be more than 0"),
+        (("--machine", "h100x8", "--explain", "9999"), "--explain 9999: give a place from 1 to"),
+        (("--machine", "h100x8", "--explain", "fsdp7"), "or the name of a layout"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(small, capsys, arguments, says):
+    assert main(["plan", "small.toml", *arguments, "--run_dir", "p"]) == 2
+    said = capsys.readouterr()
+    assert says in " ".join(said.err.split())
+    assert "Traceback" not in said.err
+    assert said.out == ""

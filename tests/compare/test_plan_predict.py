@@ -1,0 +1,144 @@
+"""Predicted steps, against sums by hand: FLOPs, bytes on a link, bubbles; each with all else made free."""
+
+import msgspec
+import pytest
+from machines import FREE, machine_of
+
+from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.numerics.parameters import parameter_count
+from compare.plan.machine import Link
+from compare.plan.predict import makespan_s, predict, ways_of
+from compare.plan.traffic import traffic_of
+from compare.plan.work import shape_of
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+
+
+def under(experiment: Experiment, train: dict | None = None, **layout) -> Experiment:
+    return revalidate(edited(experiment, {"layout": layout, "train": train or {}}))
+
+
+def test_a_step_on_one_device_is_its_flops(tiny):
+    """JAX's attention skips nothing, so that MFU's count is the work: but for norms' and biases' weights."""
+    machine = machine_of(1, peak={"float64": 1e12}, sustained={"float64": 5e11})
+    found = predict("jax-manual", under(tiny, remat="none"), machine)
+    shape = shape_of(tiny.model)
+    flops = shape.flops_per_token * tiny.tokens_per_step
+    assert found.seconds == pytest.approx(flops / 5e11, rel=1e-6)
+    assert found.mfu == pytest.approx(0.5, rel=1e-6)
+    assert shape.flops_per_token == pytest.approx(
+        model_flops_per_token(edited(tiny, {"model": {"bias": False}})), rel=0.03
+    )
+
+
+def test_a_fused_attention_skips_what_is_masked_and_recomputation_is_one_forward_more(tiny):
+    machine = machine_of(1, peak={"float64": 1e12}, sustained={"float64": 1e12}, attention=0.5)
+    shape, tokens = shape_of(tiny.model), tiny.tokens_per_step
+    whole = shape.layers * shape.attention_flops(tokens, 1)
+    plain = predict("torch-manual", under(tiny, remat="none"), machine)
+    assert plain.of_part("attention") == pytest.approx(whole / 2 / 0.5e12 * 3.5)
+    full = predict("torch-manual", under(tiny, remat="full"), machine)
+    blocks = 2 * shape.layers * shape.block_parameters * tokens
+    assert full.seconds - plain.seconds == pytest.approx(blocks / 1e12 + whole / 2 / 0.5e12)
+
+
+def test_products_take_the_slower_of_flops_and_bytes_and_small_ones_are_less_efficient(tiny):
+    slow = machine_of(1, memory_bytes_per_s=1e9)
+    assert predict("jax-manual", tiny, slow).of_part("products") > 0.99 * 1e-9  # bytes alone
+    shares = [(1e3, 0.1), (1e12, 1.0)]
+    whole = predict("jax-manual", tiny, machine_of(1, peak={"float64": 1e12}))
+    small = predict("jax-manual", tiny, machine_of(1, peak={"float64": 1e12}, products=shares))
+    assert 1.5 * whole.of_part("products") < small.of_part("products") < 10 * whole.of_part("products")
+
+
+@pytest.mark.parametrize(
+    ("layout", "wire"),
+    [
+        ({"dp_replicate": 2}, lambda parameters, stream: parameters),
+        ({"dp_shard": 2, "zero": 1}, lambda parameters, stream: parameters),
+        ({"dp_shard": 2, "zero": 3}, lambda parameters, stream: 1.5 * parameters),
+        ({"tp": 2}, lambda parameters, stream: 2 * (2 * 2 + 1) * stream),
+    ],
+)
+def test_collectives_alone_are_their_bytes_on_a_ring(tiny, layout, wire):
+    """Two devices: an all-reduce sends S, a gather or scatter S / 2; tp four streams a layer and two."""
+    machine = machine_of(2, inside=Link(bytes_per_s=1e6, latency_s=0), platform="cpu")
+    experiment = under(tiny, **layout)
+    found = predict("torch-manual", experiment, machine)
+    model = tiny.model
+    sent = sum(one.bytes for one in traffic_of("torch-manual", experiment, machine) if one.purpose == "loss")
+    stream = 8 * 4 * model.block_size * model.n_embd
+    expected = wire(8 * parameter_count(model), stream) + sent / 2
+    assert found.seconds == pytest.approx(expected / 1e6, rel=1e-6)
+
+
+def test_latency_is_paid_for_every_call_and_hop(tiny):
+    machine = machine_of(4, inside=Link(bytes_per_s=FREE, latency_s=1.0), platform="cpu")
+    found = predict("torch-manual", under(tiny, tp=1, dp_shard=4, zero=3), machine)
+    assert found.seconds == pytest.approx(2 * (3 + 2 * 3))  # three units: scattered, gathered twice; two hops
+
+
+def test_compute_hides_what_runs_beside_it_but_for_one_call(tiny):
+    link = Link(bytes_per_s=1e6, latency_s=0)
+    busy = {"peak": {"float64": 1e3}, "inside": link}
+    experiment = under(tiny, dp_shard=2, zero=3)
+    shown = predict("torch-manual", experiment, machine_of(2, **busy, platform="cpu"))
+    hidden = predict("torch-manual", experiment, machine_of(2, **busy))
+    traffic = traffic_of("torch-manual", experiment, machine_of(2, **busy))
+    assert shown.of_part("data") == pytest.approx(sum(one.seconds for one in traffic))
+    assert hidden.of_part("data") == pytest.approx(sum(one.seconds / one.calls for one in traffic))
+    late = under(tiny, dp_replicate=2, gradient_sync="flat")  # it leaves after backward
+    flat = predict("torch-manual", late, machine_of(2, **busy))
+    assert flat.of_part("data") == pytest.approx(
+        traffic_of("torch-manual", late, machine_of(2, **busy))[0].seconds
+    )
+
+
+def test_slower_links_across_hosts_slow_the_outer_axes_alone(tiny):
+    slow = Link(bytes_per_s=1e6, latency_s=0)
+    machine = machine_of(4, devices_inside=2, across=slow, platform="cpu")
+    inner = predict("torch-manual", under(tiny, tp=2, dp_replicate=2), machine)
+    assert inner.of_part("tensor") < 1e-9 < inner.of_part("data")
+
+
+def test_a_pipeline_takes_its_schedule_with_these_times():
+    """GPipe: m (f + b) + (p - 1) (f + b + 2 d), d a message's time; a head makes the last stage slowest."""
+    for schedule in ("gpipe", "1f1b"):
+        args = {"forward": 1.0, "backward": 2.0, "last": 0.0, "message": 0.0}
+        assert makespan_s(schedule, 4, 8, 1, **args) == pytest.approx(8 * 3 + 3 * 3)
+    found = makespan_s("gpipe", 4, 8, 1, forward=1.0, backward=2.0, last=0.0, message=0.25)
+    assert found == pytest.approx(8 * 3 + 3 * (3 + 0.5))
+    assert makespan_s(
+        "interleaved", 4, 8, 2, forward=0.5, backward=1.0, last=0.0, message=0.0
+    ) == pytest.approx(24 + 4.5)
+    head = makespan_s("1f1b", 2, 8, 1, forward=1.0, backward=2.0, last=3.0, message=0.0)
+    assert head == pytest.approx(8 * 6 + 1 + 2)  # the first rank's forward before, its backward after
+
+
+def test_a_machine_without_a_peak_for_the_dtype_is_no_guess(tiny):
+    with pytest.raises(ExperimentError, match="no peak is known for float64"):
+        predict("torch-manual", tiny, machine_of(1, peak={"bfloat16": 1e12}))
+
+
+def test_sixteen_bits_are_as_wide_as_their_form_or_at_most_as_float32(tiny):
+    half = edited(tiny, {"precision": {"dtype": "bfloat16"}})
+    assert ways_of("torch-manual", half, machine_of(1)).casts
+    parallel = under(half, tp=2, sequence_parallel=True)
+    single = edited(parallel, {"precision": {"dtype": "float32"}})
+    machine = machine_of(2, peak={"bfloat16": FREE, "float32": FREE})
+    found, wide = (traffic_of("torch-manual", one, machine) for one in (parallel, single))
+    assert [one.bytes for one in found] == [one.bytes for one in wide]
+    assert all(one.note for one in found)
+    again = traffic_of("torch-manual", under(single, remat="full"), machine)
+    forward = {(one.kind, one.purpose): one.bytes for one in wide}
+    for one in again:
+        times = 2 if one.purpose == "activations" else 1
+        assert one.bytes == times * forward[one.kind, one.purpose]
+
+
+def test_terms_are_all_there_is(tiny):
+    experiment = under(tiny, train={"batch_size": 8}, pp=2, tp=2, dp_shard=2, zero=1, microbatches=2)
+    found = predict("torch-manual", experiment, machine_of(8, inside=Link(bytes_per_s=1e9, latency_s=1e-6)))
+    assert found.seconds == pytest.approx(sum(term.seconds for term in found.terms))
+    assert all(term.formula and term.seconds > 0 for term in found.terms)
+    assert {term.part for term in found.terms} >= {"tensor", "pipeline", "data"}
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found

@@ -1,0 +1,125 @@
+"""Layouts of a plan: all that are legal, what they hold, and which fit."""
+
+import itertools
+
+import msgspec
+import pytest
+from machines import machine_of
+
+from compare.plan.search import USABLE, frontier, memory_of, search
+from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.experiment import ExperimentError, check, edited
+from compare.studies.memory_estimate import estimate_memory
+
+NONE = frozenset()
+DEGREES = ("tp", "pp", "dp_shard", "dp_replicate")
+
+
+@pytest.mark.parametrize("engine", STUDIED)
+def test_every_legal_layout_is_found(tiny, engine):
+    """Against all values of all fields, tried by the checks alone, for as many rows as there can be."""
+    found = search(engine, tiny, machine_of(4), fixed=NONE)
+    seen = {(*_degrees(one.layout), one.layout.zero, one.layout.remat) for one in found.fitting}
+    legal = set()
+    for degrees in itertools.product((1, 2, 4), repeat=4):
+        layout = dict(zip(DEGREES, degrees, strict=True))
+        for zero, remat, microbatches in itertools.product(range(4), ("none", "dots", "full"), (1, 2, 4)):
+            for schedule in ("gpipe", "1f1b", "zero_bubble"):
+                fields = {"zero": zero, "remat": remat, "microbatches": microbatches, "schedule": schedule}
+                try:
+                    spec = check(edited(tiny, {"layout": {**layout, **fields}}))
+                    ENGINES[engine].require_experiment(spec)
+                except ExperimentError:
+                    continue
+                if spec.layout.devices == 4:
+                    legal.add((*degrees, zero, remat))
+    assert seen == legal
+
+
+def test_the_step_keeps_its_sequences_and_each_candidate_is_checked(tiny):
+    machine = machine_of(8)
+    experiment = edited(tiny, {"train": {"batch_size": 8, "gradient_accumulation_steps": 2}})
+    found = search("torch-manual", experiment, machine, fixed=NONE)
+    assert len({one.name for one in found.fitting}) == len(found.fitting)
+    for one in found.fitting:
+        spec = check(one.of(experiment))
+        assert spec.sequences_per_step == 16
+        assert spec.layout.devices == 8
+        ENGINES["torch-manual"].require_experiment(spec)
+    assert {one.layout.schedule for one in found.fitting if one.layout.pp > 1} >= {"gpipe", "1f1b"}
+    order = [one.seconds for one in found.fitting]
+    assert order == sorted(order)
+    assert found.refused  # ZeRO-1 with sequence parallelism has no closed form
+    assert "no closed form" in " ".join(found.refused.values())
+
+
+def test_memory_is_that_of_the_fullest_device(tiny):
+    for engine in STUDIED:
+        for one in search(engine, tiny, machine_of(4), fixed=NONE).fitting:
+            spec = one.of(tiny)
+            assert one.bytes == pytest.approx(max(estimate_memory(engine, spec).per_device)), one.name
+            assert memory_of(engine, spec) == one.memory
+
+
+def test_what_does_not_fit_is_dropped_with_the_class_that_is_full(tiny):
+    every = search("torch-manual", tiny, machine_of(4), fixed=NONE).fitting
+    limit = sorted(one.bytes for one in every)[len(every) // 2]
+    machine = machine_of(4, memory_bytes=limit / USABLE)
+    found = search("torch-manual", tiny, machine, fixed=NONE)
+    assert {one.name for one in found.fitting} == {one.name for one in every if one.bytes <= limit}
+    assert len(found.fitting) + len(found.dropped) == len(every)
+    for one in found.dropped:
+        kind, held = one.too_large(limit), 0.0
+        for name, size in one.memory.items():
+            if name == kind:
+                break
+            held += size
+        assert held <= limit < held + one.memory[kind]
+    nothing = search("torch-manual", tiny, machine_of(4, memory_bytes=1000), fixed=NONE)
+    assert not nothing.fitting
+    assert {one.too_large(950) for one in nothing.dropped} == {"parameters"}
+
+
+def test_fields_that_are_given_stay(tiny):
+    asked = msgspec.structs.replace(tiny, layout=msgspec.structs.replace(tiny.layout, tp=2, remat="full"))
+    found = search("torch-manual", asked, machine_of(4), fixed=frozenset({"tp", "remat"}))
+    assert {(one.layout.tp, one.layout.remat) for one in found.fitting} == {(2, "full")}
+    wrong = msgspec.structs.replace(tiny, layout=msgspec.structs.replace(tiny.layout, tp=3))
+    with pytest.raises(ExperimentError, match=r"layout\.tp = 3 does not fit its 4 devices"):
+        search("torch-manual", wrong, machine_of(4), fixed=frozenset({"tp"}))
+    heads = msgspec.structs.replace(tiny, layout=msgspec.structs.replace(tiny.layout, tp=4))
+    with pytest.raises(
+        ExperimentError, match=r"no layout is legal: layout\.tp = 4 does not divide model\.n_head = 2"
+    ):
+        search("torch-manual", heads, machine_of(4), fixed=frozenset({"tp"}))
+
+
+def test_tp_stays_inside_of_a_host(tiny):
+    wide = edited(tiny, {"model": {"n_head": 4}})
+    found = search("torch-manual", wide, machine_of(4, devices_inside=2), fixed=NONE)
+    assert {one.layout.tp for one in found.fitting} == {1, 2}
+
+
+def test_the_frontier_is_what_nothing_beats(tiny):
+    every = search("torch-manual", tiny, machine_of(4, memory_bytes_per_s=1e9), fixed=NONE).fitting
+    ends = {one.name for one in frontier(every)}
+    for one in every:
+        beaten = any(
+            other.seconds <= one.seconds
+            and other.bytes <= one.bytes
+            and (other.seconds, other.bytes) != (one.seconds, one.bytes)
+            for other in every
+        )
+        assert not (one.name in ends and beaten)
+        assert (
+            one.name in ends
+            or beaten
+            or any(
+                (other.seconds, other.bytes) == (one.seconds, one.bytes) and other.name in ends
+                for other in every
+            )
+        )
+
+
+def _degrees(layout) -> tuple[int, ...]:
+    return tuple(getattr(layout, name) for name in DEGREES)

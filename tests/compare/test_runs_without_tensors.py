@@ -1,0 +1,150 @@
+"""Runs whose tensors `shardpair runs --prune` removed: what goes, what is still judged, shown and refused."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import records
+from records import make_comparison, make_record, tensors_of
+
+from compare.api import read
+from compare.cli import main
+from compare.contract.record import MANIFEST, Record, read_record
+from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.run_lock import lock_folder
+from compare.host.json_files import write_json
+from compare.judge.comparison import read_saved
+from compare.present.tables import REMOVED
+from compare.spec.experiment import edited, to_toml
+from compare.studies import paired_run
+
+
+@pytest.fixture
+def passed(tmp_path, tiny):
+    """A run that passed, with its tensors, and the size of them."""
+    make_comparison(tmp_path / "run", tiny)
+    return tmp_path / "run"
+
+
+def tensors_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def pruned(told, folder: Path) -> None:
+    assert told(folder, "--prune", "--yes")["removed"] is True
+    assert tensors_in(folder) == []
+    assert read_saved(folder).tensors_removed
+
+
+def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, told, capsys):
+    before, size = read_saved(passed), sum(path.stat().st_size for path in tensors_in(passed))
+    assert told(passed, "--prune")["bytes"] == size
+    assert len(tensors_in(passed)) > 10
+    pruned(told, passed)
+    assert told(passed, "--prune")["removals"] == []
+    assert main(["report", str(passed), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["tensors_removed"] is True
+    assert shown["verdicts"] == json.loads(msgspec.json.encode(before.verdicts))
+    assert main(["report", str(passed)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert REMOVED in said
+    assert "PASS: jax-manual agrees" in said
+    assert REMOVED in (passed / "report.html").read_text()
+
+
+def test_a_report_with_tensors_does_not_say_that_they_were_removed(passed, capsys):
+    assert main(["report", str(passed)]) == 0
+    assert REMOVED not in " ".join(capsys.readouterr().out.split())
+    assert REMOVED not in (passed / "report.html").read_text()
+
+
+def test_tensors_that_somebody_removed_are_no_pass(passed, capsys):
+    for path in tensors_in(passed):
+        path.unlink()
+    assert main(["report", str(passed)]) == 1
+    assert "it left no batch" in capsys.readouterr().out
+
+
+def test_tensors_stay_where_a_side_is_at_work(passed, told):
+    before = tensors_in(passed)
+    with lock_folder(passed / "jax-manual"):
+        assert told(passed, "--prune", "--yes")["left_alone"].keys() == {str(passed)}
+    assert tensors_in(passed) == before
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_what_needs_no_tensor_is_judged_anew(passed, told, capsys, field):
+    pruned(told, passed)
+    path = passed / "jax-manual" / "steps.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    steps[-1][field] *= 1.5
+    path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    assert main(["report", str(passed)]) == 1
+    output = capsys.readouterr()
+    assert "FAIL at " in output.out
+    assert "no longer give the saved verdict" in output.err
+
+
+def test_a_run_that_failed_keeps_everything(tmp_path, tiny, told):
+    wrong = tensors_of(tiny)
+    wrong[Rung.GRADIENTS] = {name: tensor + 1 for name, tensor in wrong[Rung.GRADIENTS].items()}
+    make_comparison(tmp_path / "failed", tiny, tensors=wrong)
+    make_comparison(tmp_path / "lacks", tiny, missing=("torch-library",))
+    make_comparison(tmp_path / "alone", tiny, names=("torch-manual",))
+    before = tensors_in(tmp_path)
+    assert told(tmp_path, "--prune", "--yes")["removals"] == []
+    assert tensors_in(tmp_path) == before
+
+
+def test_tensors_behind_a_link_stay(passed, tmp_path, told):
+    (passed / "jax-manual").rename(tmp_path / "elsewhere")
+    (passed / "jax-manual").symlink_to(tmp_path / "elsewhere")
+    (passed / "torch-manual" / "batch.safetensors").rename(tmp_path / "precious")
+    (passed / "torch-manual" / "batch.safetensors").symlink_to(tmp_path / "precious")
+    kept = len(tensors_in(tmp_path / "elsewhere"))
+    assert told(passed, "--prune", "--yes")["removed"] is True
+    assert len(tensors_in(tmp_path / "elsewhere")) == kept > 5
+    assert (tmp_path / "precious").is_file()
+    assert [path.name for path in tensors_in(passed / "torch-manual")] == ["batch.safetensors"]
+
+
+def test_other_commands_read_a_run_without_tensors(passed, tmp_path, told, capsys, tiny):
+    make_comparison(tmp_path / "whole", tiny)
+    pruned(told, passed)
+    assert main(["ledger", "--results", str(passed), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(passed), str(tmp_path / "whole"), "--json"]) == 0
+    skipped = json.loads(capsys.readouterr().out)["pairs"]["jax-manual"]["verdict"]["skipped"]
+    assert skipped["gradients"].startswith("no tensors of it in A: ")
+    assert read(passed).passed
+    with pytest.raises(ValueError, match="--keep_tensors"):
+        read(passed)["jax-manual"].tensors("gradients")
+
+
+def test_continuing_a_run_without_tensors_trains_nothing(passed, told, capsys, monkeypatch):
+    monkeypatch.setattr(paired_run, "launch", lambda *a, **k: pytest.fail("an engine was started"))
+    pruned(told, passed)
+    assert main(["run", "--continue", str(passed), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
+    (passed / "jax-manual" / MANIFEST).unlink()
+    assert main(["run", "--continue", str(passed), "--quiet"]) == 2
+    assert "run it anew, with --keep_tensors" in capsys.readouterr().err
+
+
+def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
+    def train(request: Request, folder: Path, **options) -> Record:
+        monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
+        make_record(folder, request.experiment, engine=request.engine)
+        write_json(folder / REQUEST, request)
+        return read_record(folder)
+
+    monkeypatch.setattr(paired_run, "launch", train)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(to_toml(edited(tiny, {"data": {"source": "synthetic"}})))
+    engines = ("--engines", "torch-manual", "torch-library", "--quiet")
+    for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
+        assert main(["run", "tiny.toml", *engines, "--run_dir", name, *flags]) == 0
+        assert bool(tensors_in(Path(name))) == (name == "kept")
+        assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (name == "gone")

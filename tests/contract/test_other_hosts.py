@@ -1,0 +1,95 @@
+"""What processes of several hosts tell each other: disagreements and hangs, each named with its host."""
+
+import pytest
+
+from compare.contract import other_hosts
+from compare.contract.other_hosts import (
+    HostFacts,
+    Waiting,
+    blame_for_hang,
+    leave_hosts,
+    require_agreement,
+)
+from compare.contract.record import WAITING, Failure, leave_failure, read_failure, write_failure
+from compare.host.json_files import write_json
+from compare.spec.experiment import ExperimentError
+
+
+def facts(host: str, *, numpy="2.0", sha256="a" * 64, clock_s=1000.0) -> HostFacts:
+    return HostFacts(host=host, versions={"numpy": numpy}, corpus_sha256=sha256, clock_s=clock_s)
+
+
+ALIKE = [facts("host0"), facts("host0", sha256=""), facts("host1", clock_s=1010.0), facts("host1", sha256="")]
+
+
+def test_hosts_that_differ_are_named_with_both_values():
+    assert require_agreement(ALIKE) == []
+    with pytest.raises(ExperimentError, match=r"host1 has numpy 2\.1, and host0 2\.0: install the same"):
+        require_agreement([*ALIKE, facts("host1", numpy="2.1")])
+    with pytest.raises(ExperimentError, match="host1 reads other data than host0: SHA-256 of the tokens bb"):
+        require_agreement([*ALIKE, facts("host1", sha256="b" * 64)])
+    assert require_agreement([*ALIKE, facts("host1", clock_s=4600.0)]) == [
+        "host1's clock is +3600 s off host0's: the record has ours"
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A run of four processes on two hosts, in which process 0 is about to give up."""
+    monkeypatch.setattr(other_hosts, "SETTLED_S", 0.0)
+    leave_hosts(tmp_path, ALIKE)
+    return tmp_path
+
+
+def hang(folder, *others: Waiting) -> str:
+    for one in others:
+        write_json(folder / f"{WAITING}{one.number}.json", one)
+    own = Waiting(number=0, where="step 5, forward", beats=9)
+    return blame_for_hang(folder, own, count=4, timeout_s=20).message
+
+
+def test_a_process_that_does_not_answer_is_named_with_its_host(folder):
+    others = [Waiting(number=n, where="step 5, forward", beats=9) for n in (1, 3)]
+    assert hang(folder, *others) == (
+        "process 2 on host1 does not answer: no progress for 20 s, while 3 others wait in step 5, forward"
+    )
+
+
+def test_a_process_that_is_behind_is_named_with_its_host(folder):
+    late = Waiting(number=3, where="step 4, record", beats=7)
+    others = [Waiting(number=n, where="step 5, forward", beats=9) for n in (1, 2)]
+    assert hang(folder, late, *others).startswith("process 3 on host1 is still in step 4, record: ")
+
+
+def test_where_all_wait_alike_the_link_is_suspected(folder):
+    others = [Waiting(number=n, where="step 5, forward", beats=9) for n in (1, 2, 3)]
+    assert hang(folder, *others) == (
+        "no process made progress for 20 s: all wait in step 5, forward, on host0, host1: is the link "
+        "between them cut?"
+    )
+
+
+def test_a_cause_that_was_left_meanwhile_comes_first(folder):
+    write_failure(folder, Failure(message="process 3 on host1 failed"))
+    assert hang(folder) == "process 3 on host1 failed"
+
+
+def test_a_consequence_gives_way_to_the_first_cause(tmp_path):
+    said = [
+        Failure(message="connection closed by peer", is_consequence=True),
+        Failure(message="ended by SIGTERM", is_consequence=True),
+        Failure(message="out of memory", rank=3),
+        Failure(message="too late", rank=1),
+    ]
+    found = []
+    for failure in said:
+        leave_failure(tmp_path, failure)
+        left = read_failure(tmp_path)
+        assert left is not None
+        found.append(left.message)
+    assert found == [
+        "connection closed by peer",
+        "connection closed by peer",
+        "out of memory",
+        "out of memory",
+    ]
