@@ -11,7 +11,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors performance studies plans gpu-bench gpu-day lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure links type-errors inserted constraints performance studies plans gpu-bench gpu-day lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -63,8 +63,20 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/data
 	$(BIN)/python docs/studies.py proofs
 
+links: $(READY)  ## strategies over a slow link between two hosts, as root on an idle machine; docs/data/links.json
+	$(BIN)/python docs/links.py
+	$(BIN)/python docs/make_docs.py
+
 type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json
 	$(BIN)/python docs/type_errors.py
+	$(BIN)/python docs/make_docs.py
+
+inserted: $(READY)  ## what each compiler inserts, beside what is written by hand; docs/data/inserted.json
+	$(BIN)/python docs/inserted.py
+	$(BIN)/python docs/make_docs.py
+
+constraints: $(READY)  ## what one constraint more or less costs under XLA; docs/data/constraints.json
+	$(BIN)/python docs/constraints.py
 	$(BIN)/python docs/make_docs.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
