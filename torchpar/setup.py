@@ -26,7 +26,7 @@ from torchpar.host_memory import keep_freed_memory
 from torchpar.loss_scale import scale_loss, undivided_parts
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
-from torchpar.parallel_model import ParallelModel
+from torchpar.parallel_model import ParallelModel, local
 from torchpar.state import Run
 from torchpar.weights import load_weights, nanogpt_name, read_weights, to_arrays
 
@@ -114,7 +114,8 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
     held = parallel.weights()
     is_whole = all(name in held and not parallel.sharded_over(name) for name in names)
     if is_whole:
-        return fingerprint(to_arrays(held, request.experiment.model))
+        whole = {name: local(held[name]) for name in names}
+        return fingerprint(to_arrays(whole, request.experiment.model))
     return request.init_sha256 or fingerprint(first)
 
 
