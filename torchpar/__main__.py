@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
 from compare.contract.early_stop import STOPPED, StoppedEarly
-from compare.contract.processes import add_flags, find_process, require_port
+from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -78,7 +79,6 @@ def main() -> int:
         parser.error("RUN_DIR is missing")
     try:
         if process := find_process(arguments, os.environ):
-            require_port(process)
             if "RANK" not in os.environ:  # as torchrun says it
                 os.environ.update(process.variables)
             from torchpar.launcher.interface import choose_interface
@@ -87,7 +87,9 @@ def main() -> int:
     except ExperimentError as error:
         print(error, file=sys.stderr)
         return BAD_REQUEST
-    return run(arguments.run_dir, time_collectives if arguments.collectives else train)
+    return run(
+        arguments.run_dir, time_collectives if arguments.collectives else partial(train, process=process)
+    )
 
 
 def _ceiling(text: str) -> int:
@@ -170,10 +172,12 @@ def run(folder: Path, work: Callable[[Path], None]) -> int:
         return BAD_REQUEST
 
 
-def train(folder: Path) -> None:
-    """Train what folder/request.json asks for, as all ranks or as one of torchrun's."""
+def train(folder: Path, process: Process | None = None) -> None:
+    """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
     from torchpar.launcher import entry, torchrun
 
+    if process:
+        require_port(process)
     request = entry.read_request(folder)
     if "RANK" in os.environ:
         torchrun.become_rank(request, folder, os.environ)

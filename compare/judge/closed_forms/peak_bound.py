@@ -59,7 +59,7 @@ def held_at_most(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout = experiment.layout
     of_stage = [held_by_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
-    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
+    stages = [layout.stage_of(device) for device in range(layout.devices)]
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 
 
