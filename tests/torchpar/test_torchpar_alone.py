@@ -9,8 +9,8 @@ from compare.judge.ledger_lines import line_up
 from compare.judge.strategy import with_remat_resolved
 from compare.spec.experiment import Data, Experiment, ExperimentError, Layout, Model, Precision, Train
 
-MODEL = Model(n_layer=2, n_head=8, n_embd=1024, block_size=16, vocab_size=8192)
-"""Its sizes are multiples of 1,024, so that no shard is padded."""
+MODEL = Model(n_layer=2, n_head=8, n_embd=1024, block_size=1024, vocab_size=8192)
+"""Its sizes are multiples of 1,024: no shard is padded, and padding explains no byte."""
 
 
 def experiment_of(**layout) -> Experiment:
