@@ -49,7 +49,8 @@ def links_section() -> str:
     if not found:
         return NOT_YET
     tables = map(markdown_table, (link_table(found), step_table(found)))
-    return "\n\n".join([where(found), SHOWN, *tables, errors(found), choices(found)])
+    missing = [f"Missing: {name}." for name in found.missing]
+    return "\n\n".join([where(found), *missing, SHOWN, *tables, errors(found), choices(found)])
 
 
 def where(found: Links) -> str:
