@@ -28,6 +28,7 @@ from compare.contract.request import Request
 from compare.execute.here import here_and_now
 from compare.execute.launch import child_environment
 from compare.host.disk import write_atomically
+from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
 from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment, edited, load
@@ -115,6 +116,8 @@ class Links(Struct, frozen=True, kw_only=True):
     circumstances: Circumstances
     links: list[Link]
     rows: list[LinkRow]
+    missing: dict[str, str] = {}
+    """Why a case on an engine has no row."""
 
 
 def read_links() -> Links | None:
@@ -236,22 +239,27 @@ def main(words: list[str]) -> int:
             bandwidth, latency_s = hosts.probe()
             links.append(Link(gbit=gbit, bytes_per_s=bandwidth, latency_s=latency_s))
             print(f"{links[-1]}", file=sys.stderr, flush=True)
-        rows = []
+        rows, missing = list[LinkRow](), dict[str, str]()
         for number, (case, engine) in enumerate(chosen(names)):
             started = time.monotonic()
-            rows.append(measured(case, engine, hosts, Path(folder) / f"{number}-{engine}", rates))
+            try:
+                rows.append(measured(case, engine, hosts, Path(folder) / f"{number}-{engine}", rates))
+            except (RuntimeError, RecordError, subprocess.TimeoutExpired) as error:
+                missing[f"{case.name}, {engine}"] = str(error)
+                print(f"{case.name}, {engine} is MISSING: {error}", file=sys.stderr, flush=True)
+                continue
             figures = ", ".join(f"{one.gbit:g}: {one.step_ms:.1f}" for one in rows[-1].rates)
             took = time.monotonic() - started
             print(f"{case.name}, {engine}: ms by gbit/s {figures}; {took:.0f} s", file=sys.stderr, flush=True)
-    found = Links(circumstances=begun, links=links, rows=rows)
-    if once or names:
+    found = Links(circumstances=begun, links=links, rows=rows, missing=missing)
+    if once or names or not rows:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
-        return 0
+        return 1 if missing else 0
     write_atomically(DATA, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     from links_tables import draw
 
     draw(found)
-    return 0
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

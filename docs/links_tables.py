@@ -1,10 +1,10 @@
 """Tables and picture of docs/links.md: steps over a slow link beside time = latency + bytes / bandwidth.
 
-    exposed    t + b / w        all bytes are waited for
-    hidden     max(t, b / w)    all of them go while the devices compute
+    exposed    t + b / w - b / f    all bytes are waited for
+    hidden     max(t, b / w)        all of them go while the devices compute
 
 t is the step without a cap, with the latency of every message in it; b the ledger's bytes in one direction
-(two hosts send as much each); w the bandwidth of one stream at the cap, as it was measured.
+(two hosts send as much each); w and f the measured bandwidth of one stream, with and without a cap.
 """
 
 import statistics
@@ -28,9 +28,9 @@ NEAR = 0.1
 """Of the step: so far from a bound is still at it."""
 
 
-def exposed_ms(row: LinkRow, link: Link) -> float:
-    """Milliseconds of a step in which all that crosses hosts is waited for."""
-    return row.rates[0].step_ms + on_link_ms(row, link)
+def exposed_ms(row: LinkRow, link: Link, free: Link) -> float:
+    """Milliseconds of a step in which all that crosses hosts is waited for; `free` has no cap."""
+    return row.rates[0].step_ms + on_link_ms(row, link) - on_link_ms(row, free)
 
 
 def hidden_ms(row: LinkRow, link: Link) -> float:
@@ -49,7 +49,8 @@ def links_section() -> str:
     if not found:
         return NOT_YET
     tables = map(markdown_table, (link_table(found), step_table(found)))
-    return "\n\n".join([where(found), SHOWN, *tables, errors(found), choices(found)])
+    missing = [f"Missing: {name}." for name in found.missing]
+    return "\n\n".join([where(found), *missing, SHOWN, *tables, errors(found), choices(found)])
 
 
 def where(found: Links) -> str:
@@ -84,7 +85,7 @@ def step_table(found: Links) -> Table:
             Text(f"{row.rates[0].step_ms:.0f}"),
         ]
         for link in caps:
-            bounds = f"({hidden_ms(row, link):.0f} to {exposed_ms(row, link):.0f})"
+            bounds = f"({hidden_ms(row, link):.0f} to {exposed_ms(row, link, found.links[0]):.0f})"
             cells.append(Text(f"{at(row, link).step_ms:.0f} {bounds}"))
         rows.append(Row(Text(row.name), cells))
     columns = ["MB each way, ledger", "MB each way, interface", "ms, no cap"]
@@ -101,9 +102,11 @@ def errors(found: Links) -> str:
     """How far the exposed time is off, per cap, and whose."""
     lines = []
     for link in found.links[1:]:
-        off = {row.name: at(row, link).step_ms / exposed_ms(row, link) - 1 for row in found.rows}
+        off = {
+            row.name: at(row, link).step_ms / exposed_ms(row, link, found.links[0]) - 1 for row in found.rows
+        }
         worst, usual = max(off, key=lambda name: abs(off[name])), statistics.median(map(abs, off.values()))
-        between = sum(_is_between(row, link) for row in found.rows)
+        between = sum(_is_between(row, link, found.links[0]) for row in found.rows)
         lines.append(
             f"- {_cap(link.gbit)}: median distance from `exposed` {usual:.0%}; the furthest is {worst} "
             f"({off[worst]:+.0%}); {between} of {len(found.rows)} lie between the bounds, or within "
@@ -112,8 +115,8 @@ def errors(found: Links) -> str:
     return "\n".join(lines)
 
 
-def _is_between(row: LinkRow, link: Link) -> bool:
-    low, high = hidden_ms(row, link) * (1 - NEAR), exposed_ms(row, link) * (1 + NEAR)
+def _is_between(row: LinkRow, link: Link, free: Link) -> bool:
+    low, high = hidden_ms(row, link) * (1 - NEAR), exposed_ms(row, link, free) * (1 + NEAR)
     return low <= at(row, link).step_ms <= high
 
 
@@ -123,7 +126,7 @@ def choices(found: Links) -> str:
     for engine, rows in _by_engine(found.rows, ON_FOUR):
         for link in found.links[1:]:
             fastest = min(rows, key=lambda row: at(row, link).step_ms)
-            formula = min(rows, key=lambda row: exposed_ms(row, link))
+            formula = min(rows, key=lambda row: exposed_ms(row, link, found.links[0]))
             same = "as the formula has it" if formula is fastest else f"the formula names {formula.case}"
             lines.append(f"- {engine} at {_cap(link.gbit)}: {fastest.case} is the fastest, {same}")
     return "\n".join(lines)
@@ -156,7 +159,7 @@ def draw(found: Links) -> None:
 def _lines(row: LinkRow, links: Sequence[Link], colour: int) -> list[Series]:
     x = [link.bytes_per_s * 8 / 1e9 for link in links]
     measured = [at(row, link).step_ms for link in links]
-    formula = [row.rates[0].step_ms, *(exposed_ms(row, link) for link in links[1:])]
+    formula = [exposed_ms(row, link, links[0]) for link in links]
     return [
         Series(label=row.case, x=x, y=measured, colour=colour, mark="o"),
         Series(label="exposed, by the formula", x=x, y=formula, colour=colour, dash=":"),
