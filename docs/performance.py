@@ -1,9 +1,5 @@
-"""`make performance`: the benches of docs/performance.md, on an idle machine; what docs/data keeps of each.
+"""The benches of docs/performance.md, and what docs/data keeps of each."""
 
-python docs/performance.py torch-2 itself      # some of them; all take hours
-"""
-
-import sys
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,6 +17,10 @@ SIX_LAYERS = "bench baby-gpt --model.block_size 128"
 TORCH = "--engines torch-manual torch-library --baseline torch-library"
 JAX = "--engines jax-compiler jax-manual --baseline jax-compiler.single"
 SHORT = "--window 5 --windows 2"  # where a step takes a second
+TOLD = (
+    "bench baby-gpt --model.n_layer 3 --model.block_size 128 --train.batch_size 4 --presets ddp fsdp tp "
+    "--devices 2 --window 5 --windows 1"
+)
 
 BENCHES = {
     "torch-2": f"{SIX_LAYERS} --train.batch_size 4 {TORCH} --presets ddp zero1 zero2 fsdp --devices 2",
@@ -39,6 +39,9 @@ BENCHES = {
     "nanogpt-loop nanogpt-loop-compiled torch-manual plain-jit jax-compiler jax-manual",
     "deepspeed": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual deepspeed --baseline deepspeed "
     "--presets zero1 zero2 fsdp --devices 2",
+    "compilers-torch": f"{TOLD} --engines torch-compiler torch-library torch-manual "
+    "--baseline torch-compiler",
+    "compilers-jax": f"{TOLD} --engines jax-explicit jax-compiler jax-manual --baseline jax-explicit",
     "itself": f"{SIX_LAYERS} --train.batch_size 4 --engines torch-manual torch-manual --presets ddp "
     "--devices 2",
 }
@@ -96,9 +99,3 @@ def kept(arguments: str, outcome: TimedOutcome) -> Kept:
         warnings=list(found.warnings),
         left_out=found.left_out,
     )
-
-
-if __name__ == "__main__":
-    from studies import main
-
-    sys.exit(main(sys.argv[1:] or list(BENCHES)))

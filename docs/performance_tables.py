@@ -1,6 +1,7 @@
 """Tables of docs/performance.md and docs/generated/performance.md, from the benches in docs/data."""
 
 import re
+from collections.abc import Mapping
 from statistics import median
 
 from performance import BENCHES, NOT_YET, Kept, read_benches
@@ -20,24 +21,31 @@ COLUMNS = {
     "`jax-manual` / one device": ("jax-manual", ("jax-4", "jax-4-tensor", "jax-4-pipeline")),
 }
 """Columns of the summary: the engine and its benches; the baseline stands behind the stroke."""
+TOLD_COLUMNS = {
+    "`torch-library` / `torch-compiler`": ("torch-library", ("compilers-torch",)),
+    "`torch-manual` / `torch-compiler`": ("torch-manual", ("compilers-torch",)),
+    "`jax-compiler` / `jax-explicit`": ("jax-compiler", ("compilers-jax",)),
+    "`jax-manual` / `jax-explicit`": ("jax-manual", ("compilers-jax",)),
+}
+"""Those of docs/compilers.md."""
 
 
-def summary() -> str:
+def summary(columns: Mapping[str, tuple[str, tuple[str, ...]]] = COLUMNS) -> str:
     """Wall time of each engine over its baseline, a row for each layout and number of devices."""
     stored = read_benches()
     cells: dict[str, dict[str, str]] = {}
-    for column, (engine, benches) in COLUMNS.items():
+    for column, (engine, benches) in columns.items():
         for bench in benches:
             for layout, text in _ratios(stored.get(bench), engine).items():
                 cells.setdefault(layout, {}).setdefault(column, text)
     if not cells:
         return NOT_YET
     rows = (
-        [f"`{layout}`", devices, *(cells[f"{layout}-{devices}"].get(column, "") for column in COLUMNS)]
+        [f"`{layout}`", devices, *(cells[f"{layout}-{devices}"].get(column, "") for column in columns)]
         for layout, _, devices in (name.rpartition("-") for name in sorted(cells, key=_devices))
         if layout
     )
-    return markdown(["layout", "devices", *COLUMNS], rows)
+    return markdown(["layout", "devices", *columns], rows)
 
 
 def one_device() -> str:

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import constraints
+import inserted
 import msgspec
+from links_tables import links_section
 from performance import BENCHES
-from performance_tables import agreement, method, one_device, performance, resolution
+from performance_tables import TOLD_COLUMNS, agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
 from plans import plans, published_rows, published_sources, published_summary
 from proofs import Errors, errors_of
@@ -219,6 +222,8 @@ def missed_without_request() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "mirror": mirror,
     "type-errors": type_errors,
+    "constraints": constraints.section,
+    **{f"inserted-{dtype}": partial(inserted.section, dtype) for dtype in inserted.LAYOUTS},
     "which-strategy": which_strategy,
     "commands": commands,
     "experiments": experiments,
@@ -239,6 +244,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "parity-count": parity_count,
     **{f"performance-{name}": partial(performance, name) for name in BENCHES},
     "performance-summary": performance_summary,
+    "performance-compilers": partial(performance_summary, TOLD_COLUMNS),
     "performance-one-device": one_device,
     "performance-method": method,
     "performance-agreement": agreement,
@@ -247,6 +253,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     f"sentence-{COUNTS}": partial(sentence, COUNTS),
     "details-memory": partial(details_section, "memory"),
     "ledger-summary": ledger_summary,
+    "links": links_section,
     "plans": plans,
     "published-rows": published_rows,
     "published-sources": published_sources,

@@ -4,7 +4,9 @@ Backward starts from it, gradients are divided by it, and a step whose gradients
 
 Where it overflows depends on how large a part of the batch a loss is the mean of: the mean of a half has
 gradients twice as large as its share of the whole. So that all engines skip the same steps, backward starts
-from a microbatch's share of the mean, and not from its own mean: `parts` is the number of microbatches.
+from a microbatch's share of the mean, and not from its own mean: `parts` is the number of microbatches. Of
+the replicas each begins with a mean of its own: where a loss is the mean of R of theirs, `parts` is R times
+less.
 """
 
 from collections.abc import Callable
@@ -16,20 +18,20 @@ import jax.numpy as jnp
 Scalars = dict[str, Any]
 
 
-def scaled(loss: Callable[..., jax.Array], scalars: Scalars, *, parts: int = 1) -> Callable[..., jax.Array]:
+def scaled(loss: Callable[..., jax.Array], scalars: Scalars, *, parts: float = 1) -> Callable[..., jax.Array]:
     """The loss with gradients multiplied by the scale.
 
     Args:
         loss: the mean over a microbatch.
         scalars: of the step.
-        parts: of how many microbatches of the step it is one.
+        parts: of how many microbatches of the step it is one, over the replicas whose mean it is.
     """
     if "loss_scale" not in scalars:
         return loss
     return lambda *arguments: _scale_gradient(loss(*arguments), scalars["loss_scale"] / parts)
 
 
-def unscaled(gradients: Any, scalars: Scalars, *, parts: int = 1) -> Any:
+def unscaled(gradients: Any, scalars: Scalars, *, parts: float = 1) -> Any:
     """Gradients of a scaled loss over the scale: leaves of any shape; an overflow stays infinite or NaN."""
     if "loss_scale" not in scalars:
         return gradients

@@ -239,7 +239,7 @@ class GPT(nnx.Module):
             return self.cross_entropy(self.embedding.project(x_BtC), targets_Bt)
 
         x_BTC = self.embedding.enter_head(self.norm(x_BTC))
-        parts = (jnp.stack(jnp.split(a, self.loss_chunks, axis=1)) for a in (x_BTC, targets_BT))
+        parts = (_cut(a, self.loss_chunks) for a in (x_BTC, targets_BT))
         return lax.map(lambda part: loss_of_part(*part), tuple(parts)).mean()
 
     def loss(
@@ -248,6 +248,15 @@ class GPT(nnx.Module):
         """Mean cross-entropy in nats of the targets, a scalar."""
         x_BTC = self.layers(self.embed(tokens_BT, keys_B2), keys_B2)
         return self.head_loss(x_BTC, targets_BT)
+
+
+def _cut(x_BT: jax.Array, parts: int) -> jax.Array:
+    """(B, T, ..) in parts of equally many positions: (parts, B, T / parts, ..).
+
+    Not `jnp.stack` of slices: its derivative has no type for what is reduced (JAX 0.10).
+    """
+    batch, length, *others = x_BT.shape
+    return jnp.moveaxis(x_BT.reshape(batch, parts, length // parts, *others), 1, 0)
 
 
 def scan_layers(block: Callable[..., Any], x: Any, layers: Any) -> Any:

@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
+    parser.add_argument("--alone", metavar="JSON", help="print what one rank of many sends, as JSON")
     parser.add_argument(
         "--convert",
         nargs=2,
@@ -68,6 +69,8 @@ def main() -> int:
         return 0
     if arguments.ceiling:
         return _ceiling(arguments.ceiling)
+    if arguments.alone:
+        return _alone(arguments.alone)
     if arguments.sample:
         return _sample(arguments.sample)
     if arguments.convert:
@@ -101,6 +104,22 @@ def _ceiling(text: str) -> int:
         print(error, file=sys.stderr)
         return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
     return DONE
+
+
+def _alone(text: str) -> int:
+    import msgspec
+
+    from compare.contract.rank_alone import read_rank_alone_request
+
+    try:
+        request = read_rank_alone_request(text)
+        from torchpar.alone import run_alone
+
+        print(msgspec.json.encode(run_alone(request)).decode(), flush=True)
+    except ExperimentError as error:
+        print(error, file=sys.stderr)
+        return BAD_REQUEST
+    os._exit(DONE)  # the group is not destroyed: see process_groups.leave_group
 
 
 def _sample(text: str) -> int:

@@ -10,7 +10,7 @@ from compare.spec.experiment import Experiment
 from torchpar.parallel_model import ParallelModel, local
 
 
-def scale_loss(loss: nn.Module, progress: Progress, *, parts: int = 1) -> None:
+def scale_loss(loss: nn.Module, progress: Progress, *, parts: float = 1) -> None:
     """From now on gradients of what this module returns are as many times larger as the scale then says.
 
     Args:
@@ -27,10 +27,13 @@ def scale_loss(loss: nn.Module, progress: Progress, *, parts: int = 1) -> None:
     loss.register_forward_hook(scaled)
 
 
-def undivided_parts(parallel: ParallelModel, experiment: Experiment) -> int:
-    """The microbatches of a step, where backward does not begin with a share of the mean; else 1."""
+def undivided_parts(parallel: ParallelModel, experiment: Experiment) -> float:
+    """The microbatches of a step, where backward does not begin with a share of the mean; else 1.
+
+    Over the ranks whose mean it is: a mean of two ranks' rows would overflow later than two means.
+    """
     in_step = experiment.layout.microbatches * experiment.train.gradient_accumulation_steps
-    return in_step if parallel.divides_late else 1
+    return (in_step if parallel.divides_late else 1) / parallel.means_of
 
 
 @torch.no_grad()

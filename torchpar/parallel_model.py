@@ -69,6 +69,7 @@ class ParallelModel:
             yet, and a context for each forward, to the mean loss; leaves gradients on the parameters.
         evaluate_pipeline: the same without gradients, which are left as they are.
         divides_late: gradients of microbatches are divided by their number after backward, not before.
+        means_of: ranks over whose rows the loss is the mean that backward begins with; 1 for its own rows.
         end_evaluation: after the last forward without a backward.
         sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
         elements: by name, which elements of a rank's part along tp its piece is, row by row; None for all.
@@ -88,6 +89,7 @@ class ParallelModel:
     run_pipeline: Callable[..., torch.Tensor] | None = None
     evaluate_pipeline: Callable[..., torch.Tensor] | None = None
     divides_late: bool = False
+    means_of: int = 1
     end_evaluation: Callable[[], None] = _nothing
     sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
     elements: Callable[[str], slice | None] = _all_elements

@@ -29,6 +29,7 @@ from compare.contract.early_stop import STOPPED
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
 from compare.execute.blame import LOG, why
+from compare.execute.hostfile import print_elsewhere
 from compare.execute.hosts import HERE, Hosts, require_shared, without_place
 from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
@@ -111,6 +112,7 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
             do not divide the devices.
         EnvironmentMissing: platform gpu without an NVIDIA driver.
     """
+    hosts = hosts.under(experiment.layout)
     hosts.require(experiment.layout)
     wanted = experiment.layout.devices // hosts.count
     if platform == "cpu":
@@ -179,16 +181,20 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
     folder.mkdir()
+    hosts = hosts.under(request.experiment.layout)
     require_shared(folder, hosts)
     files.write_json(folder / files.REQUEST, request)
+    side, layout = side_of(request.engine), request.experiment.layout
+    python = (pythons or {}).get(side.name, sys.executable)
+    print_elsewhere(hosts.elsewhere(python, side, folder, layout=layout, platform=request.platform))
     run_side(
-        side_of(request.engine),
+        side,
         folder,
         name=request.engine,
         platform=request.platform,
         timeout_s=request.timeout_s,
         pythons=pythons,
-        launcher=functools.partial(hosts.command, layout=request.experiment.layout),
+        launcher=functools.partial(hosts.command, layout=layout),
         elsewhere=hosts.launcher != "local",
         on_step=on_step,
     )

@@ -8,7 +8,6 @@ for whole scalars that go along in a tuple, and padding where sizes do not divid
 from collections.abc import Mapping
 
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms import dtensor, library, typed, xla
 from compare.judge.closed_forms.communication import Bytes
 from compare.judge.closed_forms.xla import Deviations
@@ -128,8 +127,8 @@ def _allowance(
     beyond = size - predicted
     if beyond == 0:
         return ""
-    by_xla = ENGINES[engine].sent_by_xla and kind == "all_reduce"
-    if by_xla and predicted and 0 < beyond <= _most_scalars(experiment) * SCALAR and not beyond % SCALAR:
+    by_xla, number = ENGINES[engine].sent_by_xla and kind == "all_reduce", storage_dtype(experiment).itemsize
+    if by_xla and predicted and 0 < beyond <= _most_scalars(experiment) * number and not beyond % number:
         return ALONG
     is_split = experiment.layout.zero or experiment.layout.tp > 1
     is_of_shards = axis == DP_SHARD or (is_split and purpose in OF_SHARDS)

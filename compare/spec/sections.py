@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from compare.spec.axes import AXES, BATCH
+from compare.spec.axes import AXES, BATCH, PP
 
 MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
 MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
@@ -168,10 +168,11 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auto is what is fastest in each framework: dots under XLA's scan, none in eager PyTorch."""
     offload: Literal["none", "optimizer"] = "none"
     """Keep the optimizer's moments in the host's memory: they are on the device for the update only."""
-    compile: Literal["auto", "none", "aot_eager", "inductor"] = "auto"
+    compile: Literal["auto", "none", "aot_eager", "merged", "inductor"] = "auto"
     """How torch-compiler compiles; no other engine asks. none: DTensor plans at every operator; aot_eager:
-    torch.compile traces one program, run operator by operator; inductor: and fused. auto is inductor on GPUs
-    and none on a CPU, where a compilation takes longer than a small training."""
+    torch.compile traces one program, run operator by operator; merged: with one collective for each block's
+    parameters, where DTensor has one for each; inductor: and fused. auto is inductor on GPUs and none on
+    a CPU, where a compilation takes longer than a small training."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -182,6 +183,11 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def devices(self) -> int:
         """Devices in use: the product of all degrees."""
         return math.prod(self.axes.values())
+
+    def stage_of(self, device: int) -> int:
+        """Rank of the pipeline that a device of the mesh is on."""
+        inside = AXES[AXES.index(PP) + 1 :]
+        return device // math.prod(self.axes[name] for name in inside) % self.pp
 
     @property
     def data_parallel(self) -> int:

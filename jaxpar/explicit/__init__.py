@@ -58,6 +58,7 @@ def parallelize(
 
     def mean_gradients(params: Any, batch: Any, scalars: Any) -> tuple[jax.Array, Any]:
         parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
+        parts /= layout.data_parallel  # each replica's backward begins with its own mean
         if layout.pp > 1:
             batch = pipeline_parallel.one_pass(batch, microbatches=layout.microbatches)
         params = reshard(params, reduced(placements, sharded=at_rest, mesh=mesh))

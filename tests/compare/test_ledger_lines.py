@@ -127,6 +127,25 @@ def test_a_pattern_explains_its_bytes_and_no_others(engine, preset):
         assert [(line.kind, line.axis, line.purpose) for line in unexplained(changed | {key: wrong})] == [key]
 
 
+@pytest.mark.parametrize(("dtype", "number"), [("float64", 8), ("float32", 4), ("bfloat16", 4)])
+def test_numbers_that_are_sent_along_are_of_the_dtype_that_is_stored(dtype, number):
+    experiment = edited(laid_out("ddp"), {"precision": {"dtype": dtype}})
+    ((key, size),) = communication("jax-compiler", experiment).items()
+    for more, is_explained in ((number, True), (number // 2, False), (number + 2, False)):
+        (line,) = line_up("jax-compiler", experiment, rows({key: size + more}))
+        assert (line.why == "numbers sent along") is is_explained, (dtype, more)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_under_dropout_types_sum_both_row_biases_at_each_use(dropout):
+    experiment = edited(laid_out("tp_sp"), {"model": {"dropout": dropout}})
+    key = ("all_reduce", "tp", "activation gradients")
+    plain = edited(experiment, {"model": {"dropout": 0.0}})
+    sizes = [by_types(one, communication("jax-explicit", one))[key][0] for one in (experiment, plain)]
+    passes, of_bias = experiment.train.gradient_accumulation_steps, 4 * MODEL.n_embd
+    assert sizes[0] - sizes[1] == (passes * MODEL.n_layer * of_bias if dropout else 0)
+
+
 def lines_of(recorded: dict) -> list[Line]:
     """The lines of one stage of a recorded ledger, of which only what differs was recorded."""
     engine, preset, stage = recorded["engine"], recorded["preset"], recorded["stage"]

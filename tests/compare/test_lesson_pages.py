@@ -150,6 +150,27 @@ def test_page_has_the_four_files_as_they_are(lesson):
     assert [text + "\n" for text in written(page)] == files
 
 
+def test_the_reader_chooses_the_columns(lesson):
+    """A box for each engine; three are checked at first; what is not checked is shown nowhere."""
+    strategy, page = lesson
+    engines = [case.engine for case in lesson_cases(strategy)]
+    boxes = re.findall(
+        r'<input type="checkbox" id="show-(\d+)"( checked)?><label for="show-\1">([^<]*)', page
+    )
+    assert [engine for _, _, engine in boxes] == engines
+    assert [engine for _, checked, engine in boxes if checked] == [
+        engine for engine in engines if engine == engines[0] or ENGINES[engine].folder == "manual"
+    ]
+    for number, _, engine in boxes:
+        (hidden,) = re.findall(rf"main:has\(#show-{number}:not\(:checked\)\) :is\((.*)\) {{", page)
+        assert f".codes > :nth-child({number}):not(:has(:target))" in hidden
+        assert f".by-engine tr > :nth-child({int(number) + 1})" in hidden
+        assert (f'<section class="made-{number}">' in page) is (engine in COMPILED)
+        assert f"<strong>{engine}</strong>: {html.escape(ENGINES[engine].checks, quote=False)}" in (
+            page.replace("&#39;", "'")
+        )
+
+
 def test_forward_and_backward_of_a_library_s_tensor_parallelism_come_from_different_lines():
     """A sum in forward is of the rows, a sum in backward of the columns."""
     (source,) = sources.read_sources("tensor_parallel", ["torch-library"])

@@ -6,9 +6,10 @@ from untrained import untrained_losses
 
 from compare.contract.record import Record, read_record, read_tensors
 from compare.contract.request import Rung
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, to_toml
 
-ENGINES = ("torch-manual", "jax-compiler", "jax-manual", "torch-library")
+ENGINES = ("torch-manual", *(name for name in STUDIED if name != "torch-manual"))
 ONE_OF_EACH = ("torch-manual", "jax-compiler")
 V, T, B = 4096, 64, 4
 FSDP_TP = ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2")

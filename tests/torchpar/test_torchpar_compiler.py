@@ -1,5 +1,6 @@
 """torchpar.compiler's layouts on four gloo ranks, in float64: placements, against one device."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import gpt_steps
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from compare.contract.communication import Communication, summed
-from compare.spec.axes import PP
+from compare.spec.axes import DP_SHARD, PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import compiler
@@ -29,6 +30,7 @@ from torchpar.parallel_model import ParallelModel, local
 
 make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
 train = partial(gpt_steps.train, compiler.parallelize)
+WHAT = ("calls", "bytes")
 BLOCKS, WIDTH = CONFIG.n_layer, CONFIG.n_embd
 
 
@@ -74,6 +76,35 @@ def test_a_step_is_one_graph_and_equals_one_device(rank: int, name: str) -> None
     assert parallel.compiled() == "aot_eager, 1 graph"
 
 
+@pytest.mark.parametrize("name", ["zero3", "fsdp_tp_sp"])
+@on_ranks
+def test_a_pass_merges_the_collectives_of_a_block(rank: int, name: str) -> None:
+    """The bytes stay, and so do the numbers; calls are one a block, where they were one a parameter."""
+    parallel, mesh = make_parallel(replace(LAYOUTS[name], compile="merged"), rank, ADAM)
+    backward(parallel, mesh, 0)
+    expected = reference(ADAM, steps=1)["gradients"]
+    assert_same({"gradients": parallel.full(parallel.gradients())}, {"gradients": expected}, name)
+    after = rows_of(parallel, mesh)
+    assert parallel.compiled() == "merged, 1 graph"
+    before = rows_of(*make_parallel(LAYOUTS[name], rank, ADAM))
+    parameters = list(parallel.parameters)
+    at_ends = len([n for n in parameters if ".h." not in n])
+    of_block = (len(parameters) - at_ends) // BLOCKS
+    for kind, ends, each in (
+        ("all_gather", at_ends, 4 * BLOCKS),  # two passes, forward and backward
+        ("reduce_scatter", 2 * at_ends, 2 * BLOCKS),
+    ):
+        (calls, size), (calls_after, size_after) = (
+            [
+                sum(getattr(row, what) for row in rows if (row.kind, row.axis) == (kind, DP_SHARD))
+                for what in WHAT
+            ]
+            for rows in (before, after)
+        )
+        assert (calls, calls_after) == (ends + each * of_block, ends + each)
+        assert size == size_after > 0
+
+
 def test_ledger(ranks):
     ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
     ranks.run(ledger)
@@ -102,9 +133,15 @@ def ledger(rank: int) -> None:
 
 
 def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
-    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
+    return {(row.kind, row.purpose): row for row in summed(rows_of(parallel, mesh))}
+
+
+def rows_of(parallel: ParallelModel, mesh: Mesh) -> list[Communication]:
+    """What a step sends; of a compiled one as the engine watches it."""
+    watched = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiles else nullcontext()
+    with watched, LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
         backward(parallel, mesh, 0)
-    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
+    return mode.noted().rows
 
 
 @pytest.mark.parametrize(

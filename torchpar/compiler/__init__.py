@@ -100,6 +100,7 @@ def _placed(
         parameters=updated,
         finish_gradient_synchronization=finish_gradient_synchronization,
         end_evaluation=end_forwards,
+        means_of=mesh.data.size,
         sharded_over=axes.__getitem__,
         elements=lambda name: elements_of(updated[name], mesh),
         gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),

@@ -5,6 +5,7 @@ and the collectives between them. A backend may fuse the operators:
 
     none        nothing is traced: DTensor plans at every operator of every step
     aot_eager   traced, and run operator by operator
+    merged      the same, with one collective in the place of a block's (`merging`)
     inductor    traced, fused, and compiled by a C++ compiler, or on a GPU by Triton
 
 The whole forward is one graph: torch.compile is told to fail where it would break it (`fullgraph`).
@@ -18,7 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-Backend = Literal["none", "aot_eager", "inductor"]
+from torchpar.compiler.merging import merging_backend
+
+Backend = Literal["none", "aot_eager", "merged", "inductor"]
 
 
 @dataclass
@@ -53,7 +56,7 @@ def resolve_backend(asked: str, device: torch.device) -> Backend:
         return "inductor" if device.type == "cuda" else "none"
     if asked == "inductor" and device.type == "cpu" and not shutil.which("c++"):
         raise ValueError("layout.compile = inductor: there is no C++ compiler: give aot_eager")
-    assert asked in ("none", "aot_eager", "inductor")
+    assert asked in ("none", "aot_eager", "merged", "inductor")
     return asked
 
 
@@ -63,7 +66,9 @@ def compile_forward(module: nn.Module, backend: Backend) -> Compilation:
     if backend != "none":
         import torch._dynamo  # a second, for those that compile
 
-        compile_graph: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+        compile_graph: Callable[..., Any] = (
+            merging_backend if backend == "merged" else torch._dynamo.lookup_backend(backend)
+        )
 
         def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
             report.graphs += 1

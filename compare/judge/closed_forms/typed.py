@@ -15,6 +15,7 @@ from compare.contract.communication import (
     TIED_GRADIENTS,
 )
 from compare.judge.closed_forms.communication import Bytes
+from compare.judge.closed_forms.library import ROW_BIAS
 from compare.judge.closed_forms.sizes import bytes_of, stream_bytes, ticks_of
 from compare.judge.closed_forms.xla import IDLE, ITS_LOSS, ROLLED, SHARED, SLICED, Deviations, tensor_parallel
 from compare.numerics.parameters import block_parameters, end_parameters
@@ -93,13 +94,14 @@ def _tensor_parallel(experiment: Experiment, expected: Bytes) -> Deviations:
 
 
 def _eager(experiment: Experiment) -> float:
-    """Bytes of a pass: gradients of norms, and of one of a layer's two row biases.
+    """Bytes of a pass: gradients of norms, and of one of a layer's two row biases, or with dropout of both.
 
-    The other's is made of what is gathered for the product before it.
+    The other's is made of what is gathered for the product before it; dropout lies between the two.
     """
     model = experiment.model
     _, final_norm = end_parameters(model)
-    of_layer = [p for p in block_parameters(model, 0) if "norm" in p.name or p.name.endswith("mlp.down.bias")]
+    biases = ROW_BIAS if model.dropout else "mlp.down.bias"
+    of_layer = [p for p in block_parameters(model, 0) if "norm" in p.name or p.name.endswith(biases)]
     return bytes_of(final_norm, experiment) + model.n_layer * bytes_of(of_layer, experiment)
 
 
@@ -121,7 +123,7 @@ def _pipeline(experiment: Experiment) -> Deviations:
     }
     if has_replicas:
         found["all_reduce", DP_REPLICATE, GRADIENTS] = (layers / shards, AT_ONCE)
-        found["all_reduce", joined(PP, DP_REPLICATE), GRADIENTS] = (ends / shards, f"{SHARED}, {AT_ONCE}")
+        found["all_reduce", joined(DP_REPLICATE, PP), GRADIENTS] = (ends / shards, f"{SHARED}, {AT_ONCE}")
     else:
         found["all_reduce", PP, GRADIENTS] = (ends / shards, SHARED)
     return found

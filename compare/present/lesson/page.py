@@ -33,6 +33,8 @@ from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
 from compare.terminal.layout_words import layout_in_words
 
 PACKAGES = ("python", "jax", "torch")
+BY_HAND = "manual"
+"""Folder of the engines whose columns a page opens with, beside the first one, until its reader chooses."""
 
 
 class Column(Struct, frozen=True, kw_only=True):
@@ -104,6 +106,10 @@ def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Rec
         parameters=parameter_count(experiment.model),
         versions=_versions(comparison),
         columns=columns,
+        shown=[
+            engine for place, engine in enumerate(records) if not place or ENGINES[engine].folder == BY_HAND
+        ],
+        checked={engine: ENGINES[engine].checks for engine in records},
         holdings=_holdings(list(records), experiment),
         collectives=_collectives(rows),
         worked_in=worked.sentence(),

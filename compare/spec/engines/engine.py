@@ -114,6 +114,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The package that runs it: `python -m SIDE RUN_DIR`."""
     decides: str
     """Who decides where data moves, in a few words."""
+    checks: str = ""
+    """Who says that a collective is forgotten, before the numbers do; a sentence of the lessons."""
     gradient_sync: tuple[str, ...]
     """The gradient synchronisations it offers; one entry where the choice is not ours."""
     folder: str = ""

@@ -3,12 +3,10 @@
 from compare.spec.engines.engine import (
     ALL_ABILITIES,
     LOSS_SCALED,
-    Abilities,
     Engine,
     Holds,
     Layouts,
     Observed,
-    Precisions,
     Side,
 )
 from compare.spec.engines.peers import JAX_PEERS
@@ -53,6 +51,7 @@ JAX = Side(
             side="jaxpar",
             folder="compiler",
             decides="XLA: jit with Mesh and NamedSharding",
+            checks="nobody: XLA makes each sum that the places of the arrays need, and says nothing",
             gradient_sync=("xla",),
             sends_by="xla",
             layouts=Layouts(
@@ -82,6 +81,8 @@ JAX = Side(
             side="jaxpar",
             folder="explicit",
             decides="types: where an array lives is part of it, and each cast says what moves",
+            checks="its types: a contraction over a dim that is split is a ShardingTypeError when the step "
+            "is traced, until it is said what becomes of the sum",
             gradient_sync=("once",),
             sends_by="types",
             layouts=Layouts(
@@ -91,15 +92,8 @@ JAX = Side(
                 schedules=("gpipe", "interleaved"),
                 no_other_schedule=BY_AUTODIFF,
             ),
-            precisions=Precisions(
-                no_other="in float16 its gradients overflow at another step than the other engines'"
-            ),
-            can=Abilities(
-                checkpoints=True,
-                evaluates=True,
-                drops=True,
-                loss_chunks="JAX 0.10 cannot type the scan over chunks of the loss",
-            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
             observed=OBSERVED,
             holds=SCANNED,
             impossible_faults={
@@ -115,6 +109,8 @@ JAX = Side(
             side="jaxpar",
             folder="manual",
             decides="we do: shard_map and lax collectives",
+            checks="JAX's check_vma, in part: it follows along which axes a value varies, and refuses a "
+            "result that is declared equal on all devices and is not known to be",
             gradient_sync=("naive", "flat", "bucketed"),
             layouts=Layouts(
                 zero=(1, 2, 3),

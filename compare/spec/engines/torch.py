@@ -40,7 +40,11 @@ def _not_in_pytorch(layout: Layout) -> str:
 
 def _not_compiled(layout: Layout) -> str:
     """Limits of torch.compile over DTensors (2.13), found out by running it."""
-    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full" and layout.devices > 1:
+    if (
+        layout.compile in ("aot_eager", "merged", "inductor")
+        and layout.remat == "full"
+        and layout.devices > 1
+    ):
         return (
             f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
             "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
@@ -63,6 +67,8 @@ TORCH = Side(
             side="torchpar",
             folder="manual",
             decides="we do: torch.distributed collectives",
+            checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
+            "through forward, on one process without ranks; a forgotten f or g is an error with its line",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
             is_reference=True,  # on one device: the plain module, no container, no collective
             layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
@@ -77,6 +83,8 @@ TORCH = Side(
             side="torchpar",
             folder="library",
             decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
+            checks="nobody before it runs: what no wrapper is told of, such as a norm's gradient under "
+            "sequence parallelism, shows in the ladder alone",
             gradient_sync=("ddp",),
             sends_by="pytorch",
             layouts=Layouts(
@@ -117,6 +125,7 @@ TORCH = Side(
             side="torchpar",
             folder="compiler",
             decides="DTensor: placements on a DeviceMesh",
+            checks="nobody: DTensor makes each sum; an operator without a rule is an error where it runs",
             gradient_sync=("dtensor",),
             sends_by="dtensor",
             layouts=Layouts(
