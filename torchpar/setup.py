@@ -26,7 +26,7 @@ from torchpar.host_memory import keep_freed_memory
 from torchpar.loss_scale import scale_loss, undivided_parts
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
-from torchpar.parallel_model import ParallelModel
+from torchpar.parallel_model import ParallelModel, local
 from torchpar.state import Run
 from torchpar.weights import load_weights, nanogpt_name, read_weights, to_array
 
@@ -113,7 +113,7 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
     rows = {row.name: row for row in parameter_table(request.experiment.model)}
     held, names = parallel.weights(), {name: nanogpt_name(name) for name in rows}
     if all(name in held and not parallel.sharded_over(name) for name in names.values()):
-        return fingerprint(OneByOne(rows, lambda name: to_array(rows[name], held[names[name]])))
+        return fingerprint(OneByOne(rows, lambda name: to_array(rows[name], local(held[names[name]]))))
     return request.init_sha256 or fingerprint(first)
 
 
