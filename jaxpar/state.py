@@ -1,6 +1,6 @@
 """State of training, and the run that it belongs to."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from compare.numerics.data import Corpus
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.shards import Shard, assemble
 from compare.numerics.stream import OwnBatches
-from compare.numerics.weights import Weights
+from compare.numerics.weights import OneByOne, Weights
 from compare.spec.experiment import Experiment, Model
 from jaxpar import weights
 from jaxpar.optimizer import moments
@@ -81,31 +81,21 @@ def sha256_of(sharded: ShardedStep, params: Any, first: Weights, request: Reques
     One tensor after the other; the second way sends nothing, and only process 0 reads them again.
     """
     if jax.process_count() == 1:
-        return fingerprint(Held(params, sharded.placements, request.experiment.model))
+        return fingerprint(held_whole(params, sharded.placements, request.experiment.model))
     return (request.init_sha256 or fingerprint(first)) if jax.process_index() == 0 else ""
 
 
-class Held(Mapping[str, np.ndarray]):
-    """What this process's devices hold, by canonical name: full tensors, put together when asked for.
+def held_whole(tree: Any, placements: Any, model: Model) -> Mapping[str, np.ndarray]:
+    """What this process's devices hold, by canonical name: full tensors, each put together when asked for.
 
     Args:
         tree: placed weights, gradients or moments, with the parameters' structure.
         placements: of its leaves.
         model: the sizes.
     """
-
-    def __init__(self, tree: Any, placements: Any, model: Model):
-        self._shapes = {row.name: row.shape for row in parameter_table(model)}
-        self._parts: dict[str, list[tuple[Shard, np.ndarray]]] = {name: [] for name in self._shapes}
-        for shard, values in held(tree, placements, model):
-            if not shard.replica:
-                self._parts[shard.name].append((shard, values))
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return assemble(self._shapes[name], self._parts[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+    shapes = {row.name: row.shape for row in parameter_table(model)}
+    parts: dict[str, list[tuple[Shard, np.ndarray]]] = {name: [] for name in shapes}
+    for shard, values in held(tree, placements, model):
+        if not shard.replica:
+            parts[shard.name].append((shard, values))
+    return OneByOne(shapes, lambda name: assemble(shapes[name], parts[name]))

@@ -15,7 +15,7 @@ from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import Batches
-from compare.numerics.weights import Weights
+from compare.numerics.weights import OneByOne, Weights
 from compare.spec.engines.torch import TORCH
 from torchpar.comm import process_groups
 from torchpar.comm.devices import PACKAGES
@@ -28,7 +28,7 @@ from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
 from torchpar.parallel_model import ParallelModel, local
 from torchpar.state import Run
-from torchpar.weights import load_weights, nanogpt_name, read_weights, to_arrays
+from torchpar.weights import load_weights, nanogpt_name, read_weights, to_array
 
 PARALLELIZE = {e.name: importlib.import_module(f"torchpar.{e.folder}").parallelize for e in TORCH.engines}
 
@@ -110,12 +110,10 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
 
     The second way reads one tensor after the other again.
     """
-    names = [nanogpt_name(row.name) for row in parameter_table(request.experiment.model)]
-    held = parallel.weights()
-    is_whole = all(name in held and not parallel.sharded_over(name) for name in names)
-    if is_whole:
-        whole = {name: local(held[name]) for name in names}
-        return fingerprint(to_arrays(whole, request.experiment.model))
+    rows = {row.name: row for row in parameter_table(request.experiment.model)}
+    held, names = parallel.weights(), {name: nanogpt_name(name) for name in rows}
+    if all(name in held and not parallel.sharded_over(name) for name in names.values()):
+        return fingerprint(OneByOne(rows, lambda name: to_array(rows[name], local(held[names[name]]))))
     return request.init_sha256 or fingerprint(first)
 
 

@@ -68,7 +68,7 @@ def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, n
     Returns:
         Copies by canonical name, in canonical shapes.
     """
-    return {row.name: _to_numpy(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
+    return {row.name: to_array(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
 
 
 def moment_keys(config: Optimizer) -> dict[str, str]:
@@ -127,6 +127,7 @@ def _fan_in(parameter: Parameter) -> int:
     return math.prod(parameter.shape[: _input_dims(parameter)])
 
 
-def _to_numpy(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
+def to_array(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a whole tensor in nanoGPT's shape, in the table's."""
     array = tensor.detach().to("cpu", copy=True).numpy()
     return np.ascontiguousarray(to_canonical(parameter, array))

@@ -251,8 +251,9 @@ def run_side(
             remove_leftovers(folder)
             remove_unfinished(folder / CHECKPOINTS)
     if hung:
-        hung += f": see {folder / LOG}, or raise --timeout_s"
-        raise _failed(name, hung, folder, exit_code=1)
+        left = files.read_failure(folder)  # by an engine whose launcher still waits for a host
+        hung = left.message if left and not left.is_consequence else hung
+        raise _failed(name, f"{hung}: see {folder / LOG}, or raise --timeout_s", folder, exit_code=1)
     if process.returncode:
         said = why(process.returncode, folder, oom_kills_before=kills)
         code = process.returncode if process.returncode in (2, 3, STOPPED) else 1

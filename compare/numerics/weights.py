@@ -1,7 +1,7 @@
 """Weights by canonical name, each read when it is asked for: whole, or the boxes that a process holds."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,27 @@ class Weights(Mapping[str, np.ndarray]):
     @abstractmethod
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
         """Some boxes of a tensor, each of its box's shape, without the rest of it in memory."""
+
+
+class OneByOne(Mapping[str, np.ndarray]):
+    """Tensors that are put together when they are asked for, and not kept.
+
+    Args:
+        names: canonical.
+        read: of a name, the full tensor.
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
+        self._names, self._read = list(names), read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Given(Weights):

@@ -245,7 +245,7 @@ SMALL = ("--model.n_layer", "2", "--train.batch_size", "4")
 
 
 def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shardpair, tmp_path):
-    """Real processes on the loopback: 2 x 2 devices; then 4 x 1, 1 x 4 and one, of the other framework."""
+    """Real processes on the loopback: 2 x 2 devices; then one, 4 x 1 and 1 x 4, of the other framework."""
     layout = ["--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"]
     engines = ["--engines", "torch-manual", "jax-manual"]
     steps = [*SMALL, "--train.max_iters", "4", "--checkpoint.every", "2"]
@@ -272,9 +272,9 @@ def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shar
     expected = state(first, "torch-manual")
     one = [f"--layout.{degree}=1" for degree in ("dp_shard", "tp")] + ["--layout.zero=0"]
     for begun, engine, elsewhere in (
-        ("torch-manual", "jax-manual", ["--hosts", "4"]),
+        ("torch-manual", "jax-manual", one),
+        ("jax-manual", "torch-manual", ["--hosts", "4"]),
         ("jax-manual", "torch-manual", ["--hosts", "1"]),
-        ("jax-manual", "torch-manual", one),
     ):
         kept = checkpoints_in(first / begun / CHECKPOINTS)[2]
         run = tmp_path / f"{engine}-{elsewhere[-1]}"
