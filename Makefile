@@ -6,9 +6,12 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# One more than two cores have work for: tests that wait for a time-out or a kill leave theirs idle.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure type-errors inserted constraints performance studies plans gpu-bench lessons docs clean
+.PHONY: help demo test test-fast test-guards durations lint format check faults matrix ledger mirror measure links type-errors inserted constraints performance studies plans gpu-bench gpu-day lessons docs clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -22,16 +25,16 @@ demo: $(READY)  ## one experiment, every engine: a verdict, a table and a report
 	$(BIN)/shardpair run demo
 
 test: $(READY)  ## every test, in about 14 minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(PYTEST) $(WORKERS)
 
 test-fast: $(READY)  ## the quick tests, which start no engine, compile no step and run no ranks: a minute
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(PYTEST) 2 -m "not slow"
 
 test-guards: $(READY)  ## the guards of torchpar: wrappers around modules and loops that no engine has
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/torchpar/guards
+	$(PYTEST) 2 tests/torchpar/guards
 
 durations: $(READY)  ## every test, and how long each took: tests/durations.json, which says what test-fast leaves out
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --record_durations
+	$(PYTEST) $(WORKERS) --record_durations
 
 lint: $(READY)  ## ruff and ty
 	$(BIN)/ruff check .
@@ -58,7 +61,11 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 	$(BIN)/shardpair mirror
 
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/data
-	$(BIN)/python docs/studies.py check-float64 check-float32 golden faults
+	$(BIN)/python docs/studies.py proofs
+
+links: $(READY)  ## strategies over a slow link between two hosts, as root on an idle machine; docs/data/links.json
+	$(BIN)/python docs/links.py
+	$(BIN)/python docs/make_docs.py
 
 type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json
 	$(BIN)/python docs/type_errors.py
@@ -73,7 +80,7 @@ constraints: $(READY)  ## what one constraint more or less costs under XLA; docs
 	$(BIN)/python docs/make_docs.py
 
 performance: $(READY)  ## the benches of docs/performance.md anew, on an idle machine: hours; docs/data/*.json
-	$(BIN)/python docs/performance.py
+	$(BIN)/python docs/studies.py benches
 	$(BIN)/shardpair collectives --ranks 2 4 --max_size 16M --picture docs/collectives.png
 	$(BIN)/shardpair buckets baby-gpt --model.block_size 128 --train.batch_size 4 --bucket_mb 1 2.5 10 25 --picture docs/buckets.png
 	$(BIN)/python docs/make_docs.py
@@ -106,6 +113,9 @@ GPU_BENCH := --platform gpu --data.source synthetic --train.gradient_accumulatio
 gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU, timed; on one beside nanoGPT's loop (GPUS=1)
 	$(BIN)/shardpair bench gpt2-124m $(GPU_BENCH) --train.batch_size $$((12 * $(GPUS)))
 	$(BIN)/shardpair bench gpt2-350m $(GPU_BENCH) --train.batch_size $$((6 * $(GPUS)))
+
+gpu-day: $(READY)  ## all that wants a GPU, in one go, resumable: proofs, ledger, profile, memory, benches (STEPS=--dry_run)
+	$(BIN)/python docs/gpu_day.py $(STEPS)
 
 clean:  ## remove the environment and the results
 	rm -rf $(VENV) runs

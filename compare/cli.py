@@ -29,6 +29,7 @@ from compare.commands.report import Report
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.commands.schedule import Draw
+from compare.commands.submit import Submit, behind_end, with_launcher
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.flags.arguments import FixedExperiment, Spec, defaults_for
@@ -52,6 +53,7 @@ COMMANDS: dict[str, type] = {
     "mirror": Mirror,
     "convert": Convert,
     "sample": Sample,
+    "submit": Submit,
 }
 DEFAULT_EXPERIMENT = {
     **{word: study.default for word, study in STUDIES.items()},
@@ -169,6 +171,12 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
         raise ExperimentError(f"{shortened(word)}: no such command{like}; see shardpair --help")
     command: Any = COMMANDS[word]
     prog = f"shardpair {word}"
+    if command is Submit:
+        own, words = behind_end(line)
+        submitted = read_line(Submit, own, prog=prog, default=None)
+        if not isinstance(parse(with_launcher(words))[0], Spec):
+            raise ExperimentError(f"{words[0]} starts no engine: submit a command that does, such as run")
+        return msgspec.structs.replace(submitted, words=words), "demo"
     if not issubclass(command, Spec):
         return read_line(command, line, prog=prog, default=None), "demo"
     name = _experiment_name(arguments)

@@ -197,11 +197,6 @@ class DrawnStudy(Study[AnyStudyOutcome], Generic[AnyStudyOutcome], frozen=True, 
     """Also save the pictures as one file (.png, .svg, .pdf)."""
 
     @property
-    def source(self) -> str:
-        """Where the checkpoints are that it goes on from; '' to begin at step 0."""
-        return ""
-
-    @property
     def drawing(self) -> Path | None:
         """--picture."""
         return self.picture

@@ -136,7 +136,7 @@ class TimedStudy(DrawnStudy[TimedOutcome], frozen=True, kw_only=True):
 
     def continued(self, folder: Path) -> TimedOutcome:
         """Time what is missing. Raises ExperimentError: the data has changed."""
-        with saved_in(folder, TimedOutcome, begun="timed") as saved:
+        with saved_in(folder, self.kept, begun="timed") as saved:
             frozen = freeze_data(saved.experiment, folder)
             prepared = Prepared(experiment=frozen, folder=folder, corpus_sha256=open_corpus(frozen).sha256)
             if prepared.corpus_sha256 != saved.corpus_sha256:

@@ -1,9 +1,5 @@
-"""`make performance`: the benches of docs/performance.md, on an idle machine; what docs/data keeps of each.
+"""The benches of docs/performance.md, and what docs/data keeps of each."""
 
-python docs/performance.py torch-2 itself      # some of them; all take hours
-"""
-
-import sys
 from pathlib import Path
 
 from msgspec import Struct
@@ -103,9 +99,3 @@ def kept(arguments: str, outcome: TimedOutcome) -> Kept:
         warnings=list(found.warnings),
         left_out=found.left_out,
     )
-
-
-if __name__ == "__main__":
-    from studies import main
-
-    sys.exit(main(sys.argv[1:] or list(BENCHES)))

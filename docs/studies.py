@@ -1,7 +1,8 @@
 """`make studies`: run the studies that the docs show, and keep what each found in docs/data/NAME.json.
 
     python docs/studies.py savings moves        # some of them; those that time things need an idle machine
-    python docs/studies.py faults golden        # or proofs, or benches: of these a part is kept
+    python docs/studies.py proofs               # check, golden and faults, of which the errors are kept
+    python docs/studies.py benches              # those of docs/performance.md: hours
 
 A page shows one between `generated: study-NAME` and `end`: its columns are the study's own.
 
@@ -103,6 +104,8 @@ def in_lines(outcome: object) -> bytes:
 def main(names: list[str]) -> int:
     """Run the studies of these names, or those of `SHOWN`. Returns the exit code: 0 if all passed."""
     known = SHOWN | proofs.PROOFS | performance.BENCHES
+    groups = {"proofs": proofs.PROOFS, "benches": performance.BENCHES}
+    names = [one for name in names for one in groups.get(name, (name,))]
     if unknown := sorted(set(names) - set(known)):
         print(f"{unknown[0]}: no such study (there are {', '.join(known)})", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ from functools import partial
 import constraints
 import inserted
 import msgspec
+from links_tables import links_section
 from performance import BENCHES
 from performance_tables import TOLD_COLUMNS, agreement, method, one_device, performance, resolution
 from performance_tables import summary as performance_summary
@@ -252,6 +253,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     f"sentence-{COUNTS}": partial(sentence, COUNTS),
     "details-memory": partial(details_section, "memory"),
     "ledger-summary": ledger_summary,
+    "links": links_section,
     "plans": plans,
     "published-rows": published_rows,
     "published-sources": published_sources,

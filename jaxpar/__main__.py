@@ -63,8 +63,7 @@ def main() -> int:
     if arguments.convert:
         return convert(*arguments.convert)
     try:
-        if process := find_process(arguments, os.environ):
-            require_port(process)
+        process = find_process(arguments, os.environ)
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
@@ -96,7 +95,6 @@ def run(folder: Path, work: Callable[[Path], None], *, process: Process | None =
 
 def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None) -> int:
     on_signals([signal.SIGTERM], partial(_leave, folder, process))
-    StopRequest.listen()
     try:
         work(folder)
     except StoppedEarly as stopped:
@@ -114,6 +112,10 @@ def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, alone or as one of several processes."""
     request = read_request(folder)
+    if process:
+        require_port(process)
+    if request.experiment.checkpoint.every:
+        StopRequest.listen()
     is_first = process is None or process.is_first
     if is_first:
         clear_record(folder)

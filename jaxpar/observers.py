@@ -9,6 +9,7 @@ import numpy as np
 
 from compare.checkpoint.saver import Part
 from compare.contract import recording
+from compare.contract.across_hosts import numbered
 from compare.contract.divergence import first_not_finite
 from compare.contract.early_stop import StopRequest
 from compare.contract.ledger import Ledger
@@ -115,12 +116,13 @@ class RunSide:
             "hosts": hosts_of(run.devices),
         }
         if recorder:
-            leave_program(run, recorder)  # after the CPU time: reading a program is no part of the run
+            # After the CPU time: reading a program is no part of the run.
+            leave_program(run, recorder, costs["hosts"])
         return costs
 
 
-def leave_program(run: Run, recorder: Recorder) -> None:
-    """Memory, instructions and ledger of the compiled step."""
+def leave_program(run: Run, recorder: Recorder, hosts: Sequence[str]) -> None:
+    """Memory, instructions and ledger of the compiled step, whose devices are on these hosts."""
     step, layout, held = run.step, run.experiment.layout, at_rest(run)
     hlo = step.as_text()
     assert hlo, "XLA keeps no text of the compiled step"
@@ -129,7 +131,7 @@ def leave_program(run: Run, recorder: Recorder) -> None:
         recorder.memory(profile)
     recorder.instructions(listing(hlo, layout.axes))
     problems: list[str] = []
-    rows = communications(hlo, layout.axes, problems=problems)
+    rows = communications(hlo, layout.axes, problems=problems, hosts=numbered(hosts))
     recorder.ledger(Ledger(rows=rows, problems=problems))
 
 

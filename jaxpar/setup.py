@@ -84,7 +84,7 @@ def set_up(
         state=state,
         step=step,
         compile_s=clock.wall_s,
-        initial_weights_sha256=sha256_of(sharded, state.params, experiment),
+        initial_weights_sha256=sha256_of(sharded, state.params, initial, request),
         first=compile_step(sharded, state, experiment, with_gradients=True) if request.ladder else None,
     )
     meet("all have compiled")

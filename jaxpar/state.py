@@ -13,6 +13,7 @@ from compare.numerics.data import Corpus
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.shards import Shard, assemble
 from compare.numerics.stream import OwnBatches
+from compare.numerics.weights import Weights
 from compare.spec.experiment import Experiment, Model
 from jaxpar import weights
 from jaxpar.optimizer import moments
@@ -74,11 +75,14 @@ def canonical(sharded: ShardedStep, tree: Any, experiment: Experiment) -> dict[s
     return weights.to_canonical(sharded.unpad(tree), experiment.model)
 
 
-def sha256_of(sharded: ShardedStep, params: Any, experiment: Experiment) -> str:
-    """The SHA-256 of weights as the devices hold them; in a single process one tensor after the other."""
-    if jax.process_count() > 1:
-        return fingerprint(canonical(sharded, params, experiment))
-    return fingerprint(Held(params, sharded.placements, experiment.model))
+def sha256_of(sharded: ShardedStep, params: Any, first: Weights, request: Request) -> str:
+    """The SHA-256 of the first weights: as the devices hold them, or on several hosts as they were given.
+
+    One tensor after the other; the second way sends nothing, and only process 0 reads them again.
+    """
+    if jax.process_count() == 1:
+        return fingerprint(Held(params, sharded.placements, request.experiment.model))
+    return (request.init_sha256 or fingerprint(first)) if jax.process_index() == 0 else ""
 
 
 class Held(Mapping[str, np.ndarray]):

@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
 from compare.contract.early_stop import STOPPED, StoppedEarly
-from compare.contract.processes import add_flags, find_process, require_port
+from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
+    parser.add_argument("--alone", metavar="JSON", help="print what one rank of many sends, as JSON")
     parser.add_argument(
         "--convert",
         nargs=2,
@@ -67,6 +69,8 @@ def main() -> int:
         return 0
     if arguments.ceiling:
         return _ceiling(arguments.ceiling)
+    if arguments.alone:
+        return _alone(arguments.alone)
     if arguments.sample:
         return _sample(arguments.sample)
     if arguments.convert:
@@ -75,7 +79,6 @@ def main() -> int:
         parser.error("RUN_DIR is missing")
     try:
         if process := find_process(arguments, os.environ):
-            require_port(process)
             if "RANK" not in os.environ:  # as torchrun says it
                 os.environ.update(process.variables)
             from torchpar.launcher.interface import choose_interface
@@ -84,7 +87,9 @@ def main() -> int:
     except ExperimentError as error:
         print(error, file=sys.stderr)
         return BAD_REQUEST
-    return run(arguments.run_dir, time_collectives if arguments.collectives else train)
+    return run(
+        arguments.run_dir, time_collectives if arguments.collectives else partial(train, process=process)
+    )
 
 
 def _ceiling(text: str) -> int:
@@ -99,6 +104,22 @@ def _ceiling(text: str) -> int:
         print(error, file=sys.stderr)
         return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
     return DONE
+
+
+def _alone(text: str) -> int:
+    import msgspec
+
+    from compare.contract.rank_alone import read_rank_alone_request
+
+    try:
+        request = read_rank_alone_request(text)
+        from torchpar.alone import run_alone
+
+        print(msgspec.json.encode(run_alone(request)).decode(), flush=True)
+    except ExperimentError as error:
+        print(error, file=sys.stderr)
+        return BAD_REQUEST
+    os._exit(DONE)  # the group is not destroyed: see process_groups.leave_group
 
 
 def _sample(text: str) -> int:
@@ -151,10 +172,12 @@ def run(folder: Path, work: Callable[[Path], None]) -> int:
         return BAD_REQUEST
 
 
-def train(folder: Path) -> None:
-    """Train what folder/request.json asks for, as all ranks or as one of torchrun's."""
+def train(folder: Path, process: Process | None = None) -> None:
+    """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
     from torchpar.launcher import entry, torchrun
 
+    if process:
+        require_port(process)
     request = entry.read_request(folder)
     if "RANK" in os.environ:
         torchrun.become_rank(request, folder, os.environ)

@@ -10,6 +10,7 @@ import torch
 
 from compare.checkpoint.saver import Part
 from compare.contract import recording
+from compare.contract.across_hosts import host_names, numbered
 from compare.contract.early_stop import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.observers import Observer, Observers
@@ -100,16 +101,19 @@ class RankSide:
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         run, instruments = self._run, self._instruments
-        held, host = resident(run, instruments.gradient_bytes), socket.gethostname()
-        costs = (*instruments.found(), cpu_seconds(), held, windows, host)
+        held = resident(run, instruments.gradient_bytes)
+        place = socket.gethostname(), run.rank.local_rank
+        costs = (*instruments.found(), cpu_seconds(), held, windows, place)
         found = run.mesh.world.all_gather_objects(costs)
-        memories, work, ledgers, cpu, residents, windows_of_all, hosts = zip(*found, strict=True)
+        memories, work, ledgers, cpu, residents, windows_of_all, places = zip(*found, strict=True)
         if not recorder:
             return {}
-        engine, stages = ENGINES[run.request.engine], run.experiment.layout.pp
+        engine, hosts = ENGINES[run.request.engine], host_names(places)
+        stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
         recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         recorder.work(work_of_all_ranks(work, stages=stages))
-        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=engine.observed.counts_own_calls))
+        counts_own = engine.observed.counts_own_calls
+        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=counts_own, hosts=numbered(hosts)))
         return {
             "device_kind": device_kind(run.mesh.device),
             "initial_weights_sha256": run.initial_weights_sha256,
@@ -121,7 +125,7 @@ class RankSide:
             "peak_memory_method": CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
             "resident_bytes": {kind: [of_rank[kind] for of_rank in residents] for kind in residents[0]},
             "windows": [merged(parts) for parts in zip(*windows_of_all, strict=True)],
-            "hosts": list(hosts),
+            "hosts": hosts,
         }
 
 

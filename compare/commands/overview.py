@@ -6,6 +6,7 @@ _COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
+        "submit": "a run as a job of SLURM, from a login node",
     },
     "Prove": {},
     "Measure": {},

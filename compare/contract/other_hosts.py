@@ -108,18 +108,33 @@ def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) 
     fewest = min(one.beats for one in waiting.values())
     behind = silent or [n for n, one in waiting.items() if one.beats == fewest]
     others = [number for number in waiting if number not in behind]
-    does = "does not answer" if silent else f"is still in {waiting[behind[0]].where}"
     if not others:
-        hosts = dict.fromkeys(host_of(folder, number) for number in behind)
         message = (
             f"no process made progress for {timeout_s:g} s: all wait in {own.where}, on "
-            f"{', '.join(filter(None, hosts))}: is the link between them cut?"
+            f"{', '.join(_by_host(folder, behind))}: is the link between them cut?"
         )
         return Failure(message=message)
-    named = ", ".join(f"process {number} on {host_of(folder, number)}" for number in behind)
+    alone = len(behind) == 1
+    if silent:
+        does = "does not answer" if alone else "do not answer"
+    else:
+        does = f"{'is' if alone else 'are'} still in {waiting[behind[0]].where}"
+    named = " and ".join(f"{_numbers(theirs)} on {host}" for host, theirs in _by_host(folder, behind).items())
     there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
-    message = f"{named} {does}: no progress for {timeout_s:g} s, while {len(others)} others wait in {there}"
+    wait = f"{_numbers(others)} {'wait' if len(others) > 1 else 'waits'}"
+    message = f"{named} {does}: no progress for {timeout_s:g} s, while {wait} in {there}"
     return Failure(message=message, rank=behind[0])
+
+
+def _by_host(folder: Path, numbers: Iterable[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number in numbers:
+        found.setdefault(host_of(folder, number), []).append(number)
+    return found
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _name(number: int) -> str:

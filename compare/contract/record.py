@@ -230,7 +230,7 @@ HOSTS, WAITING = "hosts.json", "waiting-"
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY, WORK]
-    waiting = [path.name for path in folder.glob(f"{WAITING}*.json")]
+    waiting = [path.name for path in folder.glob(f"{WAITING}*")]
     for name in [*names, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)

@@ -12,7 +12,8 @@ ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk i
 
 _TASK = re.compile(r"^srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)$", re.M)
 _NODE = re.compile(r"^srun: error: Node failure on (?P<host>[\w.,\[\]-]+)$", re.M)
-_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ (?P<why>DUE TO [^*]+?) \*\*\*")
+_CANCELLED = re.compile(r"\*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ (?P<why>DUE TO [^*]+? )?\*\*\*")
+_BY_SRUN = "Terminating StepId"  # what it cancels from here on it ends because a process failed
 _ENDED = ("Terminated", "Exited with exit code")  # as the others end, once one has failed
 
 
@@ -50,8 +51,8 @@ def seen_by_srun(log: str) -> str:
     """The first process that failed, and its host, as srun saw it; '' if it says nothing of the kind."""
     if lost := _NODE.search(log):
         return f"SLURM lost {lost['host']} (node failure)"
-    if cancelled := _CANCELLED.search(log):
-        return f"SLURM ended the step {cancelled['why'].lower()}"
+    if cancelled := _CANCELLED.search(log.partition(_BY_SRUN)[0]):
+        return " ".join(["SLURM cancelled the job", *(cancelled["why"] or "").lower().split()])
     tasks = list(_TASK.finditer(log))
     killed = [task for task in tasks if not task["how"].startswith(_ENDED)]
     for task in killed:

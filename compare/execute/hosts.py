@@ -6,6 +6,7 @@ hosts must see the folder of the run, and the same installation.
 
     local    one host: the engine itself. Several: its processes on this machine, on the loopback: a test
     slurm    `srun` over the hosts of the allocation (`salloc`, `sbatch`)
+    torchrun the hosts of a file (`execute.hostfile`): this one's line is run, the others' are printed
 """
 
 import math
@@ -22,15 +23,17 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.contract.other_hosts import host_of
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, read_failure, write_failure
+from compare.execute.hostfile import line_elsewhere, line_of, read_hostfile, require_first
 from compare.host.exits import describe_exit
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
 
-Launcher = Literal["local", "slurm"]
+Launcher = Literal["local", "slurm", "torchrun"]
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
 CAUSE_GRACE_S = 5.0
@@ -46,11 +49,19 @@ class Hosts(Struct, frozen=True, kw_only=True):
     launcher: Launcher = "local"
     count: int = 1
     """Number of hosts."""
+    slots: Mapping[str, int] = {}
+    """Devices by host, of a hostfile."""
 
     @property
     def several(self) -> bool:
         """True unless the engine is one command on this machine, as it is without any launcher."""
         return self.count > 1 or self.launcher != "local"
+
+    def under(self, layout: Layout) -> "Hosts":
+        """The hosts that a layout needs: a reference on one device runs on the first."""
+        if layout.devices > 1 or self.count == 1:
+            return self
+        return replace(self, count=1) if self.launcher == "slurm" else HERE
 
     def require(self, layout: Layout) -> None:
         """Refuse a layout whose devices the hosts do not divide. Raises ExperimentError."""
@@ -59,6 +70,12 @@ class Hosts(Struct, frozen=True, kw_only=True):
                 f"--hosts {self.count}: they do not divide the layout's {layout.devices} devices: choose "
                 "degrees whose product they divide"
             )
+        for name, devices in self.slots.items():
+            if layout.devices // self.count > devices:
+                raise ExperimentError(
+                    f"{name} slots={devices}: the layout's {layout.devices} devices over {self.count} hosts "
+                    f"need {layout.devices // self.count} on each"
+                )
 
     def command(
         self, python: str, side: Side, folder: Path, *, layout: Layout, options: Sequence[str] = ()
@@ -76,27 +93,56 @@ class Hosts(Struct, frozen=True, kw_only=True):
         if not self.several:
             return run
         self.require(layout)
-        on_host = layout.devices // self.count if side.one_process_a_device else 1
+        on_host = self._on_host(side, layout)
+        if self.launcher == "torchrun":
+            return line_of(0, list(self.slots), run, side, folder, on_host=on_host)
         if self.launcher == "slurm":
             return [*srun(self.count, on_host), "--kill-on-bad-exit=1", "--unbuffered", *run]
         starter = ["--hosts", str(self.count), "--on_host", str(on_host), "--folder", str(folder.absolute())]
         return [sys.executable, "-m", "compare.execute.local_hosts", *starter, *run]
+
+    def _on_host(self, side: Side, layout: Layout) -> int:
+        """Processes of a side on each host."""
+        return layout.devices // self.count if side.one_process_a_device else 1
+
+    def elsewhere(
+        self, python: str, side: Side, folder: Path, *, layout: Layout, platform: str
+    ) -> dict[str, str]:
+        """What a person has to run on the other hosts of a hostfile, by host; empty with another launcher."""
+        names, run = list(self.slots), [python, "-m", side.name, str(folder.absolute())]
+        on_host = self._on_host(side, layout)
+        return {
+            name: line_elsewhere(line_of(number, names, run, side, folder, on_host=on_host), side, platform)
+            for number, name in enumerate(names[1:], start=1)
+        }
 
 
 HERE = Hosts()
 """This machine, without a launcher."""
 
 
-def find_hosts(launcher: Launcher, count: int, environment: Mapping[str, str] = os.environ) -> Hosts:
-    """The hosts that the flags ask for, or that an allocation of SLURM has.
+def find_hosts(
+    launcher: Launcher,
+    count: int,
+    hostfile: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Hosts:
+    """The hosts that the flags ask for, that an allocation of SLURM has, or a hostfile.
 
     Args:
         launcher: how engines start.
-        count: of hosts; 0 for all of the allocation, or this one.
+        count: of hosts; 0 for all of the allocation or the file, or this one.
+        hostfile: for torchrun.
+        environment: has SLURM's variables.
 
     Raises:
-        ExperimentError: there is no allocation, it has fewer hosts, or SLURM is not installed here.
+        ExperimentError: there is no allocation, it has fewer hosts, or SLURM is not installed here; a
+            hostfile that is missing, bad, for another launcher, or whose first host this is not.
     """
+    if (hostfile is None) == (launcher == "torchrun"):
+        raise ExperimentError("--launcher torchrun and --hostfile FILE: give both, or none of them")
+    if hostfile:
+        return _of_hostfile(hostfile, count)
     if launcher == "local":
         return Hosts(count=count or 1)
     if not shutil.which("srun"):
@@ -110,6 +156,15 @@ def find_hosts(launcher: Launcher, count: int, environment: Mapping[str, str] = 
     if count > int(there):
         raise ExperimentError(f"--hosts {count}: the allocation has {there}")
     return Hosts(launcher=launcher, count=count or int(there))
+
+
+def _of_hostfile(hostfile: Path, count: int) -> Hosts:
+    found = read_hostfile(hostfile)
+    if count > len(found):
+        raise ExperimentError(f"--hosts {count}: {hostfile} has {len(found)}")
+    slots = dict(list(found.items())[: count or len(found)])
+    require_first(list(slots))
+    return Hosts(launcher="torchrun", count=len(slots), slots=slots)
 
 
 def require_shared(folder: Path, hosts: Hosts) -> None:
@@ -188,19 +243,24 @@ def start_together(hosts: int, on_host: int, command: Sequence[str], folder: Pat
 
 def _to_blame(failed: Mapping[int, int], folder: Path) -> int | None:
     """A process that was killed, or one that left its own error; None as long as all tell of lost peers."""
-    killed = [number for number, code in failed.items() if code < 0 and -code not in AS_CONSEQUENCE]
-    if killed:
-        return killed[0]
     failure = read_failure(folder)
-    return next(iter(failed)) if failure and not failure.is_consequence else None
+    if failure and not failure.is_consequence:
+        return next(iter(failed))
+    # Who only saw another one go has left word of that, or was aborted by C++.
+    causes = [n for n, code in failed.items() if (code > 0 and not failure) or _is_killed(code)]
+    return min(causes, key=lambda n: not _is_killed(failed[n]), default=None)
+
+
+def _is_killed(code: int) -> bool:
+    return code < 0 and -code not in AS_CONSEQUENCE
 
 
 def _end(others: Mapping[int, subprocess.Popen], folder: Path, number: int, failed: Mapping[int, int]) -> int:
     """End the others. Returns the exit code of the one to blame, for whom we leave a word if it could not."""
     code, failure = failed[number], read_failure(folder)
-    if not failure or failure.is_consequence:
+    if not failure or (failure.is_consequence and _is_killed(code)):
         host = host_of(folder, number) or socket.gethostname()
-        message = f"process {number} on {host} {describe_exit(code)}"
+        message = f"process {number} on {host} {'was ' if code < 0 else ''}{describe_exit(code)}"
         write_failure(folder, Failure(message=message, rank=number))
     for process in others.values():
         process.kill()

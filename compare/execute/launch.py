@@ -29,6 +29,7 @@ from compare.contract.early_stop import STOPPED
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
 from compare.execute.blame import LOG, why
+from compare.execute.hostfile import print_elsewhere
 from compare.execute.hosts import HERE, Hosts, require_shared, without_place
 from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
@@ -111,6 +112,7 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
             do not divide the devices.
         EnvironmentMissing: platform gpu without an NVIDIA driver.
     """
+    hosts = hosts.under(experiment.layout)
     hosts.require(experiment.layout)
     wanted = experiment.layout.devices // hosts.count
     if platform == "cpu":
@@ -179,16 +181,21 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
     folder.mkdir()
+    hosts = hosts.under(request.experiment.layout)
     require_shared(folder, hosts)
     files.write_json(folder / files.REQUEST, request)
+    side, layout = side_of(request.engine), request.experiment.layout
+    python = (pythons or {}).get(side.name, sys.executable)
+    print_elsewhere(hosts.elsewhere(python, side, folder, layout=layout, platform=request.platform))
     run_side(
-        side_of(request.engine),
+        side,
         folder,
         name=request.engine,
         platform=request.platform,
         timeout_s=request.timeout_s,
         pythons=pythons,
-        launcher=functools.partial(hosts.command, layout=request.experiment.layout),
+        launcher=functools.partial(hosts.command, layout=layout),
+        elsewhere=hosts.launcher != "local",
         on_step=on_step,
     )
     return files.read_record(folder)
@@ -204,6 +211,7 @@ def run_side(
     options: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
     launcher: Callable[..., list[str]] = ALONE,
+    elsewhere: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> None:
     """Run `python -m SIDE OPTIONS FOLDER` to its end.
@@ -215,6 +223,7 @@ def run_side(
         platform, timeout_s: as in the request.
         options: what it is to do with the request; by default, train.
         launcher: makes the command: see `Hosts.command`; by default on this machine alone.
+        elsewhere: that command's processes are on other machines.
         pythons, on_step: as for `launch`.
 
     Raises:
@@ -235,7 +244,8 @@ def run_side(
             env=child_environment(side, platform),
         )
         try:
-            hung = watch(process, folder, timeout_s=timeout_s, on_step=on_step or (lambda step: None))
+            told = on_step or (lambda step: None)
+            hung = watch(process, folder, timeout_s=timeout_s, on_step=told, elsewhere=elsewhere)
         finally:
             _end(process)
             remove_leftovers(folder)

@@ -16,12 +16,18 @@ GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, w
 
 
 def watch(
-    process: subprocess.Popen, folder: Path, *, timeout_s: float, on_step: Callable[[Step], None]
+    process: subprocess.Popen,
+    folder: Path,
+    *,
+    timeout_s: float,
+    on_step: Callable[[Step], None],
+    elsewhere: bool = False,
 ) -> str:
     """Wait for the process, passing on its steps. Returns what is wrong if it hangs, else ''.
 
     An engine knows best whether it hangs: it tells a compilation from a step. This is for one that cannot
-    even say so: its process is stopped, or it neither finishes a step nor computes.
+    even say so: its process is stopped, or it neither finishes a step nor computes. Whether processes on
+    other hosts compute is not seen (`elsewhere`): they are only judged from their first step on.
     """
     patience_s = timeout_s + GRACE_S
     tree = ProcessTree(process.pid)
@@ -37,7 +43,8 @@ def watch(
                 return ""
             if time.monotonic() - last_look > look_s(timeout_s):
                 last_look = time.monotonic()
-                if (tree.is_busy() or moved) and not tree.is_stopped():
+                starts = elsewhere and not seen
+                if (tree.is_busy() or moved or starts) and not tree.is_stopped():
                     last_sign = last_look
                 moved = False
             if time.monotonic() - last_sign > patience_s:

@@ -70,10 +70,13 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
     launcher: Launcher = "local"
     """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
-    `sbatch`); they must share the folder of the results."""
+    `sbatch`); they must share the folder of the results. torchrun: on those of --hostfile, of which this is
+    the first: what the others have to run is printed, a line each."""
+    hostfile: Path | None = None
+    """Hosts for --launcher torchrun, a line each: `host0 slots=4`."""
     hosts: int = 0
-    """Hosts to run on. Default: all of the allocation, or this one. With --launcher local 2 or more are
-    processes of this machine that believe to be several hosts: a test."""
+    """Hosts to run on. Default: all of the allocation or the file, or this one. With --launcher local 2 or
+    more are processes of this machine that believe to be several hosts: a test."""
     run_dir: str = ""
     """Folder of the results; must not exist. Default: runs/NAME-TIME."""
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
@@ -155,7 +158,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             timeout_s=self.timeout_s,
             cache_dir=self._cache(),
             pythons=checked_pythons(self),
-            hosts=find_hosts(self.launcher, self.hosts),
+            hosts=find_hosts(self.launcher, self.hosts, self.hostfile),
             init_from=self.init_from,
         )
 
@@ -243,12 +246,13 @@ class Spec(SidePythons, frozen=True, kw_only=True):
                 f"--dry_run is for a new run, and --continue {self.continue_} goes on with an old one: give "
                 f"one of them"
             )
-        self.settings()
+        hosts = self.settings().hosts
         planned = plan(
             experiment,
             cases,
             platform=self.platform,
             left_out=left_out or {},
+            hosts=hosts,
             init_from=self.init_from,
             resume=resume,
         )

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.memory import elements_of_stage
 from compare.judge.closed_forms.sizes import microbatches_of
+from compare.numerics.optimizer import moment_names
 from compare.plan.machine import Machine
 from compare.plan.traffic import NOTHING
 from compare.plan.work import Product, Shape
@@ -32,9 +33,9 @@ PRODUCTS = [(1e6, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.
 FUSED_BACKWARD = 2.5
 LOGITS = 6 * 4.0
 """Bytes of a logit, in float32, that the loss and its gradient read or write."""
-ADAM, SUMS, CASTS = 8 * 4.0, 3 * 4.0, 4.0 + 2.0
-"""Bytes of a parameter: clipping reads a gradient, Adam reads four numbers and writes three; a pass adds its
-gradient to the sum; a cast reads 32 bits and writes 16."""
+UPDATED, MOMENT, SUMMED, CAST = 4 * 4.0, 2 * 4.0, 3 * 4.0, 4.0 + 2.0
+"""Bytes of a parameter: clipping reads a gradient, the optimizer reads it again, and reads and writes the
+weight and each moment; a pass adds its gradient to the sum; a cast reads 32 bits and writes 16."""
 
 Part = Literal["products", "attention", "vectors", "recomputed", "tensor", "pipeline", "data", "update"]
 
@@ -217,14 +218,15 @@ def head_and_loss(setting: Setting) -> list[Term]:
 
 
 def update(setting: Setting, *, stage: int) -> list[Term]:
-    """Adam and clipping on a device's shard, and what a pass does to all parameters."""
+    """The optimizer on a device's shard, and what a pass does to all parameters."""
     layout, ways = setting.experiment.layout, setting.ways
     held = elements_of_stage(setting.engine, setting.experiment, stage=stage) * ways.scale.get("weights", 1.0)
+    moments = len(moment_names(setting.experiment.optimizer))
     shard = held / (layout.dp_shard if layout.zero >= SHARDED_FROM["optimizer"] else 1)
     parts = {
-        "Adam and clipping": (1, ADAM, shard),
-        "gradients added up": (setting.passes if setting.passes > 1 else 0, SUMS, held),
-        "weights cast to 16 bits": (setting.passes * ways.casts, CASTS, held),
+        "optimizer and clipping": (1, UPDATED + MOMENT * moments, shard),
+        "gradients added up": (setting.passes if setting.passes > 1 else 0, SUMMED, held),
+        "weights cast to 16 bits": (setting.passes * ways.casts, CAST, held),
     }
     return [
         Term(

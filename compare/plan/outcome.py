@@ -1,7 +1,8 @@
 """What `shardpair plan` keeps."""
 
-import msgspec
+from msgspec import Struct, field
 
+from compare.judge.ledger_lines import Line
 from compare.judge.outcome import StudyOutcome
 from compare.plan.machine import Machine
 from compare.plan.search import USABLE, Candidate, Found, frontier
@@ -10,7 +11,7 @@ from compare.spec.experiment import Experiment, ExperimentError
 KEPT = 400
 
 
-class Full(msgspec.Struct, frozen=True, kw_only=True):
+class Full(Struct, frozen=True, kw_only=True):
     """Layouts that do not fit, and of which class a device is full."""
 
     layouts: int
@@ -31,6 +32,10 @@ class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
     """By the class with which a device is full."""
     explain: str = ""
     """The layout whose sum is written out."""
+    alone: dict[str, list[Line]] = field(default_factory=dict)
+    """By a layout's name: what its first rank sent when it ran alone, beside the closed form."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be read of that."""
 
     @property
     def is_blank(self) -> bool:

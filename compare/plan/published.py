@@ -1,4 +1,4 @@
-"""Predictions of published rows, each from its own settings; nothing is fitted: `published.toml`.
+"""Predictions of published rows, each from its own settings, with the same constants: `published.toml`.
 
 The null model says the median utilisation of a table for each of its rows: a planner must beat it.
 """

@@ -1,5 +1,6 @@
 """Tables and figures of a plan."""
 
+from compare.judge.ledger_lines import Line
 from compare.plan.compute import Term
 from compare.plan.outcome import Full, PlanOutcome
 from compare.plan.predict import PARTS, predict
@@ -7,10 +8,21 @@ from compare.plan.search import USABLE, Candidate, frontier
 from compare.show.findings import Column, Figure, Series, Table, table_of
 from compare.terminal.units import human_bytes
 
+COLOURS = 7
+"""Of the palette; the last part has the ink's."""
 DROPPED = (
     Column[tuple[str, Full]]("full with", lambda row: row[0]),
     Column[tuple[str, Full]]("layouts", lambda row: row[1].layouts, ",d"),
     Column[tuple[str, Full]]("the smallest needs", lambda row: row[1].least, human_bytes),
+)
+LINES = (
+    Column[Line]("kind", lambda line: line.kind),
+    Column[Line]("axis", lambda line: line.axis),
+    Column[Line]("purpose", lambda line: line.purpose),
+    Column[Line]("calls", lambda line: line.calls, ",d"),
+    Column[Line]("closed form (B)", lambda line: line.expected, ",.0f"),
+    Column[Line]("sent (B)", lambda line: line.found, ",d", news=lambda line: "fail" if line.is_new else ""),
+    Column[Line]("is", lambda line: line.why or line.state),
 )
 TERMS = (
     Column[Term]("part", lambda term: PARTS[term.part]),
@@ -77,7 +89,8 @@ def bars(best: list[Candidate]) -> Figure:
     """Time by part, a bar for each of the best."""
     begin = [0.0] * len(best)
     series = []
-    for colour, (part, words) in enumerate(PARTS.items()):
+    for place, (part, words) in enumerate(PARTS.items()):
+        colour = place if place < COLOURS else None
         lengths = [one.parts.get(part, 0.0) * 1e3 for one in best]
         if any(lengths):
             places = range(len(best))

@@ -11,6 +11,7 @@ from compare.contract.communication import Communication
 from compare.contract.record import read_record
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import ORDER, Line
+from compare.present.host_tables import crossing_table
 from compare.present.tables import by_reason
 from compare.show.findings import Column, Findings, Row, Table, Text, table_of
 from compare.show.markdown import markdown_of
@@ -38,6 +39,7 @@ PLACES = (
     Column[Communication]("calls", lambda row: row.calls, ",d"),
     Column[Communication]("turns", lambda row: " x ".join(map(str, row.loops))),
     Column[Communication]("bytes", lambda row: row.bytes, ",d"),
+    Column[Communication]("across hosts", lambda row: row.crossing_bytes or None, ",d"),
     Column[Communication]("from", lambda row: row.source),
 )
 
@@ -106,7 +108,7 @@ def findings_of_ledgers(found: LedgerStudy, folder: Path, *, places: bool) -> Fi
         value=found,
         passed=found.passed,
         tables=[
-            *map(table_of_layout, layouts_of(found.ledgers)),
+            *(table for one in layouts_of(found.ledgers) for table in tables_of_layout(one)),
             *(
                 table_of(
                     f"{ledger.case}: every place",
@@ -139,13 +141,19 @@ def page(found: LedgerStudy) -> str:
     parts += ["", "## Known patterns", ""]
     parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(found.ledgers)]
     for of_layout in layouts_of(found.ledgers):
-        table = table_of_layout(of_layout)
-        parts += ["", f"## {table.name[0].upper()}{table.name[1:]}", "", markdown_of(table)]
+        for table in tables_of_layout(of_layout):
+            parts += ["", f"## {table.name[0].upper()}{table.name[1:]}", "", markdown_of(table)]
         parts += [f"\n{line}." for ledger in of_layout for line in _incomplete(ledger)]
     if found.left_out:
         left_out = by_reason(found.left_out).items()
         parts += ["", "## Left out", "", *(f"- {', '.join(names)}: {why}." for why, names in left_out)]
     return "\n".join(parts) + "\n"
+
+
+def tables_of_layout(ledgers: Sequence[EngineLedger]) -> list[Table]:
+    """The lines of one layout and, of a run over several hosts, what of them crosses hosts."""
+    across = {ledger.engine: ledger.crossings for ledger in ledgers if ledger.crossings}
+    return [table_of_layout(ledgers), *([crossing_table(across)] if across else [])]
 
 
 def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:

@@ -1,8 +1,8 @@
 """The axes of the mesh, declared once: their names and order, what each splits, and who shares a batch.
 
     axis           what its devices split                        rows of a batch
-    pp             the layers                                    the same
     dp_replicate   nothing: each has a replica                   its own
+    pp             the layers                                    the same
     dp_shard       a replica's state, as far as ZeRO says        its own
     tp             heads, MLP and vocabulary of each layer       the same
 
@@ -28,10 +28,11 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     """Its devices have rows of their own of each batch; loss and gradients are means over it."""
 
 
-# tp talks most, so that it is innermost: its devices are neighbours.
+# Devices are numbered host after host. tp talks most, so that it is innermost: its devices are neighbours.
+# dp_replicate talks once a step, so that it is outermost: of several hosts it is the first axis that crosses.
 MESH_AXES = (
-    MeshAxis(name=PP, splits=(LAYER,)),
     MeshAxis(name=DP_REPLICATE, splits_batch=True),
+    MeshAxis(name=PP, splits=(LAYER,)),
     MeshAxis(name=DP_SHARD, splits_batch=True),
     MeshAxis(name=TP, splits=("heads", "mlp", "vocab")),
 )

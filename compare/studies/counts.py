@@ -119,7 +119,7 @@ def counted(record: Record) -> list[CountedKind]:
         lane.device: Counter((span.operation, span.axis, span.purpose) for span in lane.spans)
         for lane in record.timeline.lanes
     }
-    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
+    stages = [layout.stage_of(device) for device in range(layout.devices)]
     seen = {key for of_device in ran.values() for key in of_device if key[0]}
     return [
         CountedKind(

@@ -3,11 +3,14 @@
 from msgspec import Struct
 from rich.table import Table
 
+from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
 from compare.numerics.data import open_corpus
+from compare.present.host_tables import crossing_words, host_table, planned_hosts
+from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, to_toml
+from compare.spec.experiment import Experiment, ExperimentError, Layout, to_toml
 from compare.studies.cases import Case
 from compare.studies.fitting import require_case
 from compare.studies.memory_estimate import estimate_memory, may_not_fit
@@ -27,6 +30,7 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
     engine: str
     layout: str
     """In words, with its devices."""
+    degrees: Layout
     devices: int
     steps: int
     gradient_sync: str
@@ -58,6 +62,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """What is wrong with data and initial weights, as far as it shows without reading all of the data."""
     cases: list[PlannedCase]
     """The first is the reference."""
+    hosts: int = 1
+    """Number of hosts that the devices of each case are spread over."""
     left_out: dict[str, str]
     """What an engine cannot express, by name, and why."""
 
@@ -74,6 +80,7 @@ def plan(
     *,
     platform: str,
     left_out: dict[str, str],
+    hosts: Hosts = HERE,
     init_from: str = "",
     resume: str = "",
 ) -> Plan:
@@ -84,6 +91,7 @@ def plan(
         cases: what would be run; the first is the reference.
         platform: cpu or gpu.
         left_out: what is not among the cases, and why.
+        hosts: where they would run.
         init_from: a user's own initial weights.
         resume: where checkpoints are to go on from.
     """
@@ -97,7 +105,8 @@ def plan(
         init_from=init_from,
         resume=resume,
         input_refusals=[reason for reason in (data_refusal, weights_refusal, resume_refusal) if reason],
-        cases=[_planned(case, platform) for case in cases],
+        cases=[_planned(case, platform, hosts) for case in cases],
+        hosts=hosts.count,
         left_out=left_out,
     )
 
@@ -123,6 +132,10 @@ def show(planned: Plan, *, as_json: bool) -> int:
         console.print(doubt, style="yellow", soft_wrap=True)
     for layout in dict.fromkeys(case.layout for case in planned.cases):
         console.print(f"layout: {layout}", soft_wrap=True)
+    for layout in dict.fromkeys(case.degrees for case in planned.cases if not case.refusal):
+        if planned.hosts > 1:
+            console.print(terminal_table(host_table(layout, planned_hosts(layout, planned.hosts))))
+            console.print(crossing_words(layout, planned.hosts), soft_wrap=True)
     source, tokens = planned.experiment.data.source, planned.training_tokens
     if tokens:
         console.print(f"data: {source}: {tokens:,} tokens to train on, which are read when it runs")
@@ -155,9 +168,9 @@ def _look_at_data(experiment: Experiment) -> tuple[int, str]:
         return 0, str(error)
 
 
-def _planned(case: Case, platform: str) -> PlannedCase:
+def _planned(case: Case, platform: str, hosts: Hosts) -> PlannedCase:
     engine, experiment = ENGINES[case.engine], case.experiment
-    refusal = _refusal(case, platform)
+    refusal = _refusal(case, platform, hosts)
     estimate = estimate_memory(case.engine, experiment)
     sizes = estimate.per_device
     fullest = sizes.index(max(sizes))
@@ -165,6 +178,7 @@ def _planned(case: Case, platform: str) -> PlannedCase:
         name=case.name,
         engine=case.engine,
         layout=layout_in_words(experiment, platform),
+        degrees=experiment.layout,
         devices=experiment.layout.devices,
         steps=experiment.train.max_iters,
         gradient_sync="" if refusal else engine.gradient_sync_for(experiment.layout),
@@ -175,10 +189,10 @@ def _planned(case: Case, platform: str) -> PlannedCase:
     )
 
 
-def _refusal(case: Case, platform: str) -> str:
+def _refusal(case: Case, platform: str, hosts: Hosts) -> str:
     """The objection that `compare_cases` would raise."""
     try:
-        require_case(case.engine, case.experiment, platform=platform)
+        require_case(case.engine, case.experiment, platform=platform, hosts=hosts)
     except (ExperimentError, EnvironmentMissing) as error:
         return str(error)
     return ""

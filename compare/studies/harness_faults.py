@@ -376,6 +376,12 @@ HARNESS_FAULTS = {
         _fault("other_sync", STRATEGY, "gradients in 99 messages", _ledger(calls=99)),
         _fault("other_messages", STRATEGY, "gradients sent in bfloat16", _ledger(dtype="bfloat16")),
         _fault("incomplete_ledger", STRATEGY, "a ledger that is not complete", _with_a_problem),
+        _fault(
+            "other_hosts",
+            STRATEGY,
+            "its devices were on two hosts, and nothing crossed",
+            _manifest(hosts=["one", "another"]),
+        ),
         _fault("held_more", STRATEGY, "optimizer state twice as large", _held_twice),
         _fault("failed_as_well", READING, "an error.json beside the manifest", _failed_as_well),
         _fault("no_steps", READING, "an emptied steps file", _garble(files.STEPS, lambda text: b"")),

@@ -1,27 +1,33 @@
 """`shardpair plan`: which layout, how long a step, will it fit, on a machine that need not be here."""
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
 from compare.contract.request import Platform
+from compare.execute.alone import lines_alone, require_alone
 from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
 from compare.flags.arguments import Hidden, StudiedName
+from compare.flags.chosen_layout import DEVICES
+from compare.flags.pythons import checked_pythons
 from compare.judge.outcome import save
-from compare.plan.machine import read_machine
+from compare.plan.machine import Machine, read_machine, slowed
 from compare.plan.outcome import PlanOutcome, chosen, keep
 from compare.plan.search import search
-from compare.plan.tables import DROPPED, about, bars, columns, scatter, sentence, written_out
+from compare.plan.tables import DROPPED, LINES, about, bars, columns, scatter, sentence, written_out
 from compare.show.findings import Findings, table_of
-from compare.spec.engines.registry import REFERENCE
-from compare.spec.experiment import Experiment
+from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case
 from compare.studies.runner import new_folder
+from compare.studies.this_machine import HERE, machine_of
 from compare.study import DrawnStudy, findings_of
 
 BEST = 10
+ALONE_S = 600.0
 
 
 class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
@@ -38,13 +44,20 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     """
 
     machine: str = "h100x8"
-    """A chip and how many: h100x64, v5e-256 (`shardpair list` names them); a TOML file of your own."""
+    """A chip and how many: h100x64, v5e-256; a TOML file of your own; or here, herex2: this machine's CPU,
+    whose products, memory and all-reduce are measured first, in about a minute."""
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
     link_speed: float = 1.0
     """Bandwidth of all links, times this: 0.1 for ten times slower."""
+    anyway: bool = False
+    """Measure a busy machine, too, for --machine here."""
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
+
+    alone: bool = False
+    """Also run the first rank of the best layout, or of the explained one, here without the others, and hold
+    what it sends against the closed form. For engines of torchpar, and models that this machine can train."""
 
     brief = "which layout, how long a step, will it fit: predicted"
     group = "Read"
@@ -68,7 +81,8 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
 
     def planned(self, default: Experiment) -> PlanOutcome:
         """The search. Raises ExperimentError: no such machine, nothing is legal, nothing to explain."""
-        experiment, machine = self.asked(), read_machine(self.machine, link_speed=self.link_speed)
+        experiment = self.asked()
+        machine = self._machine(experiment)
         found = search(self.engine, experiment, machine, fixed=self.said.flags)
         outcome = keep(
             found,
@@ -81,7 +95,29 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         )
         if self.explain:
             chosen(outcome)
-        return outcome
+        return self._with_alone(outcome) if self.alone else outcome
+
+    def _machine(self, experiment: Experiment) -> Machine:
+        """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
+        found = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
+        if not found:
+            return read_machine(self.machine, link_speed=self.link_speed)
+        how = {"pythons": checked_pythons(self), "anyway": self.anyway, "quiet": self.quiet}
+        here = machine_of(HERE, int(found[1] or DEVICES), self.engine, experiment, **how)
+        return slowed(here, self.link_speed) if self.link_speed != 1 else here
+
+    def _with_alone(self, outcome: PlanOutcome) -> PlanOutcome:
+        """The plan with what one rank of a layout sends. Raises ExperimentError, EnvironmentMissing."""
+        require_alone(self.engine)
+        if not outcome.candidates or outcome.machine.devices == 1:
+            raise ExperimentError("--alone: there is no layout of several devices that fits")
+        one = chosen(outcome) if self.explain else outcome.candidates[0]
+        python, spec = checked_pythons(self)[side_of(self.engine).name], one.of(outcome.experiment)
+        try:
+            lines, problems = lines_alone(self.engine, spec, python, timeout_s=ALONE_S)
+        except ValueError as error:
+            raise ExperimentError(f"--alone: {one.name}: {error}") from None
+        return msgspec.structs.replace(outcome, alone={one.name: lines}, problems=problems)
 
     def cases_of(self, planned: PlanOutcome) -> list[Case]:
         """None: nothing runs."""
@@ -106,6 +142,9 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
             tables.append(table_of("What does not fit", DROPPED, list(outcome.dropped.items())))
         if outcome.explain:
             tables.append(written_out(outcome, chosen(outcome)))
+        for name, lines in outcome.alone.items():
+            tables.append(table_of(f"What the first rank of {name} sends, run alone", LINES, lines))
+        odd = any(line.is_new for lines in outcome.alone.values() for line in lines)
         return findings_of(
             outcome,
             title=f"{outcome.name} for {outcome.machine.name}, {outcome.engine}",
@@ -114,5 +153,6 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
             tables=tables,
             figures=[bars(best), scatter(outcome)] if best else [],
             rows=best,
-            passed=bool(best),
+            passed=bool(best) and not odd and not outcome.problems,
+            warnings=outcome.problems,
         )

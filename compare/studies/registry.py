@@ -24,6 +24,7 @@ from compare.studies.resume import Resume
 from compare.studies.run import Run
 from compare.studies.savings import Savings
 from compare.studies.sweep import Sweep
+from compare.studies.tune import Tune
 from compare.study import Question
 
 STUDIES: dict[str, type[Question]] = {
@@ -49,6 +50,7 @@ STUDIES: dict[str, type[Question]] = {
         Memory,
         Savings,
         Plan,
+        Tune,
     )
 }
 

@@ -4,12 +4,12 @@ Devices of a CPU share its cores: what is measured is what one of them has while
 """
 
 import math
-import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, OURS
@@ -17,16 +17,13 @@ from compare.contract.communication import ring_wire_bytes
 from compare.execute.ceiling import measure_ceiling
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
-from compare.host.disk import write_atomically
 from compare.host.facts import cores
-from compare.plan.machine import Link, Machine
+from compare.plan.machine import Link, Machine, read_machine
 from compare.spec.engines.registry import side_of
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.studies.collective_runs import Order, requests_of, run_requests, sizes_between
 
 HERE = "here"
-FILE = "here.toml"
-"""In a study's folder: `--machine FILE` plans for it again without measuring."""
 SIZES = (64, 128, 256, 512, 1024)
 """Rows and columns of the products that are timed."""
 COPIED = 64 * 2**20
@@ -81,9 +78,30 @@ def measure_here(
     )
 
 
-def keep(machine: Machine, folder: Path) -> None:
-    """Write here.toml, which `--machine` reads."""
-    write_atomically(folder / FILE, msgspec.toml.encode(machine))
+def machine_of(text: str, devices: int, engine: str, experiment: Experiment, **how: Any) -> Machine:
+    """The machine that a flag names: this one, measured now, or that of a file.
+
+    Args:
+        text: here, or as of `read_machine`, with so many devices.
+        devices: of this machine.
+        engine, experiment: as of `measure_here`.
+        how: its other arguments, but for the folder.
+
+    Raises:
+        ExperimentError: no such machine, or it has another number of devices.
+        EnvironmentMissing, Interrupted: as of `measure_here`.
+    """
+    if text != HERE:
+        machine = read_machine(text)
+        if machine.devices != devices:
+            raise ExperimentError(
+                f"--machine {text} has {machine.devices} devices, --devices {devices}: make them one"
+            )
+        return machine
+    if not 1 <= devices <= MAX_CPU_DEVICES:
+        raise ExperimentError(f"--devices {devices}: give between 1 and {MAX_CPU_DEVICES}")
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_here(engine, experiment, devices, folder=Path(folder) / "collectives", **how)
 
 
 def _copied_per_s() -> float:
@@ -113,7 +131,6 @@ def _link(
     requests, left_out = requests_of(order)
     how = {"run_dir": str(folder), "busy": busy, "pythons": pythons, "quiet": quiet}
     bench, _ = run_requests(requests, left_out, command="", **how)
-    shutil.rmtree(folder, ignore_errors=True)
     (fit,) = bench.fits
     wire = ring_wire_bytes("all_reduce", 2**20, devices) / 2**20
     rate = min(fit.bytes_per_s * wire, 1e30)

@@ -4,6 +4,7 @@ With one process each function is what JAX's own does. With several, a process r
 it places the part of an array that these hold, and what it fetches XLA gathers first.
 """
 
+import json
 import socket
 import sys
 from collections.abc import Iterable
@@ -15,11 +16,13 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
+from compare.contract.across_hosts import host_names
 from compare.contract.other_hosts import HostFacts, facts_here, leave_hosts, require_agreement
 from compare.contract.processes import Process
 from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError
 
+_here: list[Process] = []  # which of the processes this one is, once it has joined them
 LATER_S = 60.0
 """JAX aborts, without a word of Python's, when it misses a process: so much later than our own time-out."""
 _LOST = (
@@ -48,6 +51,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
             f"the layout needs {devices} devices, which {process.count} processes ({process.told_by}) do "
             "not divide: start another number of them"
         )
+    _here.append(process)
     own = devices // process.count
     # Told by SLURM, JAX would give each task one GPU: a task here drives all of its part.
     local = range(process.local * own, (process.local + 1) * own) if platform == "gpu" else None
@@ -135,7 +139,8 @@ def hosts_of(devices: list[jax.Device]) -> list[str]:
     """The name of each device's host."""
     if jax.process_count() == 1:
         return [socket.gethostname()] * len(devices)
-    names = exchange(socket.gethostname())
+    places = map(json.loads, exchange(json.dumps([socket.gethostname(), _here[-1].local])))
+    names = host_names((name, local) for name, local in places)
     return [names[device.process_index] for device in devices]
 
 

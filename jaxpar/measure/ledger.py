@@ -6,7 +6,7 @@ Logical bytes are those of the full (gathered) tensor; of a permute, what a devi
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from msgspec.structs import replace
 
+from compare.contract.across_hosts import sent_across
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -34,7 +35,11 @@ _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
 def communications(
-    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
+    hlo: str,
+    axis_sizes: Mapping[str, int],
+    *,
+    problems: list[str] | None = None,
+    hosts: Sequence[int] = (),
 ) -> list[Communication]:
     """The ledger of a compiled function.
 
@@ -42,6 +47,7 @@ def communications(
         hlo: `compiled.as_text()`.
         axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
         problems: as in `hlo.collectives`.
+        hosts: the number of each device's host, in the order of the mesh; without them nothing crosses any.
 
     Returns:
         A row for each place in the program, per device and per call of the function; of a pipeline for each
@@ -52,8 +58,9 @@ def communications(
         UnreadableError: without `problems`, as `hlo.collectives`.
     """
     found, differentiates = collectives(hlo, axis_sizes, problems=problems), "jvp(" in hlo
+    stages = axis_sizes.get(PP, 1)
     return _rows(
-        found, axis_sizes, inferred_purpose, stages=axis_sizes.get(PP, 1), differentiates=differentiates
+        found, axis_sizes, inferred_purpose, stages=stages, differentiates=differentiates, hosts=hosts
     )
 
 
@@ -88,9 +95,10 @@ def _rows(
     *,
     stages: int,
     differentiates: bool,
+    hosts: Sequence[int] = (),
 ) -> list[Communication]:
     """Rows of collectives, of each stage of a pipeline. Those of one place that are alike are one row."""
-    merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
+    merged: dict[Communication, list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
     for collective in found:
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
@@ -117,17 +125,36 @@ def _rows(
                 stage=stage,
             )
             total = merged[place]
-            total[:] = [total[0] + calls, total[1] + calls * size, total[2] + calls * wire]
+            across = calls * _across(collective, size, stage, axis_sizes, hosts) if hosts else 0
+            added = (calls, calls * size, calls * wire, across)
+            total[:] = [one + more for one, more in zip(total, added, strict=True)]
     return [
-        replace(place, calls=calls, bytes=size, wire_bytes=wire)
-        for place, (calls, size, wire) in merged.items()
+        replace(place, calls=calls, bytes=size, wire_bytes=wire, crossing_bytes=round(across))
+        for place, (calls, size, wire, across) in merged.items()
     ]
+
+
+def _across(
+    collective: Collective, size: int, stage: int, axis_sizes: Mapping[str, int], hosts: Sequence[int]
+) -> float:
+    """Bytes that the devices of a pipeline's rank send to other hosts in one call."""
+    return sum(
+        sent_across(collective.kind, size, group, sender, hosts)
+        for group in collective.groups
+        for sender in (group[:1] if collective.kind == "permute" else group)
+        if _stage_of(sender, axis_sizes) == stage
+    )
+
+
+def _stage_of(device: int, axis_sizes: Mapping[str, int]) -> int:
+    if PP not in axis_sizes:
+        return 0
+    return int(np.unravel_index(device, tuple(axis_sizes.values()))[list(axis_sizes).index(PP)])
 
 
 def _calls_at(collective: Collective, stage: int, axis_sizes: Mapping[str, int]) -> int:
     """Calls on the devices of a pipeline's rank: of a permute those in which they send."""
-    place, shape = list(axis_sizes).index(PP), tuple(axis_sizes.values())
-    senders = {np.unravel_index(group[0], shape)[place] for group in collective.groups}
+    senders = {_stage_of(group[0], axis_sizes) for group in collective.groups}
     return collective.calls_at(stage) if collective.kind != "permute" or stage in senders else 0
 
 

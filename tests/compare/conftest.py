@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 from timed_engines import Engines
+from warm import EMPTY_SVG
 
 from compare.cli import main
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
 from compare.studies import one_process
 
-EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
 
 

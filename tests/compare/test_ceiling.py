@@ -43,6 +43,15 @@ def test_the_best_reading_of_a_size_that_takes_long_enough(flops_per_s, size):
     assert (found.size, found.threads, found.dtype) == (size, 2, "float32")
 
 
+def test_sizes_that_are_asked_for_are_timed_by_themselves():
+    request = CeilingRequest(threads=2, sizes=(64, 256))
+    machine = Machine(1e9)
+    assert find_ceiling(request, machine.prepare).by_size == pytest.approx({64: 1e9, 256: 1e9})
+    assert {size for size, _ in machine.readings} == {512, 64, 256}
+    with pytest.raises(ExperimentError, match="sizes"):
+        read_ceiling_request('{"sizes": [0]}')
+
+
 def test_it_takes_about_a_second():
     for flops_per_s in (50e9, 285e9, 2e12, 800e12):
         machine = Machine(flops_per_s)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from checkpoints import describe, random_state
+from grid import DEVICES, SETTINGS, arguments_of
 from msgspec import UNSET
 from msgspec.structs import replace
 from untrained import untrained_losses
@@ -13,20 +14,13 @@ from compare.checkpoint.description import checkpoints_in, folder_name
 from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
+from compare.judge.comparison import read_comparison
 from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.evaluation import evaluate, is_due, require_validation, steps_due
 from compare.numerics.shards import Shard
 from compare.numerics.stream import OwnBatches
-from compare.spec.experiment import Data, Experiment, ExperimentError, edited, to_toml
-
-ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
-LAYOUTS = {
-    "single": (),
-    "ddp_pp": (
-        *("--layout.pp", "2", "--layout.microbatches", "2", "--layout.schedule", "gpipe"),
-        *("--layout.dp_replicate", "2"),
-    ),
-}
+from compare.present.tables import cost_rows
+from compare.spec.experiment import Data, Experiment, ExperimentError, edited
 
 
 def test_batches_of_both_splits_are_others_than_those_of_training(tiny):
@@ -67,32 +61,31 @@ def test_nothing_to_evaluate_on_is_refused(tiny, tmp_path):
         require_validation(alone, open_corpus(alone))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_engine_evaluates_to_the_same(tiny, shardpair, layout):
-    dropout = 0.2  # which an evaluation is without
-    spec = edited(tiny, {"train": {"eval_interval": 2, "eval_iters": 2}, "model": {"dropout": dropout}})
-    (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
-    done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *ENGINES)
-    assert done.returncode == 0, done.stderr
-    assert "agree with torch-manual on 15 rungs" in done.stdout
-    assert "best validation loss (nats)" in done.stdout
-    records = [read_record(shardpair.folder / "run" / engine) for engine in ENGINES]
-    losses = [[(one.train, one.validation) for one in record.evaluations] for record in records]
-    assert [one.step for one in records[0].evaluations] == [0, 2, 3]
-    np.testing.assert_allclose(losses[1:], [losses[0]] * (len(ENGINES) - 1), rtol=1e-12)
+@pytest.mark.parametrize("preset", DEVICES)
+def test_every_engine_evaluates_to_the_same(grid, preset):
+    """With dropout, which an evaluation is without."""
+    first, records = grid.reference, grid.records(preset)
+    assert len(records) > 1
+    assert [one.step for one in first.evaluations] == [0, 2, 3]
+    expected = [(one.train, one.validation) for one in first.evaluations]
+    for record in records.values():
+        losses = [(one.train, one.validation) for one in record.evaluations]
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
     # The watched step comes after an evaluation, and sends what any other does: `strategy` is a rung.
     # A second oracle of the first evaluation, in plain PyTorch: no engine's loop, and no batch of `evaluate`.
-    np.testing.assert_allclose(losses[0][0], untrained_losses(spec), rtol=1e-12)
-    # Untrained weights know nothing; and an evaluation changes nothing in what comes after it.
-    assert abs(losses[0][0][1] - math.log(256)) < 0.1
-    if layout == "single":
-        never, two = ("--train.eval_interval", "0"), ENGINES[:2]
-        done = shardpair("run", "tiny.toml", *never, "--run_dir", "without", "--engines", *two)
-        assert "agrees with torch-manual on 14 rungs" in done.stdout
-        assert "validation" not in done.stdout
-        for engine, record in zip(two, records, strict=False):
-            without = read_record(shardpair.folder / "without" / engine)
-            assert [step.loss for step in without.steps] == [step.loss for step in record.steps]
+    np.testing.assert_allclose(expected[0], untrained_losses(first.manifest.experiment), rtol=1e-12)
+    assert abs(expected[0][1] - math.log(256)) < 0.1  # untrained weights know nothing
+    assert "best validation loss (nats)" in dict(cost_rows(read_comparison(grid.run(preset))[0]))
+
+
+def test_an_evaluation_changes_nothing_in_what_comes_after_it(grid, shardpair):
+    pair = ("torch-manual", "jax-compiler")
+    done = shardpair(*arguments_of("ddp"), "--engines", *pair, *SETTINGS, "--run_dir", "without")
+    assert "agrees with torch-manual on 14 rungs" in done.stdout
+    assert "validation" not in done.stdout
+    for engine in pair:
+        without, record = read_record(shardpair.folder / "without" / engine), grid.records("ddp")[engine]
+        assert [step.loss for step in without.steps] == [step.loss for step in record.steps]
 
 
 def test_the_best_checkpoint_stays(tmp_path):

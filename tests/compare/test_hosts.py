@@ -1,6 +1,7 @@
 """Engines on several hosts: what starts them, and a run on two that are this machine."""
 
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -14,12 +15,15 @@ import warm
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.early_stop import ASKED, STOPPED
+from compare.contract.ledger import SCALAR
 from compare.contract.other_hosts import HostFacts, leave_hosts
 from compare.contract.processes import Process, require_port
-from compare.contract.record import STEPS_PART, Failure, read_failure, write_failure
+from compare.contract.record import STEPS_PART, Failure, read_failure, read_record, write_failure
+from compare.execute import hostfile
 from compare.execute import hosts as several
 from compare.execute.blame import LOG, seen_by_srun, why
 from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
+from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import ExperimentError, Layout
 
@@ -48,14 +52,70 @@ def test_hosts_are_those_of_the_allocation(monkeypatch):
     assert find_hosts("local", 0) == HERE
     monkeypatch.setattr(several.shutil, "which", lambda name: None)
     with pytest.raises(ExperimentError, match="no srun here"):
-        find_hosts("slurm", 2, {})
+        find_hosts("slurm", 2, environment={})
     monkeypatch.setattr(several.shutil, "which", lambda name: name)
     with pytest.raises(ExperimentError, match="begin with `salloc"):
-        find_hosts("slurm", 2, {})
+        find_hosts("slurm", 2, environment={})
     allocation = {"SLURM_JOB_NUM_NODES": "2"}
-    assert find_hosts("slurm", 0, allocation).count == 2
+    assert find_hosts("slurm", 0, environment=allocation).count == 2
     with pytest.raises(ExperimentError, match="--hosts 3: the allocation has 2"):
-        find_hosts("slurm", 3, allocation)
+        find_hosts("slurm", 3, environment=allocation)
+
+
+def test_a_reference_on_one_device_runs_on_one_host():
+    for hosts in (Hosts(count=2), Hosts(launcher="torchrun", count=2, slots={"head": 1, "other": 1})):
+        assert hosts.under(Layout()) == HERE
+        assert hosts.under(FOUR) == hosts
+    assert Hosts(launcher="slurm", count=2).under(Layout()) == Hosts(launcher="slurm", count=1)
+
+
+HOSTFILE = "# two hosts\nhead slots=2\n\nother slots=2  # as many\n"
+
+
+def test_a_hostfile_gives_a_line_for_each_host(tmp_path, monkeypatch):
+    file = tmp_path / "hostfile"
+    file.write_text(HOSTFILE)
+    monkeypatch.setattr(hostfile.socket, "gethostname", lambda: "head.cluster")
+    found = find_hosts("torchrun", 0, file)
+    assert (found.count, found.slots) == (2, {"head": 2, "other": 2})
+    for side in (JAX, TORCH):
+        here = found.command("python", side, DIR, layout=FOUR)
+        (other,) = found.elsewhere("python", side, DIR, layout=FOUR, platform="cpu").items()
+        assert other[0] == "other"
+        assert [key for key in side.environment_on_cpu if f"{key}=" not in other[1]] == []
+        line = [word for word in shlex.split(other[1]) if "=" not in word and word != "env"]
+        assert len(line) == len(here) - 1  # nobody holds its standard input
+        differ = {one for one, two in zip(line, [w for w in here if w != END[1]], strict=True) if one != two}
+        assert differ == {"1"}
+    meets = here[here.index("--master-addr") + 1 : here.index("--master-port") + 2]
+    assert meets[0] == "head"
+    assert here[here.index("--nproc-per-node") + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "text", "here", "words"),
+    [
+        ("torchrun", None, "head", "give both, or none of them"),
+        ("local", HOSTFILE, "head", "give both, or none of them"),
+        ("torchrun", "head 2\n", "head", "line 1: head 2: give a line for each host"),
+        ("torchrun", "head slots=2\nhead slots=2\n", "head", "line 2: head: is in it twice"),
+        ("torchrun", "# none\n", "head", "it names no host"),
+        ("torchrun", HOSTFILE, "other", "this is other: start on head"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, launcher, text, here, words):
+    monkeypatch.setattr(hostfile.socket, "gethostname", lambda: here)
+    monkeypatch.setattr(hostfile.socket, "getfqdn", lambda: here)
+    file = tmp_path / "hostfile"
+    file.write_text(text or "")
+    with pytest.raises(ExperimentError, match=words):
+        find_hosts(launcher, 0, file if text is not None else None)
+
+
+def test_a_hostfile_with_too_few_slots_is_refused():
+    small = Hosts(launcher="torchrun", count=2, slots={"head": 2, "other": 1})
+    with pytest.raises(ExperimentError, match="other slots=1: the layout's 4 devices over 2 hosts need 2"):
+        small.command("python", TORCH, DIR, layout=FOUR)
 
 
 def test_an_engine_does_not_inherit_the_place_of_who_starts_it():
@@ -141,7 +201,16 @@ srun: error: host0: task 0: Exited with exit code 1
         ("srun: error: Node failure on host1\n" + SRUN, "SLURM lost host1 (node failure)"),
         (
             "slurmstepd: error: *** STEP 1.0 ON host0 CANCELLED AT 2026-11-24T13:00:00 DUE TO TIME LIMIT ***",
-            "SLURM ended the step due to time limit",
+            "SLURM cancelled the job due to time limit",
+        ),
+        (
+            "slurmstepd-host0: error: *** STEP 7.1 ON host0 CANCELLED AT 2026-11-24T14:11:15 ***",
+            "SLURM cancelled",
+        ),
+        (
+            "srun: launch/slurm: _step_signal: Terminating StepId=1.1\n"
+            "slurmstepd-host0: error: *** STEP 1.1 ON host0 CANCELLED AT 2026-11-24T14:07:05 ***",
+            "",
         ),
         ("srun: error: host0: task 0: Exited with exit code 1", ""),
     ],
@@ -184,6 +253,16 @@ def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shar
     done = shardpair("run", "check", *layout, *steps, "--hosts", "2", *engines, "--run_dir", first)
     assert done.returncode == 0, done.stderr
     assert "PASS: jax-manual agrees with torch-manual on 14 rungs" in done.stdout
+    for engine in engines[1:]:
+        record = read_record(first / engine)
+        name, second = dict.fromkeys(record.manifest.hosts)
+        assert second == f"{name} (2)"  # one machine
+        assert strategy_of(record).found("what crosses hosts") == "the closed form of 2 hosts"
+        long = [row for row in record.ledger.rows if row.bytes > SCALAR * row.calls]
+        assert {row.axis for row in long if row.crossing_bytes} == {"dp_shard"}
+    page = (first / "report.html").read_text()
+    assert "dp_shard crosses hosts, tp stays inside one." in page
+    assert "Bytes across hosts in a step, all devices together" in page
 
     def state(run: Path, engine: str) -> dict[str, np.ndarray]:
         reader = CheckpointReader(checkpoints_in(run / engine / CHECKPOINTS)[4])

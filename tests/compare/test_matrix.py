@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import grid as grids
 import msgspec
 import pytest
 from bounds import assert_bounded
@@ -28,11 +29,13 @@ TRAINED = ("fsdp_tp", "pp_interleaved")
 def test_layouts_equal_one_device(grid, preset):
     for engine, record in grid.records(preset).items():
         verdict = climb(grid.reference, record)
-        assert [rung.rung for rung in verdict.rungs] == CLIMBED
+        assert [rung.rung for rung in verdict.rungs] == grids.CLIMBED
         assert max(rung.error for rung in verdict.rungs) <= 1e-10, (engine, verdict.sentence())
         held = record.manifest.resident_bytes
         assert abs(excess(held, closed_form(engine, record.manifest.experiment))) <= TOLERANCE, engine
-        if (preset, engine) != ("tp_sp", "torch-manual"):  # whose loss holds a fourth copy of its logits
+        if not (
+            engine == "torch-manual" and "tp_sp" in preset
+        ):  # whose loss holds a fourth copy of its logits
             assert_bounded(record)
 
 

@@ -7,7 +7,12 @@ import pytest
 
 from compare import api
 from compare.cli import main
+from compare.contract.communication import Communication
+from compare.contract.rank_alone import RankAlone, read_rank_alone_request
+from compare.execute import alone
 from compare.host.json_files import read_json
+from compare.judge.closed_forms.communication import communication
+from compare.judge.strategy import with_remat_resolved
 from compare.plan.outcome import PlanOutcome
 from compare.plan.predict import predict
 from compare.spec.experiment import edited, to_toml
@@ -71,6 +76,31 @@ def test_nothing_that_fits_is_an_answer_that_names_the_class(small, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "layouts fits: the smallest needs" in printed
     assert "What does not fit" in printed
+
+
+def test_a_rank_that_runs_alone_is_held_against_the_closed_form(small, monkeypatch, capsys):
+    """Stands in for the rank: it sends what the closed form says, and 4 bytes more if a fault is planted."""
+    more = 0
+
+    def ask(side, python, question, *, answer, environment, timeout_s):
+        request = read_rank_alone_request(question[1])
+        whole = with_remat_resolved(request.engine, request.experiment)
+        rows = [
+            Communication(
+                kind=kind, axis=axis, purpose=purpose, calls=1, bytes=round(size) + more, wire_bytes=1
+            )
+            for (kind, axis, purpose), size in communication(request.engine, whole).items()
+        ]
+        return RankAlone(rows=rows) if side == "torchpar" else "it is shy"
+
+    monkeypatch.setattr(alone, "ask", ask)
+    given = ["--layout.pp", "1", "--layout.no_sequence_parallel", "--layout.remat", "none", "--alone"]
+    assert main([*ARGUMENTS, *given, "--run_dir", "p"]) == 0
+    assert "sends, run alone" in capsys.readouterr().out
+    more = 4
+    assert main([*ARGUMENTS, *given, "--run_dir", "q"]) == 1
+    assert main([*ARGUMENTS, "--engine", "jax-manual", "--alone"]) == 2
+    assert "--alone: jax-manual is one program for all devices" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from compare.cli import main
 from compare.commands import doctor
-from compare.commands.doctor import SideReport, examine
 from compare.execute import ask, launch
+from compare.execute.host_report import SideReport, examine
 from compare.execute.launch import EngineError
 from compare.execute.safe_path import with_safe_path
 from compare.spec.engines.registry import SIDES

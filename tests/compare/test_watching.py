@@ -57,11 +57,12 @@ def test_jaxpars_watchdog(does, timeout_s, code, says, tmp_path):
     assert (done.returncode, done.stdout) == (code, says), done.stderr
 
 
-def watched(script: str, folder, monkeypatch, *, timeout_s: float = SHORT_S) -> str:
+def watched(script: str, folder, monkeypatch, *, timeout_s: float = SHORT_S, elsewhere: bool = False) -> str:
     """The harness's words on a process, which is ended then."""
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
     process = start([sys.executable, "-ISc", "import os, signal, sys, time\n" + script, str(folder)])
-    says = watch.watch(process, folder, timeout_s=timeout_s, on_step=lambda step: None)
+    how = {"timeout_s": timeout_s, "on_step": lambda step: None, "elsewhere": elsewhere}
+    says = watch.watch(process, folder, **how)
     processes.end_all(grace_s=0.0)
     process.communicate()
     return says.replace(str(process.pid), "PID")
@@ -87,6 +88,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path, monkeypatch):
     idle = watched("time.sleep(1000)", tmp_path, monkeypatch)
     assert idle == "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended"
+    assert watched("time.sleep(2)", tmp_path, monkeypatch, elsewhere=True) == ""  # there it may compute
     assert watched(FORK_THAT_COMPUTES, tmp_path, monkeypatch, timeout_s=PATIENT_S) == ""
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped

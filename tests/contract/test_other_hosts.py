@@ -51,7 +51,14 @@ def hang(folder, *others: Waiting) -> str:
 def test_a_process_that_does_not_answer_is_named_with_its_host(folder):
     others = [Waiting(number=n, where="step 5, forward", beats=9) for n in (1, 3)]
     assert hang(folder, *others) == (
-        "process 2 on host1 does not answer: no progress for 20 s, while 3 others wait in step 5, forward"
+        "process 2 on host1 does not answer: no progress for 20 s, while processes 0, 1, 3 wait in step 5, "
+        "forward"
+    )
+
+
+def test_a_host_that_does_not_answer_is_named_once(folder):
+    assert hang(folder, Waiting(number=1, where="step 4, record", beats=9)).startswith(
+        "processes 2, 3 on host1 do not answer: no progress for 20 s, while processes 0, 1 wait in step "
     )
 
 

@@ -12,11 +12,16 @@ from jax_steps import Outcome, size_of, two_steps, worst_errors
 from layouts import JAX as LAYOUTS
 from msgspec.structs import replace
 
+from compare.judge.across_hosts import crossings
+from compare.judge.closed_forms.across_hosts import host_of
 from compare.judge.closed_forms.communication import data_parallel, fully_sharded, measured, tensor_parallel
+from compare.judge.ledger_lines import line_up
+from compare.judge.strategy import with_remat_resolved
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, Model
 from jaxpar.measure.hlo import collectives
+from jaxpar.measure.ledger import communications
 
 L = 3
 MODEL = Model(n_layer=L, n_head=2, n_embd=16, block_size=10, vocab_size=257, bias=True)
@@ -104,6 +109,29 @@ def test_by_hand_every_collective_says_what_it_is_for(layout):
         if max(map(len, found.groups)) > 1 and not found.purpose
     ]
     assert silent == []
+
+
+WITH_CLOSED_FORM = {name: layout for name, layout in LAYOUTS.items() if layout.remat != "full"}
+
+
+@pytest.mark.parametrize("layout", WITH_CLOSED_FORM.values(), ids=WITH_CLOSED_FORM)
+def test_what_crosses_two_hosts_is_the_closed_form(layout):
+    """Read from the groups of XLA's program; with devices dealt out one by one it is not.
+
+    But for a ring of all devices, which crosses as often wherever they are.
+    """
+    hlo, experiment = run("jax-manual", layout).hlo, with_remat_resolved("jax-manual", experiment_of(layout))
+    devices = range(layout.devices)
+
+    def wrong(hosts: list[int]) -> list[str]:
+        rows = communications(hlo, layout.axes, hosts=hosts)
+        found = crossings("jax-manual", experiment, line_up("jax-manual", experiment, rows), rows, 2)
+        assert any(one.found for one in found)
+        return [str(one) for one in found if not one.is_as_expected]
+
+    assert wrong([host_of(device, layout, 2) for device in devices]) == []
+    is_one_ring = sum(degree > 1 for degree in layout.axes.values()) == 1 and layout.pp == 1
+    assert is_one_ring or wrong([device % 2 for device in devices])
 
 
 FAULTS = {

@@ -11,8 +11,11 @@ import msgspec
 import torch
 from ranks import CPU
 
+from compare.contract.communication import Communication, summed
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.measure.ledger import LedgerMode
+from torchpar.measure.places import group_names
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
@@ -82,6 +85,13 @@ def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
     (loss / 2).backward()
     parallel.finish_gradient_synchronization()
     return loss.detach()
+
+
+def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
+    """What a step sends, by kind and purpose, with what DTensor infers."""
+    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
+        backward(parallel, mesh, 0)
+    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
 
 
 def train(

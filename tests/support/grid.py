@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.record import MANIFEST, Record, read_record
+from compare.judge.ladder import LADDER, LOSS_SCALE
 from compare.spec.engines.registry import REFERENCE
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -14,6 +15,9 @@ SETTINGS = (
     *("--model.n_layer", "2", "--model.dropout", "0.2", "--train.max_iters", "3"),
     *("--data.source", str(TEXT), "--keep_tensors"),
 )
+EVALUATED = ("--train.eval_interval", "2", "--train.eval_iters", "2")
+CLIMBED = [rung for rung in LADDER if rung != LOSS_SCALE]
+"""The rungs of all of them."""
 DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""
 SOME = {
@@ -35,7 +39,7 @@ def arguments_of(preset: str) -> tuple[str, ...]:
 
 
 class Grid:
-    """Every engine under each of DEVICES, one under each of SOME: `check` in float64, with dropout."""
+    """Every engine under each of DEVICES, one under each of SOME: `check` with dropout and evaluations."""
 
     def __init__(self, folder: Path, start: Callable[..., subprocess.CompletedProcess]) -> None:
         """`folder` is shared by all workers; `start` runs `shardpair` in it."""
@@ -48,7 +52,9 @@ class Grid:
         with (self._folder / f"{preset}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                ended = self._start(*arguments_of(preset), *SETTINGS, "--run_dir", preset, "--quiet")
+                ended = self._start(
+                    *arguments_of(preset), *SETTINGS, *EVALUATED, "--run_dir", preset, "--quiet"
+                )
                 assert ended.returncode == 0, ended.stdout + ended.stderr
                 done.touch()
         return self._folder / preset

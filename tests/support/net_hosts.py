@@ -57,15 +57,7 @@ class NetHosts:
 
     def command(self, number: int, command: list[str]) -> list[str]:
         """A command as it runs on a host."""
-        enter = [
-            "nsenter",
-            f"--net=/run/netns/{self._mark}-{number}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-        ]
+        enter = ["nsenter", f"--net=/run/netns/{self._mark}-{number}", "unshare", "--uts", "--mount"]
         be = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
         return [*enter, "sh", "-c", be, f"host{number}", str(self.folder / "hosts"), *command]
 
@@ -96,9 +88,11 @@ class NetHosts:
 
     def down(self) -> None:
         """Remove them, and whatever of them is there."""
-        for number in range(self.count):
-            subprocess.run(["ip", "netns", "del", f"{self._mark}-{number}"], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", f"{self._mark}b"], capture_output=True, check=False)
+        links = [f"{self._mark}v{number}" for number in range(self.count)]  # a namespace ends some time later
+        gone = [["link", "del", name] for name in (*links, f"{self._mark}b")]
+        gone += [["netns", "del", f"{self._mark}-{number}"] for number in range(self.count)]
+        for command in gone:
+            subprocess.run(["ip", *command], capture_output=True, check=False)
 
     @contextmanager
     def slurm(self, cpus: int = 4) -> Generator[dict[str, str]]:

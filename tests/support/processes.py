@@ -18,8 +18,9 @@ PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
 SETTLED_S = 5.0  # an environment that is empty may be that of a process between fork and exec
 MARK = "SHARDPAIR_TESTS"
-TRACKER, WARM = "multiprocessing.resource_tracker", "warm.serve"
-"""What tracks the resources of `forks.SERVER`, and the servers of `warm`: they live as long as we do."""
+FORKSERVER = "multiprocessing.forkserver"
+SERVERS = (FORKSERVER, "multiprocessing.resource_tracker", "warm.serve")
+"""`forks.SERVER`, what tracks its resources, and the servers of `warm`: they live as long as we do."""
 # What a process does first: it hears Ctrl-C, which a script's background job and its children do not, and it
 # ends if pytest itself is killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
 PRELUDE = """
@@ -93,24 +94,15 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
     """
     now = set(psutil.pids())
     _strangers.intersection_update(now)  # a number that is free again may be one of ours next
-    unknown = now - _strangers - {os.getpid()}
-    if not unknown:  # as after most tests: who is whose child is a look at every process
-        return []
-    children = psutil.Process().children()
-    servers = [child for child in children if _runs(child, "multiprocessing.forkserver", TRACKER)]
-    expected = {server.pid for server in (*servers, *(child for child in children if _runs(child, WARM)))}
-    if not at_the_end:
-        for server in servers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                expected |= {fork.pid for fork in server.children(recursive=True)}
     found = []
-    for pid in unknown - expected:
+    for pid in now - _strangers - {os.getpid()}:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
             mark = process.environ().get(MARK)
-            if mark == os.environ[MARK]:
+            if mark == os.environ[MARK] and not _is_expected(process, at_the_end=at_the_end):
                 found.append(process)
-            if mark or time.time() - process.create_time() < SETTLED_S:  # it may be about to exec
+            is_young = time.time() - process.create_time() < SETTLED_S  # it may be about to exec
+            if mark == os.environ[MARK] or (not mark and is_young):
                 continue
         _strangers.add(pid)
     return found
@@ -139,6 +131,13 @@ def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
     left = end_all(grace_s=0.0 if failed else GONE_S)
     if left and not failed:
         pytest.fail(f"left behind, and now ended: {left}")
+
+
+def _is_expected(process: psutil.Process, *, at_the_end: bool) -> bool:
+    """Whether it is a server of this process, or before the end a fork of one."""
+    if _runs(process, *SERVERS) and process.ppid() == os.getpid():
+        return True
+    return not at_the_end and any(_runs(parent, FORKSERVER) for parent in process.parents())
 
 
 def _runs(process: psutil.Process, *programs: str) -> bool:

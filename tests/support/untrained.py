@@ -15,11 +15,12 @@ def untrained_losses(spec: Experiment) -> list[float]:
     model = GPT(edited(spec, {"model": {"dropout": 0.0}}).model).double()
     load_weights(model, initial_parameters(spec))
     corpus, length, found = open_corpus(spec), spec.model.block_size, []
+    passes = spec.train.gradient_accumulation_steps  # of a batch, which are evaluated together
     for number, tokens in enumerate((corpus.train, corpus.validation)):
         losses = []
-        for index in range(spec.train.eval_iters):
-            counter = [0, index, 0, 3 + number]
-            words = np.random.Philox(key=spec.train.seed, counter=counter).random_raw(spec.train.batch_size)
+        for index in range(spec.train.eval_iters // passes):
+            random = np.random.Philox(key=spec.train.seed, counter=[0, index, 0, 3 + number])
+            words = random.random_raw(passes * spec.train.batch_size)
             starts = [int((word >> 11) / 2**53 * (len(tokens) - length)) for word in map(int, words)]
             windows = torch.tensor(np.stack([tokens[at : at + length + 1] for at in starts]).astype(np.int64))
             with torch.no_grad():

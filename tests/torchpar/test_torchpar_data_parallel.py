@@ -168,7 +168,7 @@ def test_ledger_of_own_calls_and_of_the_dispatcher_agree(rank: int, sync: Gradie
     noted = mode.noted()
     assert summed(noted.rows) == axis.traffic.ledger({"world": RANKS}) != []
     assert noted.seen == noted.own
-    assert of_all_ranks([noted], stages=1, counts_own=True).is_complete
+    assert of_all_ranks([noted], stages=[0], counts_own=True).is_complete
 
 
 def test_buckets_are_filled_in_reverse_up_to_their_size():

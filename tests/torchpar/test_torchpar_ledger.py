@@ -5,6 +5,8 @@ import pytest
 from compare.contract.communication import Communication
 from torchpar.measure.ledger import RankLedger, of_all_ranks
 
+ALONE = [0, 0, 0]
+
 
 def rank(*sizes: int, seen: int, own: int) -> RankLedger:
     """A rank with a send in each of several places."""
@@ -22,7 +24,7 @@ def test_each_stage_has_the_rows_of_its_busiest_rank():
         rank(7, seen=7, own=7),
         rank(seen=0, own=0),
     ]
-    found = of_all_ranks(ranks, stages=2, counts_own=True)
+    found = of_all_ranks(ranks, stages=[0, 0, 1, 1], counts_own=True)
     assert [(row.stage, row.source, row.bytes) for row in found.rows] == [
         (0, "line 0", 12),
         (0, "line 1", 3),
@@ -31,13 +33,28 @@ def test_each_stage_has_the_rows_of_its_busiest_rank():
     assert found.is_complete
 
 
+def test_what_crosses_hosts_is_that_of_all_ranks_of_a_stage():
+    """Two stages of two ranks: of a reduction along both ranks, and of a message to the other stage."""
+    reduce = Communication(kind="all_reduce", axis="tp", calls=1, bytes=400, wire_bytes=400)
+    send = Communication(kind="permute", axis="pp", calls=1, bytes=100, wire_bytes=100)
+    ranks = [
+        RankLedger([reduce, send], {}, {}, (), [{(one, two): 400}, {(rank, to): 100}])
+        for rank, (one, two, to) in enumerate([(0, 1, 2), (0, 1, 3), (2, 3, 0), (2, 3, 1)])
+    ]
+    for hosts, expected in (([0, 0, 1, 1], (0, 200)), ([0, 1, 0, 1], (800, 0)), ((), (0, 0))):
+        found = of_all_ranks(ranks, stages=[0, 0, 1, 1], counts_own=False, hosts=hosts)
+        assert [row.crossing_bytes for row in found.rows] == [*expected, *expected]
+
+
 @pytest.mark.parametrize(("seen", "complete"), [(1000, True), (1016, True), (1017, False), (0, False)])
 def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of(seen, complete):
     """But for the padding of pieces: at most a number for each call and rank."""
     ranks = [rank(1000, seen=seen, own=1000), rank(seen=0, own=0)]
     problem = f"along pp our own calls send 1,000 bytes, and the dispatcher saw {seen:,}"
-    assert of_all_ranks(ranks, stages=1, counts_own=True).problems == ([] if complete else [problem])
-    assert of_all_ranks(ranks, stages=1, counts_own=False).is_complete  # a library's are not ours to count
+    found = of_all_ranks(ranks, stages=ALONE[:2], counts_own=True)
+    assert found.problems == ([] if complete else [problem])
+    # A library's are not ours to count.
+    assert of_all_ranks(ranks, stages=ALONE[:2], counts_own=False).is_complete
 
 
 def test_what_a_rank_could_not_count_makes_the_ledger_of_all_incomplete():
@@ -45,4 +62,4 @@ def test_what_a_rank_could_not_count_makes_the_ledger_of_all_incomplete():
     ranks = [
         rank(10, seen=10, own=0)._replace(problems=problems) for problems in [(), ("one",), ("one", "two")]
     ]
-    assert of_all_ranks(ranks, stages=1, counts_own=False).problems == ["one", "two"]
+    assert of_all_ranks(ranks, stages=ALONE, counts_own=False).problems == ["one", "two"]

@@ -9,24 +9,20 @@ from unittest.mock import patch
 import msgspec
 import pytest
 import torch
-from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, make_gpt, moment_keys, reference
+from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, count, make_gpt, moment_keys, reference
 from gpt_steps import make_parallel as make
 from gpt_steps import train as train_by
 from layouts import TORCH_LIBRARY as LAYOUTS
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.contract.communication import Communication, summed
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import library
 from torchpar.comm import process_groups
-from torchpar.comm.mesh import Mesh
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
 from torchpar.head_order import restore_order
 from torchpar.library.tensor_parallel import split_layers
-from torchpar.measure.ledger import LedgerMode
-from torchpar.measure.places import group_names
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, local
 
@@ -55,12 +51,6 @@ def ledger(rank: int) -> None:
     assert seen["all_reduce", "activations"].calls == 2 * (2 * blocks + 1)
     assert seen["all_reduce", "loss"].calls == 2 * 3
     assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * blocks + 1)
-
-
-def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
-    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
-        backward(parallel, mesh, 0)
-    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def test_an_axis_is_called_as_its_degree_is_in_the_layout():
     assert degrees.data_parallel == degrees.dp_replicate * degrees.dp_shard
 
 
-def test_the_mesh_is_laid_out_as_records_and_checkpoints_expect():
-    assert AXES == ("pp", "dp_replicate", "dp_shard", "tp")
+def test_the_mesh_is_laid_out_as_records_and_several_hosts_expect():
+    """The outermost axis is the first that crosses hosts."""
+    assert AXES == ("dp_replicate", "pp", "dp_shard", "tp")
     assert BATCH == ("dp_replicate", "dp_shard")
 
 

@@ -10,6 +10,7 @@ a local sum, and sends straight into place, move the same bytes in a third of th
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Literal, TypeVar
 
 import torch
@@ -47,6 +48,11 @@ class Axis:
         self.rank = rank
         self.group = group
         self.traffic = Traffic() if traffic is None else traffic
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of its ranks among all, in order."""
+        return tuple(dist.get_process_group_ranks(self.group)) if self.group else (self.rank,)
 
     @classmethod
     def of(cls, group: "Axis | ProcessGroup | None") -> "Axis":
@@ -157,7 +163,7 @@ class Axis:
 
         The messages of two ranks meet by their order alone: NCCL knows no tags.
         """
-        with self._counted("permute", tensor, purpose):
+        with self._counted("permute", tensor, purpose, to=self.members[to]):
             work = dist.isend(tensor, group=self.group, group_dst=to)
         assert work is not None
         return work
@@ -208,7 +214,13 @@ class Axis:
 
     @contextmanager
     def _counted(
-        self, kind: str, full: torch.Tensor, purpose: str, other: torch.Tensor | None = None
+        self,
+        kind: str,
+        full: torch.Tensor,
+        purpose: str,
+        other: torch.Tensor | None = None,
+        *,
+        to: int | None = None,
     ) -> Generator[None]:
         for tensor in (full,) if other is None else (full, other):
             if not tensor.is_contiguous():
@@ -217,7 +229,7 @@ class Axis:
                 )
         call = Call(kind, self.name, purpose)
         self.traffic.add(call, full.nbytes)
-        with observed(call, full, self.size):
+        with observed(call, full, self.members, to):
             yield
 
 

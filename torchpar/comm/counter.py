@@ -1,7 +1,7 @@
 """A count of what is communicated: by kind, mesh axis and purpose."""
 
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,11 @@ class Call(NamedTuple):
 class CallObserver(Protocol):
     """Observer of every call, on any mesh."""
 
-    def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """A call over a gathered tensor, any shape, begins; calls within it come before `ends`."""
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
+        """A call over a gathered tensor, any shape, begins; calls within it come before `ends`.
+
+        `members` are the ranks of its group, among all; `to` is the one that a message is for.
+        """
         ...
 
     def ends(self) -> None:
@@ -34,11 +37,13 @@ observers: list[CallObserver] = []
 
 
 @contextmanager
-def observed(call: Call, full: torch.Tensor, ranks: int) -> Generator[None]:
-    """Tell the observers of a call inside; `full`, any shape, is its gathered tensor."""
+def observed(
+    call: Call, full: torch.Tensor, members: Sequence[int], to: int | None = None
+) -> Generator[None]:
+    """Tell the observers of a call inside: see `CallObserver.begins`."""
     watching = list(observers)
     for observer in watching:
-        observer.begins(call, full, ranks)
+        observer.begins(call, full, members, to)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from torchpar.faults.run_faults import zeroed_before_each_pass
 from torchpar.manual.megatron.mappings import reduce_from_region, reduce_scatter_from_region
 from torchpar.manual.pipeline.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
+from torchpar.manual.zero.flat_gradients import FlatGradients
 
 
 def doubled_row_bias() -> AbstractContextManager:
@@ -27,11 +28,19 @@ def doubled_row_bias() -> AbstractContextManager:
 @contextmanager
 def overwritten_microbatch() -> Generator[None]:
     """Each pass's gradient, and in a pipeline each microbatch's, takes the place of those before it."""
-    right = Stage.backward
+    right, added = Stage.backward, FlatGradients.add
 
     def overwriting(self: Stage, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self.module.zero_grad()
         return right(self, microbatch, gradient)
 
-    with patch.object(Stage, "backward", overwriting), zeroed_before_each_pass():
+    def overwritten(self: FlatGradients, index: int) -> None:
+        self.used.discard(index)
+        added(self, index)
+
+    with (
+        patch.object(Stage, "backward", overwriting),
+        patch.object(FlatGradients, "add", overwritten),
+        zeroed_before_each_pass(),
+    ):
         yield

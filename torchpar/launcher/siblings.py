@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from compare.contract.record import Failure, leave_failure, read_failure
+from compare.contract.record import WAITING, Failure, leave_failure, read_failure
 from compare.host.exits import describe_exit
 from torchpar.comm.rank import Rank
 from torchpar.launcher.supervisor import RankFailure
@@ -23,8 +23,7 @@ POLL_S = 0.05
 class Siblings:
     """Finds out why the run ends, from inside a rank: above it is only a launcher that says nothing.
 
-    Every rank leaves error.json before it leaves, unless there is one: so a rank that is gone without it was
-    killed.
+    Every rank leaves a mark before it leaves: so a rank that is gone without it was killed.
 
     Args:
         rank: this process.
@@ -61,12 +60,18 @@ class Siblings:
         """
         if self._rank.rank == 0 or self._rank.position.has_joined:
             leave_failure(self._folder, failure)
+            self._mark(self._rank.rank).touch()
+
+    def _mark(self, rank: int) -> Path:
+        """The file that a rank which saw the end leaves: its word is another one's, where that came first."""
+        return self._folder / f"{WAITING}{rank}.left"
 
     def _cause(self) -> Failure | None:
         dead = [rank for rank, process in self._others.items() if _is_dead(process)]  # before what they left
         failure = read_failure(self._folder)
         if failure and not failure.is_consequence:
             return failure
+        dead = [rank for rank in dead if not self._mark(rank).is_file()]
         if not dead:
             return None
         names = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
@@ -80,11 +85,12 @@ class Siblings:
 
 
 def _ranks_beside_us() -> dict[int, psutil.Process]:
-    """The children of our parent that have a RANK of their own."""
+    """The children of our parent that have a RANK of their own, as torchrun gives it, or SLURM."""
     found = {}
     for process in psutil.Process(os.getppid()).children():
         try:
-            rank = process.environ().get("RANK")
+            environment = process.environ()
+            rank = environment.get("RANK", environment.get("SLURM_PROCID"))
         except psutil.Error:
             continue
         if rank is not None and process.pid != os.getpid():

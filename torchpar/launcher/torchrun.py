@@ -62,7 +62,8 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
         os._exit(128 + signal_number)
 
     on_signals([signal.SIGINT, signal.SIGTERM], leave)
-    StopRequest.listen()
+    if request.experiment.checkpoint.every:
+        StopRequest.listen()
     threading.Thread(target=_watch, args=(rank, siblings, folder), daemon=True).start()
     try:
         train_faulty(rank, request=request, folder=folder)

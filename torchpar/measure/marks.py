@@ -5,7 +5,7 @@ watched; in every other step nothing of them is there.
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 from unittest.mock import patch
@@ -120,7 +120,7 @@ class _Calls:
     def __init__(self) -> None:
         self._open: list[record_function] = []
 
-    def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
         name = call_name(call)
         mark = TraceMark(
             what="communication", name=name, operation=call.kind, axis=call.axis, purpose=call.purpose

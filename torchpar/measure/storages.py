@@ -13,7 +13,7 @@ reads, that none has made and that outlives the step was there before it, as DDP
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -164,7 +164,7 @@ class StorageMode(TorchDispatchMode):
         """From here on the optimizer is at work."""
         self._is_updating = True
 
-    def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
         """One of torchpar's own collectives, `full` of any shape, begins: messages within belong to it."""
         self._calls.append(call)
 

@@ -72,7 +72,7 @@ class WorkMode(TorchDispatchMode):
             self._again |= {"products"} if is_product else {"activations"} if name == "gelu" else set()
         return func(*args, **(kwargs or {}))
 
-    def begins(self, call: Call, full: torch.Tensor, ranks: int) -> None:
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
         """One of torchpar's own collectives, `full` of any shape, begins."""
         self._is_overlapped |= call.purpose == GRADIENTS and _is_in_backward()
 
@@ -98,20 +98,21 @@ class WorkMode(TorchDispatchMode):
             self._positions.add(logits_BTV.shape[1])
 
 
-def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: int) -> ObservedWork:
+def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> ObservedWork:
     """Work of all ranks; tasks are those of the first rank of each stage.
 
     Args:
-        ranks: in the order of the mesh, in which the ranks of a stage stand together.
-        stages: ranks of the pipeline; 1 without.
+        ranks: in the order of the mesh.
+        stages: of each its rank of the pipeline.
     """
+    firsts = [ranks[stages.index(stage)] for stage in range(max(stages) + 1)]
     return ObservedWork(
         products=dict(sum((Counter(one.products) for one in ranks), Counter())),
         again=sorted({what for one in ranks for what in one.again}),
         logits_positions=sorted({positions for one in ranks for positions in one.logits_positions}),
         overlaps=any(one.overlaps for one in ranks),
         compiled=ranks[0].compiled,
-        tasks=[tasks for one in ranks[:: len(ranks) // stages] for tasks in one.tasks],
+        tasks=[tasks for one in firsts for tasks in one.tasks],
     )
 
 

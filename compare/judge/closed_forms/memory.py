@@ -34,7 +34,7 @@ def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout = experiment.layout
     of_stage = [state_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
-    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
+    stages = [layout.stage_of(device) for device in range(layout.devices)]
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 
 

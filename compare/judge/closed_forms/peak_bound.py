@@ -59,7 +59,7 @@ def held_at_most(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """
     layout = experiment.layout
     of_stage = [held_by_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
-    stages = [device * layout.pp // layout.devices for device in range(layout.devices)]
+    stages = [layout.stage_of(device) for device in range(layout.devices)]
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 
 
@@ -102,7 +102,7 @@ def _parameters(engine: str, experiment: Experiment, stage: int) -> float:
     is_split = layout.dp_shard > 1 and layout.zero >= ENGINES[engine].holds.sharded_from["parameters"]
     gathered = (min(unit, held) if by_unit else held) if is_split else 0.0
     passes = layout.microbatches * experiment.train.gradient_accumulation_steps
-    scatters = layout.zero == 3 and (passes == 1 or ENGINES[engine].holds.residuals == "scan")
+    scatters = layout.zero == 3 and (passes == 1 or _holds_of(engine).residuals == "scan")
     return stored * (gathered + (min(unit, held) if scatters else held))
 
 

@@ -95,7 +95,7 @@ def _torch_form(engine: str, experiment: Experiment, device: int, holds: Holds) 
     is_pure = layout.devices == layout.pp and layout.schedule == "1f1b"
     if layout.remat == "dots" or (layout.pp > 1 and not is_pure):
         return _state_alone(engine, experiment, device)
-    stage, last = device * layout.pp // layout.devices, layout.pp - 1
+    stage, last = layout.stage_of(device), layout.pp - 1
     block = numbers_kept(BLOCK_INPUT if layout.remat == "full" else TORCH_BLOCK, experiment)
     ends = numbers_kept(TORCH_ENDS, experiment) if stage == last else 0.0
     received = experiment.model.n_embd if stage else 0  # its input is a message, not an activation

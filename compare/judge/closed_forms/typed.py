@@ -123,7 +123,7 @@ def _pipeline(experiment: Experiment) -> Deviations:
     }
     if has_replicas:
         found["all_reduce", DP_REPLICATE, GRADIENTS] = (layers / shards, AT_ONCE)
-        found["all_reduce", joined(PP, DP_REPLICATE), GRADIENTS] = (ends / shards, f"{SHARED}, {AT_ONCE}")
+        found["all_reduce", joined(DP_REPLICATE, PP), GRADIENTS] = (ends / shards, f"{SHARED}, {AT_ONCE}")
     else:
         found["all_reduce", PP, GRADIENTS] = (ends / shards, SHARED)
     return found

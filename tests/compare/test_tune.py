@@ -1,0 +1,139 @@
+"""`shardpair tune`: what is timed, when a case is given up, how a ranking is judged, and the winner."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from benches import TIMING, bench_of, measurement_of
+from machines import machine_of
+from scipy.stats import kendalltau
+
+from compare.cli import main
+from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.plan.machine import Machine, read_machine
+from compare.plan.predict import predict
+from compare.plan.search import search
+from compare.plan.tuned import FASTER, TuneOutcome, kendall, rows_of, said
+from compare.spec.experiment import load
+from compare.studies.tune import Tune, some_of
+
+HERE = ("tune", "tiny.toml", "--machine", "here.toml", "--quiet", "--anyway")
+
+
+def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s=0.0) -> TuneOutcome:
+    """Cases by layout, and the ms of each in each round."""
+    cases = [TimedCase(engine="torch-manual", layout=name, experiment=experiment) for name in times]
+    done = [
+        measurement_of(case, number, wall_ms=wall)
+        for case in cases
+        for number, wall in enumerate(times[case.layout], 1)
+    ]
+    bench = bench_of(cases, measurements=done, timing=TIMING, study="tune")
+    more = {"machines": {"torch-manual": machine_of(2)}, "budget_s": budget_s}
+    more["predicted_ms"] = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
+    return TuneOutcome(**{name: getattr(bench, name) for name in TimedOutcome.__struct_fields__}, **more)
+
+
+def test_what_is_clearly_slower_is_timed_no_more(tiny):
+    outcome = tuned(tiny, {"a": [10, 11], "b": [10 * FASTER + 0.1, 14], "c": [30, 10], "d": [30]})
+    given_up = {case.layout for case in outcome.cases if outcome.is_given_up(case)}
+    assert given_up == {"b"}  # c was fastest once, and d was timed once
+    assert {case.layout for case in outcome.missing(3)} == {"a", "c", "d"}
+
+
+def test_a_budget_ends_what_has_been_timed_once(tiny):
+    times = {"a": [10], "b": [10], "c": []}
+    spent = tuned(tiny, times).spent_s
+    assert spent > 2 * 2.7  # two processes, whose start, compilation and first step take 2.7 s
+    assert len(tuned(tiny, times, budget_s=spent + 1).missing(2)) == 3
+    late = tuned(tiny, times, budget_s=spent - 0.1)
+    assert [case.layout for case in late.missing(2)] == ["c"]
+
+
+def test_predictions_are_held_against_medians(tiny):
+    times = {"a": [10, 12, 11], "b": [20, 20, 20], "c": [40, 40, 40]}
+    rows = rows_of(tuned(tiny, times, predicted={"a": 5.5, "b": 10, "c": 80}))
+    assert [row.error for row in rows] == pytest.approx([-0.5, -0.5, 1.0])
+    assert [row.error_after for row in rows] == pytest.approx([0.0, 0.0, 3.0])
+    assert said(rows) == ("median error 50%, worst 100%, after one factor 0%, worst 300%, Kendall's tau 1.00")
+    reverse = rows_of(tuned(tiny, times, predicted={"a": 3, "b": 2, "c": 1}))
+    assert said(reverse).endswith("tau -1.00")
+
+
+def test_kendalls_tau_is_scipys_and_none_where_there_is_no_order():
+    one, other = [1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0]
+    assert kendall(one, other) == pytest.approx(2 / 3) == kendalltau(one, other).statistic
+    assert kendall([1.0], [1.0]) is None
+    assert kendall([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_layouts_are_the_best_or_from_all_over_the_ranking():
+    ranked = list(range(100))
+    assert some_of(ranked, 3, spread=False) == [0, 1, 2]
+    assert some_of(ranked, 3, spread=True) == [0, 50, 99] or some_of(ranked, 3, spread=True) == [0, 49, 99]
+    assert some_of(ranked[:2], 3, spread=True) == [0, 1]
+    assert some_of(ranked, 1, spread=True) == [0]
+
+
+@pytest.fixture
+def here(timed_engines) -> Machine:
+    """A machine of two devices in a file, as tune keeps it."""
+    machine = machine_of(2, platform="cpu", peak={"float64": 1e10}, memory_bytes_per_s=1e9)
+    Path("here.toml").write_bytes(msgspec.toml.encode(machine))
+    return read_machine("here.toml")
+
+
+def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
+    assert main([*HERE, "--best", "3", "--rounds", "2", "--run_dir", "t", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    outcome = msgspec.convert(found["result"], TuneOutcome)
+    best = search("torch-manual", outcome.experiment, here, fixed=frozenset()).fitting[:3]
+    assert [case.layout for case in outcome.cases] == [one.name for one in best]
+    for case, one in zip(outcome.cases, best, strict=True):
+        seconds = predict("torch-manual", case.experiment, here).seconds
+        assert outcome.predicted_ms[case.name] == pytest.approx(1e3 * seconds)
+        assert seconds == pytest.approx(one.seconds)
+    assert len(timed_engines.launched) == 6
+    winner = load("t/winner.toml")
+    assert winner.layout in [one.layout for one in best]
+    assert winner.train.max_iters == outcome.experiment.train.max_iters
+    assert msgspec.toml.decode(Path("t/here-torch-manual.toml").read_bytes(), type=Machine) == here
+    assert main(["report", "t"]) == 0
+    assert "Predicted and measured" in capsys.readouterr().out
+
+
+def test_it_is_interrupted_and_goes_on(here, timed_engines, capsys):
+    timed_engines.interrupted_at = 3
+    assert main([*HERE, "--best", "2", "--rounds", "2", "--run_dir", "t"]) == 130
+    assert "shardpair tune --continue t" in capsys.readouterr().err
+    timed_engines.interrupted_at = 0
+    assert main(["tune", "--continue", "t", "--quiet", "--anyway", "--json"]) == 0
+    outcome = msgspec.convert(json.loads(capsys.readouterr().out)["result"], TuneOutcome)
+    assert outcome.finished_rounds == 2
+    assert outcome.machines == {"torch-manual": here}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--best", "0"), "--best 0 must be at least 1"),
+        (("--budget", "-1"), "--budget -1"),
+        (("--devices", "4"), "has 2 devices, --devices 4"),
+        (("--layout.tp", "3"), "layout.tp = 3"),
+        (("--machine", "here", "--dry_run"), "--dry_run measures nothing"),
+        (("--machine", "none.toml"), "does not exist"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_a_line(here, capsys, arguments, says):
+    assert main([*HERE, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in " ".join(said.split())
+    assert "Traceback" not in said
+
+
+def test_a_dry_run_shows_the_cases(here, timed_engines, capsys):
+    assert main([*HERE, "--best", "2", "--dry_run"]) == 0
+    assert "dry run: 2 cases" in " ".join(capsys.readouterr().out.split())
+    assert not timed_engines.launched
+    assert Tune.word() == "tune"
