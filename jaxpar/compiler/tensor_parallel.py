@@ -1,8 +1,8 @@
 """Tensor parallelism by the compiler: one table says which dims are split, and XLA does Megatron's split.
 
 The parameters' placement follows from the table. The code says beyond it where activations live at both ends
-of a region of split work: left to itself XLA splits q, k and v by position and not by head, and moves them
-with all-to-alls. It also says that padded logits do not count, where the vocabulary does not divide.
+of a region of split work; what XLA would do without each of these lines, docs/compilers.md measures. It also
+says that padded logits do not count, where the vocabulary does not divide.
 
 Legend: B batch, T position, C n_embd, V vocabulary.
 """

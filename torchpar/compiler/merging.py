@@ -159,7 +159,6 @@ def _call(graph: Graph, does: Any, *arguments: Any, like: Node) -> Node:
 
 
 def _item(graph: Graph, several: Node, at: int) -> Node:
-
     node = graph.call_function(operator.getitem, (several, at))
     node.meta = {**several.meta, "val": _value(several)[at]}
     return node
