@@ -11,7 +11,7 @@ from msgspec import Struct
 from compare.host.json_files import read_json, write_json
 from compare.plan.machine import read_machine
 from compare.plan.predict import PARTS
-from compare.plan.published import Held, held_rows, mean_error, null_errors, read_tables, worst_error
+from compare.plan.published import HeldRow, held_rows, mean_error, null_errors, read_tables, worst_error
 from compare.plan.search import Candidate, search
 from compare.show.markdown import markdown_rows as markdown
 from compare.spec.experiment import Experiment, Model, edited, load
@@ -72,7 +72,7 @@ def plans() -> str:
 
 
 @cache
-def _held() -> dict[str, list[Held]]:
+def _held() -> dict[str, list[HeldRow]]:
     return {table.name: held_rows(table) for table in read_tables()}
 
 

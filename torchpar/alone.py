@@ -10,13 +10,13 @@ cluster.
 import functools
 
 import torch
-import torch.distributed as dist
 
 from compare.contract.rank_alone import RankAlone, RankAloneRequest
 from compare.contract.request import Request
 from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import edited
 from torchpar.comm.mesh import make_mesh
+from torchpar.comm.process_groups import join_absent
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.measure.ledger import LedgerMode
 from torchpar.measure.places import group_names
@@ -35,11 +35,9 @@ def run_alone(request: RankAloneRequest) -> RankAlone:
     Args:
         request: the engine, the experiment and the rank.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
     experiment = edited(request.experiment, {"train": {"max_iters": STEPS, "eval_interval": 0}})
     ranks = experiment.layout.devices
-    dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=ranks)
+    join_absent(rank=request.rank, world_size=ranks)
     torch.set_num_threads(1)
     heartbeat = Heartbeat([0] * Heartbeat.cells_for(ranks))
     rank = Rank(rank=request.rank, world_size=ranks, local_rank=0, heartbeat=heartbeat)

@@ -6,7 +6,7 @@ import platform as host
 from compare.execute.machine import memory_bytes
 from compare.execute.source import git_state
 from compare.host.facts import cores, cpu_model
-from compare.judge.circumstances import Circumstances, Machine
+from compare.judge.circumstances import Circumstances, MachineFacts
 
 
 def here_and_now(*busy_cores: float) -> Circumstances:
@@ -14,7 +14,7 @@ def here_and_now(*busy_cores: float) -> Circumstances:
     commit, dirty = git_state()
     return Circumstances(
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine(
+        machine=MachineFacts(
             system=f"{host.system()} {host.machine()}",
             cpu_model=cpu_model(),
             cores=cores(),

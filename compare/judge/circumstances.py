@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class MachineFacts(Struct, frozen=True, kw_only=True):
     """The machine that the figures are of."""
 
     system: str = ""
@@ -23,7 +23,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     """When and where a study was run, and by which version of the source; empty where nobody kept it."""
 
     created_utc: str = ""
-    machine: Machine = Machine()
+    machine: MachineFacts = MachineFacts()
     git_commit: str = ""
     git_dirty: bool = False
     versions: dict[str, str] = {}

@@ -25,7 +25,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Devices = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
-class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What joins the devices of a host or a pod, or those of different ones."""
 
     bytes_per_s: Rate
@@ -58,8 +58,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     an A100 (arXiv 2307.08691)."""
     products: list[tuple[Rate, Share]] = []
     """Share of `sustained` that a product of so many FLOPs or more reaches; by default `compute.PRODUCTS`."""
-    inside: Link
-    across: Link
+    inside: LinkSpeed
+    across: LinkSpeed
 
     @property
     def hosts(self) -> int:

@@ -16,7 +16,7 @@ from compare.pipeline.schedules import Kind, Task, make_schedule
 from compare.pipeline.simulator import run
 from compare.plan.compute import Part, Setting, Term, Ways, head_and_loss, own_work, update
 from compare.plan.machine import Machine
-from compare.plan.traffic import Traffic, traffic_of
+from compare.plan.traffic import AxisTraffic, traffic_of
 from compare.plan.work import Shape, shape_of
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.spec.engines.registry import ENGINES
@@ -27,8 +27,8 @@ PARTS: dict[Part, str] = {
     "attention": "attention",
     "vectors": "vectors",
     "recomputed": "again",
-    "tensor": "tp",
-    "pipeline": "pp",
+    "tensor": TP,
+    "pipeline": PP,
     "data": "dp",
     "update": "update",
 }
@@ -117,14 +117,14 @@ def predict(
     return Prediction(terms=terms, mfu=flops / seconds / machine.devices / setting.peak)
 
 
-def _exposed(setting: Setting, one: Traffic, window: float) -> float:
+def _exposed(setting: Setting, one: AxisTraffic, window: float) -> float:
     """Seconds of collectives that nothing hides: what the window has no room for, and one call."""
     if setting.ways.hidden.isdisjoint({one.axis, f"{one.axis} {one.purpose}"}):
         return one.seconds
     return min(max(one.seconds - window, 0.0) + one.seconds / max(one.calls, 1.0), one.seconds)
 
 
-def _term(part: Part, one: Traffic, seconds: float, *, forward: float = 0.0) -> Term:
+def _term(part: Part, one: AxisTraffic, seconds: float, *, forward: float = 0.0) -> Term:
     hidden = f"; {(one.seconds - seconds) * 1e3:,.2f} ms of it hidden" if seconds < one.seconds else ""
     note = f" ({one.note})" if one.note else ""
     what = f"{one.kind.replace('_', '-')} of {one.purpose} over {one.axis}"
@@ -133,14 +133,14 @@ def _term(part: Part, one: Traffic, seconds: float, *, forward: float = 0.0) -> 
     )
 
 
-def _tensor(setting: Setting, one: Traffic) -> Term:
+def _tensor(setting: Setting, one: AxisTraffic) -> Term:
     """Sums over tp: between products, which wait for them, unless an engine cuts both into pieces."""
     compute = 3 * setting.blocks * setting.block_product_s()
     forward = float(one.purpose in (ACTIVATIONS, "loss"))
     return _term("tensor", one, _exposed(setting, one, compute / 2), forward=forward)
 
 
-def _data(setting: Setting, one: Traffic, compute: float) -> Term:
+def _data(setting: Setting, one: AxisTraffic, compute: float) -> Term:
     """Gathers for each forward and backward run beside all compute, those of a step beside its first forward.
 
     Reductions run beside the backward of the last pass, or of each, where each reduces.
@@ -155,7 +155,9 @@ def _data(setting: Setting, one: Traffic, compute: float) -> Term:
     return _term("data", one, _exposed(setting, one, window))
 
 
-def _pipeline(setting: Setting, inner: list[Term], head: list[Term], traffic: list[Traffic]) -> list[Term]:
+def _pipeline(
+    setting: Setting, inner: list[Term], head: list[Term], traffic: list[AxisTraffic]
+) -> list[Term]:
     """How much later the schedule ends than the last rank's own work, and what else goes along pp."""
     layout, passes = setting.experiment.layout, setting.passes
     tasks = passes * layout.chunks

@@ -24,10 +24,11 @@ from compare.plan.compute import Ways
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import Prediction, predict
 from compare.plan.work import Shape
+from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train, revalidate
 
 FILE = Path(__file__).with_suffix(".toml")
-ENGINE = "torch-manual"
+ENGINE = REFERENCE
 """Whose closed forms: each rank sends what it needs to, as by hand."""
 FORM_BYTES = 4.0
 """Of a number in a closed form of float32."""
@@ -162,7 +163,7 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows: list[dict[str, object]]
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class HeldRow(Struct, frozen=True, kw_only=True):
     """One row, measured and predicted."""
 
     table: str
@@ -182,13 +183,13 @@ def read_tables() -> list[PublishedTable]:
     return msgspec.toml.decode(FILE.read_bytes(), type=dict[str, list[PublishedTable]])["tables"]
 
 
-def held_rows(table: PublishedTable) -> list[Held]:
+def held_rows(table: PublishedTable) -> list[HeldRow]:
     """Every row of a table with its prediction."""
     rows = [msgspec.convert({**table.common, **row}, PublishedRow) for row in table.rows]
     return [_held(table, row, place) for row in rows for place in range(len(row.repeat))]
 
 
-def _held(table: PublishedTable, row: PublishedRow, place: int) -> Held:
+def _held(table: PublishedTable, row: PublishedRow, place: int) -> HeldRow:
     pods = row.repeat[place]
     experiment = row.experiment(pods)
     machine = _machine(table, row, experiment)
@@ -205,7 +206,7 @@ def _held(table: PublishedTable, row: PublishedRow, place: int) -> Held:
         rate = row.tokens_per_s or tokens / row.seconds
         measured = flops * rate / peak
     name = f"{row.name.split(',')[0]}, {pods} pods" if pods > 1 else row.name
-    return Held(
+    return HeldRow(
         table=table.name,
         name=name,
         devices=experiment.layout.devices,
@@ -229,7 +230,7 @@ def mean_error(errors: list[float]) -> float:
     return statistics.fmean(map(abs, errors))
 
 
-def null_errors(rows: list[Held]) -> list[float]:
+def null_errors(rows: list[HeldRow]) -> list[float]:
     """Errors of the null model: of step time, if every row had the median utilisation."""
     median = statistics.median(row.measured_mfu for row in rows)
     return [row.measured_mfu / median - 1 for row in rows]

@@ -19,6 +19,7 @@ from compare.judge.closed_forms.peak_bound import held_by_stage
 from compare.plan.compute import Part, peak_of
 from compare.plan.machine import Machine
 from compare.plan.predict import PARTS, Prediction, predict
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
@@ -203,18 +204,18 @@ def _layouts(
     def choices(field: str, values: list[Any]) -> list[Any]:
         return [getattr(asked, field)] if field in fixed else values
 
-    for tp in choices("tp", _divisors(machine.devices)):
-        if machine.devices % tp or (tp > machine.devices_inside and "tp" not in fixed):
+    for tp in choices(TP, _divisors(machine.devices)):
+        if machine.devices % tp or (tp > machine.devices_inside and TP not in fixed):
             continue  # sums of activations over slow links: legal, and never among the best
-        for pp in choices("pp", _divisors(machine.devices // tp)):
-            if experiment.model.n_layer % pp and "pp" not in fixed:
+        for pp in choices(PP, _divisors(machine.devices // tp)):
+            if experiment.model.n_layer % pp and PP not in fixed:
                 continue
             data = machine.devices // tp // pp
-            for shard in choices("dp_shard", _divisors(data)):
-                degrees = {"tp": tp, "pp": pp, "dp_shard": shard, "dp_replicate": data // shard}
+            for shard in choices(DP_SHARD, _divisors(data)):
+                degrees = {TP: tp, PP: pp, DP_SHARD: shard, DP_REPLICATE: data // shard}
                 if tp * pp * shard * (data // shard) != machine.devices:
                     continue
-                if "dp_replicate" in fixed and asked.dp_replicate != data // shard:
+                if DP_REPLICATE in fixed and asked.dp_replicate != data // shard:
                     continue
                 yield from _settings(asked, degrees, own.layouts.schedules, choices, experiment)
 
@@ -227,13 +228,13 @@ def _settings(
     experiment: Experiment,
 ) -> Iterator[tuple[Layout, int]]:
     """Settings that mean something under these degrees, and rows of a pass."""
-    share, rest = divmod(experiment.sequences_per_step, degrees["dp_shard"] * degrees["dp_replicate"])
+    share, rest = divmod(experiment.sequences_per_step, degrees[DP_SHARD] * degrees[DP_REPLICATE])
     if rest:
-        yield msgspec.structs.replace(asked, **degrees, zero=3 if degrees["dp_shard"] > 1 else 0), 1
+        yield msgspec.structs.replace(asked, **degrees, zero=3 if degrees[DP_SHARD] > 1 else 0), 1
         return
-    zeros = choices("zero", [1, 2, 3] if degrees["dp_shard"] > 1 else [0])
-    sequences = choices("sequence_parallel", [True, False] if degrees["tp"] > 1 else [False])
-    plans = choices("schedule", list(schedules)) if degrees["pp"] > 1 else ["1f1b"]
+    zeros = choices("zero", [1, 2, 3] if degrees[DP_SHARD] > 1 else [0])
+    sequences = choices("sequence_parallel", [True, False] if degrees[TP] > 1 else [False])
+    plans = choices("schedule", list(schedules)) if degrees[PP] > 1 else ["1f1b"]
     remats, all_rows = choices("remat", list(REMATS)), _rows(share)
     for zero, parallel, schedule, remat, rows in itertools.product(zeros, sequences, plans, remats, all_rows):
         for reshard in choices("reshard_after_forward", [True, False] if zero == 3 else [True]):

@@ -36,7 +36,7 @@ AT_MOST = "as wide as in float32: at most"
 AGAIN = "and forward's once more, which is computed anew"
 
 
-class Traffic(Struct, frozen=True, kw_only=True):
+class AxisTraffic(Struct, frozen=True, kw_only=True):
     """Collectives of one kind, axis and purpose that a device takes part in, in a step."""
 
     kind: str
@@ -59,7 +59,7 @@ def traffic_of(
     *,
     stage: int = 0,
     scale: Mapping[str, float] = NOTHING,
-) -> list[Traffic]:
+) -> list[AxisTraffic]:
     """Collectives of one rank of the pipeline.
 
     Args:
@@ -121,7 +121,7 @@ def timed(
     size: float,
     calls: float,
     note: str = "",
-) -> Traffic:
+) -> AxisTraffic:
     """So many calls that send so many logical bytes together, on the link of their axis."""
     (kind, axis, purpose), layout = key, experiment.layout
     first, last = axis.split("+")[0], axis.split("+")[-1]
@@ -130,7 +130,7 @@ def timed(
     link, rate, latency = machine.link_of(degree, stride)
     hops = 1 if kind == "permute" else math.ceil(math.log2(degree))
     wire = ring_wire_bytes(kind, round(size), degree)
-    return Traffic(
+    return AxisTraffic(
         kind=kind,
         axis=axis,
         purpose=purpose,

@@ -18,7 +18,7 @@ from compare.execute.ceiling import measure_ceiling
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
 from compare.host.facts import cores
-from compare.plan.machine import Link, Machine, read_machine
+from compare.plan.machine import LinkSpeed, Machine, read_machine
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.studies.collective_runs import Order, requests_of, run_requests, sizes_between
@@ -116,10 +116,10 @@ def _copied_per_s() -> float:
 
 def _link(
     side: str, devices: int, folder: Path, pythons: Mapping[str, str], busy: float, quiet: bool
-) -> Link:
+) -> LinkSpeed:
     """Latency and bandwidth of an all-reduce over all devices; free on one device, which has no link."""
     if devices == 1:
-        return Link(bytes_per_s=1e30, latency_s=0.0)
+        return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
     ways = tuple(name for name, one in IMPLEMENTATIONS.items() if one.side == side and name in (OURS, "xla"))
     order = Order(
         kinds=("all_reduce",),
@@ -134,4 +134,4 @@ def _link(
     (fit,) = bench.fits
     wire = ring_wire_bytes("all_reduce", 2**20, devices) / 2**20
     rate = min(fit.bytes_per_s * wire, 1e30)
-    return Link(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(devices)))
+    return LinkSpeed(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(devices)))

@@ -5,14 +5,14 @@ from link_hosts import RATES_GBIT
 from links import CASES, AtRate, Link, LinkRow, Links, experiment_of
 from links_tables import choices, errors, exposed_ms, hidden_ms, step_table
 
-from compare.judge.circumstances import Circumstances, Machine
+from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.spec.engines.registry import ENGINES
 
 SLOW = Link(gbit=1, bytes_per_s=100e6, latency_s=1e-4)
 FREE = Link(gbit=0, bytes_per_s=4e9, latency_s=1e-5)
 HERE = Circumstances(
     created_utc="2026-01-01T00:00:00+00:00",
-    machine=Machine(system="Linux", cpu_model="a CPU", cores=2, memory_bytes=2**30),
+    machine=MachineFacts(system="Linux", cpu_model="a CPU", cores=2, memory_bytes=2**30),
 )
 
 

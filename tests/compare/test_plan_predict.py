@@ -6,7 +6,7 @@ from machines import FREE, machine_of
 
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
-from compare.plan.machine import Link
+from compare.plan.machine import LinkSpeed
 from compare.plan.predict import makespan_s, predict, ways_of
 from compare.plan.traffic import traffic_of
 from compare.plan.work import shape_of
@@ -61,7 +61,7 @@ def test_products_take_the_slower_of_flops_and_bytes_and_small_ones_are_less_eff
 )
 def test_collectives_alone_are_their_bytes_on_a_ring(tiny, layout, wire):
     """Two devices: an all-reduce sends S, a gather or scatter S / 2; tp four streams a layer and two."""
-    machine = machine_of(2, inside=Link(bytes_per_s=1e6, latency_s=0), platform="cpu")
+    machine = machine_of(2, inside=LinkSpeed(bytes_per_s=1e6, latency_s=0), platform="cpu")
     experiment = under(tiny, **layout)
     found = predict("torch-manual", experiment, machine)
     model = tiny.model
@@ -72,13 +72,13 @@ def test_collectives_alone_are_their_bytes_on_a_ring(tiny, layout, wire):
 
 
 def test_latency_is_paid_for_every_call_and_hop(tiny):
-    machine = machine_of(4, inside=Link(bytes_per_s=FREE, latency_s=1.0), platform="cpu")
+    machine = machine_of(4, inside=LinkSpeed(bytes_per_s=FREE, latency_s=1.0), platform="cpu")
     found = predict("torch-manual", under(tiny, tp=1, dp_shard=4, zero=3), machine)
     assert found.seconds == pytest.approx(2 * (3 + 2 * 3))  # three units: scattered, gathered twice; two hops
 
 
 def test_compute_hides_what_runs_beside_it_but_for_one_call(tiny):
-    link = Link(bytes_per_s=1e6, latency_s=0)
+    link = LinkSpeed(bytes_per_s=1e6, latency_s=0)
     busy = {"peak": {"float64": 1e3}, "inside": link}
     experiment = under(tiny, dp_shard=2, zero=3)
     shown = predict("torch-manual", experiment, machine_of(2, **busy, platform="cpu"))
@@ -94,7 +94,7 @@ def test_compute_hides_what_runs_beside_it_but_for_one_call(tiny):
 
 
 def test_slower_links_across_hosts_slow_the_outer_axes_alone(tiny):
-    slow = Link(bytes_per_s=1e6, latency_s=0)
+    slow = LinkSpeed(bytes_per_s=1e6, latency_s=0)
     machine = machine_of(4, devices_inside=2, across=slow, platform="cpu")
     inner = predict("torch-manual", under(tiny, tp=2, dp_replicate=2), machine)
     assert inner.of_part("tensor") < 1e-9 < inner.of_part("data")
@@ -137,7 +137,9 @@ def test_sixteen_bits_are_as_wide_as_their_form_or_at_most_as_float32(tiny):
 
 def test_terms_are_all_there_is(tiny):
     experiment = under(tiny, train={"batch_size": 8}, pp=2, tp=2, dp_shard=2, zero=1, microbatches=2)
-    found = predict("torch-manual", experiment, machine_of(8, inside=Link(bytes_per_s=1e9, latency_s=1e-6)))
+    found = predict(
+        "torch-manual", experiment, machine_of(8, inside=LinkSpeed(bytes_per_s=1e9, latency_s=1e-6))
+    )
     assert found.seconds == pytest.approx(sum(term.seconds for term in found.terms))
     assert all(term.formula and term.seconds > 0 for term in found.terms)
     assert {term.part for term in found.terms} >= {"tensor", "pipeline", "data"}

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from compare.contract.timing import Timing, Window
-from compare.judge.circumstances import Circumstances, Machine
+from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.judge.timed_outcome import HowItRan, Measurement, TimedCase, TimedOutcome
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
@@ -32,7 +32,7 @@ def cases_of(experiment: Experiment, **choice: Any) -> list[TimedCase]:
 
 HERE = Circumstances(
     created_utc="2026-01-01T00:00:00+00:00",
-    machine=Machine(system="Linux x86_64", cpu_model="a CPU", cores=2, memory_bytes=24 * 10**9),
+    machine=MachineFacts(system="Linux x86_64", cpu_model="a CPU", cores=2, memory_bytes=24 * 10**9),
     git_commit="0123456789abcdef",
     git_dirty=False,
     versions=RAN.versions,

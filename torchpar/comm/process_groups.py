@@ -34,6 +34,13 @@ def join_group(
         )
 
 
+def join_absent(*, rank: int, world_size: int) -> None:
+    """Be one rank among others that are not there: each collective is done at once, and moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
 def leave_group() -> None:
     """Wait for the other ranks, if there are any, so that none hangs up on another.
 
