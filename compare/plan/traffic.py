@@ -124,10 +124,12 @@ def timed(
 ) -> AxisTraffic:
     """So many calls that send so many logical bytes together, on the link of their axis."""
     (kind, axis, purpose), layout = key, experiment.layout
-    first, last = axis.split("+")[0], axis.split("+")[-1]
-    degree = math.prod(layout.axes[name] for name in AXES[AXES.index(first) : AXES.index(last) + 1])
-    stride = math.prod(layout.axes[name] for name in AXES[AXES.index(last) + 1 :])
-    link, rate, latency = machine.link_of(degree, stride)
+    names = axis.split("+")
+    degree = math.prod(layout.axes[name] for name in names)
+    span = math.prod(
+        layout.axes[name] for name in AXES[AXES.index(names[0]) :]
+    )  # another axis may lie between
+    link, rate, latency = machine.link_of(degree, span // degree)
     hops = 1 if kind == "permute" else math.ceil(math.log2(degree))
     wire = ring_wire_bytes(kind, round(size), degree)
     return AxisTraffic(
