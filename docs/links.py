@@ -57,7 +57,8 @@ def _ddp(sync: str, engines: tuple[str, ...] = MANUAL) -> Case:
 
 PIPELINE = {"pp": 2, "microbatches": 4, "schedule": "1f1b"}
 CASES = (
-    *map(_ddp, ("naive", "flat", "overlapped")),
+    *map(_ddp, ("naive", "flat")),
+    _ddp("overlapped", ("torch-manual",)),
     _ddp("bucketed", ENGINES_SHOWN),
     Case(name="1f1b", layout=PIPELINE, engines=("torch-manual", "torch-library", "jax-manual")),
     Case(name="gpipe", layout=PIPELINE | {"schedule": "gpipe"}, engines=("jax-compiler",)),

@@ -96,7 +96,7 @@ def test_help_is_one_screen(capsys):
     printed = capsys.readouterr().out
     assert printed == f"{overview()}\n"
     lines = printed.splitlines()
-    assert len(lines) <= 40
+    assert len(lines) <= 44  # of a terminal as high as a laptop's screen
     assert max(map(len, lines)) <= 80
     assert sorted(word for words in GROUPS.values() for word in words) == sorted(COMMANDS)
     for said in ("shardpair run", "COMMAND --help", "--dry_run", "--json", "--version"):

@@ -1,7 +1,8 @@
 """Every command line that README.md, docs and --help print does what it says, up to the first process.
 
 Lines are collected from the pages and the commands' docstrings: a new one is tried without a word here.
-What can be planned is run with --dry_run; what cannot goes as far as the first process that it starts; and
+What can be planned is run with --dry_run; what cannot goes as far as the first process that it starts, and a
+plan for machines as far as its search; and
 one that reads a folder which this test cannot make must be refused for that folder, and nothing else.
 """
 
@@ -22,7 +23,7 @@ from compare.cli import COMMANDS, main
 from compare.execute import launch
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import collectives, fitting
+from compare.studies import collectives, fitting, plan
 
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(shardpair [^`]+)`")
@@ -55,7 +56,11 @@ def printed_lines() -> dict[str, list[str]]:
     for line in (*fenced, *inline, *tried):
         words = shlex.split(line, comments=True)
         is_a_name = len(words) == 2 and line in inline  # the command is spoken of
-        if words[:1] == ["shardpair"] and not re.search(r"[&>]|--tyro|--help", line) and not is_a_name:
+        if (
+            words[:1] == ["shardpair"]
+            and not re.search(r"[&>]|--tyro|--help|EXPERIMENT", line)
+            and not is_a_name
+        ):
             found[" ".join(words)] = words[1:]
     return found
 
@@ -80,6 +85,8 @@ def places(tmp_path, line) -> Path:
             (folder / word).write_text("some words\n" * 2000)
         elif word.endswith(".toml"):
             (folder / word).write_text("")
+        elif ".tomlx" in word:  # so many chips
+            (folder / word.rpartition("x")[0]).write_text('like = "h100"\n')
         elif word.endswith(".py"):
             (folder / word).parent.mkdir(exist_ok=True)
             (folder / word).write_text(CONFIG)
@@ -101,6 +108,7 @@ def a_machine_with_everything(places, monkeypatch):
 
     monkeypatch.chdir(places)
     monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(plan, "search", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
     monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
     monkeypatch.setattr(collectives, "busy_cores", lambda: 0.0)
@@ -115,9 +123,11 @@ def test_it_does_what_it_says(line, places, capsys, monkeypatch):
     is_checkpoint = command not in ("report", "diff") and Path(source).suffix != ".pt" and source != "gpt2/"
     if source and is_checkpoint:
         write_random(places / source, load("demo"))
-    is_planned = "dry_run" in COMMANDS[command].__struct_fields__ and not {"--continue", "--results"} & {
-        *others
-    }
+    is_planned = (
+        "dry_run" in COMMANDS[command].__struct_fields__
+        and command not in ("plan", "tune")
+        and not {"--continue", "--results"} & {*others}
+    )
     try:
         code = main([command, *others, *(["--dry_run"] if is_planned else [])])
     except Started:
@@ -126,6 +136,9 @@ def test_it_does_what_it_says(line, places, capsys, monkeypatch):
     behind = {after for flag, after in itertools.pairwise(others) if flag in FOLDERS} | {source}
     if "--launcher" in others:  # it runs inside an allocation alone
         assert (code, "begin with `salloc" in said or "no srun here" in said) == (2, True), said
+        return
+    if command == "submit" and code == 3:
+        assert "submitit" in said or "sbatch" in said, said
         return
     missing = [word.rstrip("/") for word in behind if word and not (places / word).exists()]
     assert code == 0 or (code == 2 and any(word in said for word in missing)), said

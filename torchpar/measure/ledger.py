@@ -256,8 +256,10 @@ def of_all_ranks(
 
 def _members_of(kind: str, arguments: tuple, group: dist.ProcessGroup) -> Members:
     """The ranks of an operator's group, in order; of a message this one and the receiver."""
-    numbers = next(
-        ranks for one, ranks in _world.pg_group_ranks.items() if one.group_name == group.group_name
+    numbers = next(  # a group that this rank is not in stands there as a number
+        ranks
+        for one, ranks in _world.pg_group_ranks.items()
+        if getattr(one, "group_name", None) == group.group_name
     )
     members = sorted(numbers, key=lambda rank: numbers[rank])
     if kind != "permute":
