@@ -45,8 +45,11 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all."""
-    axes = axes_of(tensor, mesh)
+    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all.
+
+    A tensor that is no DTensor is all there.
+    """
+    axes = axes_of(tensor, mesh) if isinstance(tensor, DTensor) else ()
     if mesh.dp_shard not in axes:
         return None
     assert isinstance(tensor, DTensor)
@@ -56,6 +59,20 @@ def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
         rows = own.stop - own.start
     own = chunk_slices(rows, mesh.dp_shard.size)[mesh.dp_shard.rank]
     return slice(own.start * row, own.stop * row)
+
+
+def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory on a device for a tensor of any shape, on the meta device; for the local part of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    return DTensor.from_local(
+        torch.empty_like(tensor.to_local(), device=device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def full_tensors(parts: TensorsByName) -> TensorsByName:

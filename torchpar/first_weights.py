@@ -9,14 +9,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from compare.numerics.parameters import parameter_table
 from compare.numerics.weights import Weights
 from compare.spec.axes import SPLIT, TP
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
-from torchpar.dtensors import elements_of
+from torchpar.dtensors import elements_of, empty_on
 from torchpar.model import GPT
 from torchpar.parallel_model import local
 from torchpar.shards import fill, shard_of
@@ -56,23 +55,12 @@ class FirstWeights:
                 _allocate(parameter, self._mesh.device)
                 row = self._rows[name]
                 over_tp = self._mesh.tp.size > 1 and any(SPLIT.get(axis) == TP for axis in row.axes)
-                elements = elements_of(parameter, self._mesh) if isinstance(parameter, DTensor) else None
-                part = shard_of(row, self._mesh, over_tp=over_tp, elements=elements)
+                part = shard_of(row, self._mesh, over_tp=over_tp, elements=elements_of(parameter, self._mesh))
                 fill(local(parameter).detach(), part, self._weights)
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
     """Give a parameter memory. It stays itself: ties, hooks and marks."""
-    values: torch.Tensor = torch.empty_like(local(parameter).detach(), device=device)
-    if isinstance(parameter, DTensor):
-        values = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    real = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    real = nn.Parameter(empty_on(parameter.detach(), device), requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)

@@ -178,8 +178,8 @@ def name_of(layout: Layout, rows: int) -> str:
     parts = [
         f"dp{layout.dp_replicate}" if layout.dp_replicate > 1 else "",
         f"{zero}{layout.dp_shard}" if layout.dp_shard > 1 else "",
-        f"tp{layout.tp}{'sp' if layout.sequence_parallel else ''}" if layout.tp > 1 else "",
-        f"pp{layout.pp}.{layout.schedule}{chunks}" if layout.pp > 1 else "",
+        f"{TP}{layout.tp}{'sp' if layout.sequence_parallel else ''}" if layout.tp > 1 else "",
+        f"{PP}{layout.pp}.{layout.schedule}{chunks}" if layout.pp > 1 else "",
         f"rows{rows}",
         layout.remat,
     ]
