@@ -23,7 +23,7 @@ from compare.cli import COMMANDS, main
 from compare.execute import launch
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import collectives, fitting, plan
+from compare.studies import collectives, fitting, plan, this_machine
 
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(shardpair [^`]+)`")
@@ -111,7 +111,8 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.setattr(plan, "search", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
     monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
-    monkeypatch.setattr(collectives, "busy_cores", lambda: 0.0)
+    for measuring in (collectives, this_machine):
+        monkeypatch.setattr(measuring, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 
 
