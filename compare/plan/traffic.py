@@ -126,9 +126,8 @@ def timed(
     (kind, axis, purpose), layout = key, experiment.layout
     names = axis.split("+")
     degree = math.prod(layout.axes[name] for name in names)
-    span = math.prod(
-        layout.axes[name] for name in AXES[AXES.index(names[0]) :]
-    )  # another axis may lie between
+    # Another axis may lie between those of a group: its members are then further apart.
+    span = math.prod(layout.axes[name] for name in AXES[AXES.index(names[0]) :])
     link, rate, latency = machine.link_of(degree, span // degree)
     hops = 1 if kind == "permute" else math.ceil(math.log2(degree))
     wire = ring_wire_bytes(kind, round(size), degree)
