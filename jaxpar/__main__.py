@@ -1,7 +1,8 @@
 """`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; under srun or
-torchrun, or with --coordinator, as one of several processes, each with a part of the devices. Or `--doctor`,
-`--ceiling JSON` (see `compare.contract.ceiling`), or `--collectives RUN_DIR` (see
-`compare.contract.collective_bench`).
+torchrun, or with --coordinator, as one of several processes, each with a part of the devices.
+`--collectives RUN_DIR` times collectives instead (`compare.contract.collective_bench`). Or a question:
+`--doctor`, `--ceiling JSON` (`compare.contract.ceiling`), `--compile JSON` (`.ahead_of_time`),
+`--sample JSON` (`compare.numerics.sampling`), `--convert FROM TO`.
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
 lacks what it needs; 4 it was asked to end early, and saved its state; 143 SIGTERM. Other than 0,
@@ -9,7 +10,6 @@ RUN_DIR/error.json says why, unless another run is in RUN_DIR.
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -19,11 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from compare.checkpoint.description import DESCRIPTION
-from compare.checkpoint.reader import read_description
-from compare.contract.ceiling import read_ceiling_request
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
 from compare.contract.early_stop import STOPPED, StoppedEarly, StopRequest
@@ -34,12 +29,10 @@ from compare.contract.request import Request, read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
 from compare.host.exits import describe_exit
-from compare.host.facts import MissingDevicesError, cores, versions
+from compare.host.facts import MissingDevicesError, MissingPackageError
 from compare.host.signals import is_ignored, on_signals
-from compare.numerics.parameters import storage_dtype
-from compare.numerics.sampling import read_sample_request
 from compare.spec.engines.jax import JAX
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
+from compare.spec.experiment import ExperimentError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
@@ -53,15 +46,8 @@ def main() -> int:
     arguments = _parse_arguments()
     if arguments.exit_with_stdin:
         exit_with_stdin()
-    if arguments.doctor:
-        print(json.dumps(doctor()))
-        return DONE
-    if arguments.ceiling:
-        return ceiling(arguments.ceiling)
-    if arguments.sample:
-        return draw_sample(arguments.sample)
-    if arguments.convert:
-        return convert(*arguments.convert)
+    if _is_question(arguments):
+        return _answer(arguments)
     try:
         process = find_process(arguments, os.environ)
     except ExperimentError as error:
@@ -123,6 +109,8 @@ def train(folder: Path, process: Process | None = None) -> None:
         partial(_report_hang, folder, process, request.timeout_s) if process else partial(_report, folder)
     )
     watchdog = Watchdog(request.timeout_s, on_hang)
+    from jaxpar.configuration import configure_jax
+
     configure_jax(request, process)
     if process:
         from jaxpar.comm.hosts import agree_with_others
@@ -146,6 +134,8 @@ def time_collectives(folder: Path) -> None:
     clear_record(folder)
     clear_rows(folder)
     watchdog = Watchdog(request.timeout_s, partial(_report, folder))
+    from jaxpar.configuration import configure_devices, configure_products
+
     configure_products(request.platform, TYPE.name)
     configure_devices(request.platform, request.ranks)
     from jaxpar.measure.collective_bench import run_bench
@@ -162,115 +152,31 @@ def _planted(request: Request) -> AbstractContextManager:
     return plant(request.fault, engine=request.engine, layout=request.experiment.layout)
 
 
-def configure_jax(request: Request, process: Process | None = None) -> None:
-    """Everything that has to be set before JAX starts a backend; of several processes, join them."""
-    import jax
-
-    experiment: Experiment = request.experiment
-    configure_products(request.platform, experiment.precision.product_dtype)
-    devices = experiment.layout.devices
-    if process:
-        from jaxpar.comm.hosts import join
-
-        if request.profile:
-            raise ExperimentError("profile: a timeline is read from one process: run it on one host")
-        timeout_s = request.timeout_s
-        configure_devices(request.platform, devices // process.count or 1)
-        jax.config.update("jax_enable_compilation_cache", False)  # see configure_devices
-        join(process, devices=devices, platform=request.platform, timeout_s=timeout_s)
-    else:
-        configure_devices(request.platform, devices)
-    if request.cache_dir:
-        jax.config.update("jax_compilation_cache_dir", request.cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        # The ledger reads the names of scopes: a program kept with those of an older version is another one.
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+def _is_question(arguments: argparse.Namespace) -> bool:
+    """Whether something else than a training is asked for."""
+    words = (arguments.doctor, arguments.ceiling, arguments.compile, arguments.convert, arguments.sample)
+    return any(words)
 
 
-def configure_products(platform: str, dtype: str) -> None:
-    """The platform, and how matrix products are computed on it; before JAX starts a backend."""
-    import jax
-
-    jax.config.update("jax_platforms", "cuda,cpu" if platform == "gpu" else "cpu")
-    jax.config.update("jax_enable_x64", dtype == "float64")
-    by_dtype = {"float32": "highest", "tf32": "tensorfloat32"}
-    if dtype in by_dtype:  # on NVIDIA GPUs the default for float32 products is TF32
-        jax.config.update("jax_default_matmul_precision", by_dtype[dtype])
-
-
-def configure_devices(platform: str, devices: int) -> None:
-    """The number of virtual devices, which only a CPU has. For several of them no compiled program is kept.
-
-    XLA's CPU runtime runs what is independent side by side, but for collectives, which have an order. A
-    program that is read from a file has lost it (jaxlib 0.10.2). As collectives of a kind meet by nothing but
-    their order, it hangs or crashes on a busy machine, or one device's gather meets another gather of the
-    other device: then its numbers are wrong, without a word.
-    """
-    import jax
-
-    if platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", devices)
-        if devices > 1:
-            jax.config.update("jax_enable_compilation_cache", False)  # also that of a user's environment
-
-
-def ceiling(text: str) -> int:
-    """Print the matmul ceiling that a request asks for, as one line of JSON. Returns the exit code."""
+def _answer(arguments: argparse.Namespace) -> int:
+    """Answer on standard output, or say on standard error why not. Returns the exit code."""
     try:
-        request = read_ceiling_request(text)
-        configure_products(request.platform, request.dtype)
-        # Imported after configuring: a backend, once started, keeps its devices and platform.
-        from jaxpar.measure.ceiling import measure
+        from jaxpar import questions
 
-        print(msgspec.json.encode(measure(request)).decode())
-    except (ExperimentError, MissingDevicesError) as error:
+        if arguments.doctor:
+            questions.doctor()
+        elif arguments.ceiling:
+            questions.ceiling(arguments.ceiling)
+        elif arguments.compile:
+            questions.compile_ahead(arguments.compile)
+        elif arguments.convert:
+            questions.convert(*arguments.convert)
+        else:
+            questions.draw_sample(arguments.sample)
+    except (ExperimentError, MissingDevicesError, MissingPackageError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
     return DONE
-
-
-def convert(source: Path, target: Path) -> int:
-    """Convert between orbax's checkpoints and ours. Returns the exit code."""
-    configure_products("cpu", "float64")
-    from jaxpar.orbax_checkpoint import export_checkpoint, import_checkpoint
-
-    try:
-        is_ours = (source / DESCRIPTION).is_file()
-        (export_checkpoint if is_ours else import_checkpoint)(source, target)
-    except ExperimentError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return BAD_REQUEST
-    return DONE
-
-
-def draw_sample(text: str) -> int:
-    """Print token ids drawn from a checkpoint. Returns the exit code."""
-    try:
-        request = read_sample_request(text)
-        kept = read_description(Path(request.checkpoint)).experiment
-        configure_products("cpu", str(storage_dtype(kept)))
-        from jaxpar.sample import sample
-
-        print(json.dumps(sample(request)))
-    except ExperimentError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return BAD_REQUEST
-    return DONE
-
-
-def doctor() -> dict[str, object]:
-    """Versions and devices that this side finds here."""
-    import jax
-
-    from jaxpar.measure.usage import PACKAGES
-
-    try:
-        gpus = [device.device_kind for device in jax.devices("gpu")]
-    except RuntimeError:
-        gpus = []
-    cpu_devices = f"up to {MAX_CPU_DEVICES} virtual devices in one process, on {cores()} cores"
-    return {"versions": versions(PACKAGES), "cpu_devices": cpu_devices, "gpus": gpus}
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -288,10 +194,10 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
+    parser.add_argument("--compile", metavar="JSON", help="print a step of absent devices, as JSON")
     add_flags(parser)
     arguments = parser.parse_args()
-    asked = arguments.doctor or arguments.ceiling or arguments.convert or arguments.sample
-    if not asked and arguments.run_dir is None:
+    if not _is_question(arguments) and arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return arguments
 

@@ -107,12 +107,7 @@ def prepare(
         checkpoint: a full state, to go on from.
     """
     model = experiment.model
-    decay = weights.decay_mask(model, experiment.optimizer.decay)
-    optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    problem = make_problem(experiment, remat=remat)
-    sharded = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
-    if experiment.layout.offload == "optimizer":
-        sharded = with_moments_on_host(sharded)
+    sharded, optimizer = sharded_step(engine, experiment, mesh=mesh, remat=remat)
     at_rest = sharded.moments_at_rest or sharded.moments
     if checkpoint:
         return sharded, _restored(checkpoint, sharded, optimizer, model, moments_at_rest=at_rest)
@@ -126,6 +121,19 @@ def prepare(
     )
     opt_state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, at_rest))(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
+
+
+def sharded_step(
+    engine: str, experiment: Experiment, *, mesh: Mesh, remat: Remat
+) -> tuple[ShardedStep, optax.GradientTransformationExtraArgs]:
+    """The engine's step for an experiment, and its optimizer; nothing is placed on any device."""
+    decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
+    optimizer = make_optimizer(experiment.optimizer, decay=decay)
+    problem = make_problem(experiment, remat=remat)
+    sharded = PARALLELIZE[engine](problem, optimizer, mesh=mesh, layout=experiment.layout)
+    if experiment.layout.offload == "optimizer":
+        sharded = with_moments_on_host(sharded)
+    return sharded, optimizer
 
 
 def _restored(

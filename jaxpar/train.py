@@ -38,7 +38,7 @@ def train(
         from compare.numerics.parameters import initial_parameters
         from compare.contract.record import Recorder, read_record
         from compare.contract.request import Request
-        from jaxpar.__main__ import configure_jax
+        from jaxpar.configuration import configure_jax
 
         experiment, folder = load("check"), Path("mine")
         folder.mkdir()

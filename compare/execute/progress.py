@@ -83,6 +83,16 @@ class Reporter:
             self._say(f"its whole log: {error.log}")
         self._say(f"{error}", style="red")
 
+    @contextmanager
+    def waits(self, what: str) -> Generator[None]:
+        """Say what is waited for: a spinner in a terminal, a line in a pipe."""
+        if self._draws:
+            with self.console.status(what):
+                yield
+        else:
+            self._say(what)
+            yield
+
     def _say(self, text: str, *, style: str = "") -> None:
         with contextlib.suppress(OSError):  # stderr is full or gone: no reason to lose a run
             self.console.print(coloured(text, style), soft_wrap=True)

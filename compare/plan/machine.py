@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from compare.host.files import why_not_readable
+from compare.plan.target import Target
 from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError, shortened
 
 FOLDER = Path(__file__).parent.parent / "machines"
@@ -60,6 +61,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of `sustained` that a product of so many FLOPs or more reaches; by default `compute.PRODUCTS`."""
     inside: LinkSpeed
     across: LinkSpeed
+    target: Target = Target()
+    """The chip as XLA's compilers name it, for --compile."""
 
     @property
     def hosts(self) -> int:

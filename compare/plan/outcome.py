@@ -2,13 +2,14 @@
 
 from msgspec import Struct, field
 
+from compare.contract.ahead_of_time import CompiledAhead
 from compare.judge.ledger_lines import Line
 from compare.judge.outcome import StudyOutcome
 from compare.plan.machine import Machine
 from compare.plan.search import USABLE, Candidate, Found, frontier
 from compare.spec.experiment import Experiment, ExperimentError
 
-KEPT = 400
+KEPT, NEAREST = 400, 20
 
 
 class Full(Struct, frozen=True, kw_only=True):
@@ -17,6 +18,15 @@ class Full(Struct, frozen=True, kw_only=True):
     layouts: int
     least: float
     """Bytes that the smallest of them would need."""
+
+
+class AbsentStep(Struct, frozen=True, kw_only=True):
+    """What a compiler made of one layout's step for the machine, and its ledger beside the closed form."""
+
+    layout: str
+    topology: str
+    found: CompiledAhead
+    lines: list[Line]
 
 
 class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
@@ -30,12 +40,16 @@ class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
     """How many there were."""
     dropped: dict[str, Full]
     """By the class with which a device is full."""
+    nearest: list[Candidate] = field(default_factory=list)
+    """The smallest of those that do not fit."""
     explain: str = ""
     """The layout whose sum is written out."""
     alone: dict[str, list[Line]] = field(default_factory=dict)
     """By a layout's name: what its first rank sent when it ran alone, beside the closed form."""
+    absent: list[AbsentStep] = field(default_factory=list)
+    """Layouts that were compiled for the machine."""
     problems: list[str] = field(default_factory=list)
-    """What could not be read of that."""
+    """What could not be read of those."""
 
     @property
     def is_blank(self) -> bool:
@@ -81,17 +95,18 @@ def keep(
         candidates=[*best, *(one for one in frontier(found.fitting) if one.name not in names)],
         fitting=len(found.fitting),
         dropped=dropped,
+        nearest=sorted(found.dropped, key=lambda one: one.bytes)[:NEAREST],
         left_out=found.refused,
         explain=explain,
     )
 
 
 def chosen(outcome: PlanOutcome) -> Candidate:
-    """The layout of --explain. Raises ExperimentError: there is none of this name or place."""
+    """The layout of --explain, which need not fit. Raises ExperimentError: none of this name or place."""
     word, ranked = outcome.explain, outcome.candidates
     if word.isdecimal() and 1 <= int(word) <= len(ranked):
         return ranked[int(word) - 1]
-    found = next((one for one in ranked if one.name == word), None)
+    found = next((one for one in (*ranked, *outcome.nearest) if one.name == word), None)
     if not found:
         raise ExperimentError(
             f"--explain {word}: give a place from 1 to {len(ranked)}, or the name of a layout that is kept"

@@ -1,8 +1,9 @@
 """Tables and figures of a plan."""
 
+from compare.contract.ahead_of_time import Waited
 from compare.judge.ledger_lines import Line
 from compare.plan.compute import Term
-from compare.plan.outcome import Full, PlanOutcome
+from compare.plan.outcome import AbsentStep, Full, PlanOutcome
 from compare.plan.predict import PARTS, predict
 from compare.plan.search import USABLE, Candidate, frontier
 from compare.show.findings import Column, Figure, Series, Table, table_of
@@ -24,6 +25,19 @@ LINES = (
     Column[Line]("sent (B)", lambda line: line.found, ",d", news=lambda line: "fail" if line.is_new else ""),
     Column[Line]("is", lambda line: line.why or line.state),
 )
+WAITED = (
+    Column[Waited]("kind", lambda row: row.kind),
+    Column[Waited]("axis", lambda row: row.axis),
+    Column[Waited]("beside other work", lambda row: row.hidden_bytes, human_bytes),
+    Column[Waited]("waited for", lambda row: row.waited_bytes, human_bytes),
+)
+MEMORY = (
+    Column[tuple[str, float, float]]("of a device", lambda row: row[0]),
+    Column[tuple[str, float, float]]("closed form", lambda row: row[1], human_bytes),
+    Column[tuple[str, float, float]]("XLA", lambda row: row[2], human_bytes),
+)
+STATE = ("parameters", "optimizer")
+"""Classes of memory that are arguments of a step; gradients are temporaries of one."""
 TERMS = (
     Column[Term]("part", lambda term: PARTS[term.part]),
     Column[Term]("what", lambda term: term.what),
@@ -83,6 +97,26 @@ def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
         look="words",
         below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {held}: {human_bytes(one.bytes)}.",
     )
+
+
+def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
+    """What XLA made of a layout: memory beside the plan's, sums beside the closed form, waiting."""
+    found, held = one.found, next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
+    state = sum(held.memory.get(kind, 0.0) for kind in STATE)
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    title = f"{one.layout} compiled for {one.topology}, {found.device}"
+    below = f"{found.compile_s:.0f} CPU s to trace and compile. {versions}."
+    if found.peak_bytes > USABLE * outcome.machine.memory_bytes:
+        below = f"It does not fit, says XLA's plan. {below}"
+    memory = [
+        ("parameters and moments", state, found.state_bytes),
+        ("all of a step", held.bytes, found.peak_bytes),
+    ]
+    return [
+        table_of(title, MEMORY, memory, look="words", below=below),
+        table_of("What it sends in a step", LINES, one.lines),
+        table_of("What runs beside other work, in the compiler's word", WAITED, found.waited),
+    ]
 
 
 def bars(best: list[Candidate]) -> Figure:

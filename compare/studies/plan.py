@@ -6,19 +6,37 @@ from typing import ClassVar
 
 import msgspec
 
+from compare.contract.ahead_of_time import AheadRequest
 from compare.contract.request import Platform
+from compare.execute.ahead_of_time import compiled_ahead
 from compare.execute.alone import lines_alone, require_alone
 from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
+from compare.execute.paths import default_cache
+from compare.execute.progress import Reporter
 from compare.flags.arguments import Hidden, StudiedName
 from compare.flags.chosen_layout import DEVICES
 from compare.flags.pythons import checked_pythons
+from compare.judge.ledger_lines import line_up
 from compare.judge.outcome import save
+from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import Machine, read_machine, slowed
-from compare.plan.outcome import PlanOutcome, chosen, keep
-from compare.plan.search import search
-from compare.plan.tables import DROPPED, LINES, about, bars, columns, scatter, sentence, written_out
+from compare.plan.outcome import AbsentStep, PlanOutcome, chosen, keep
+from compare.plan.search import Candidate, search
+from compare.plan.tables import (
+    DROPPED,
+    LINES,
+    about,
+    bars,
+    columns,
+    compiled_tables,
+    scatter,
+    sentence,
+    written_out,
+)
+from compare.plan.target import topology_of
 from compare.show.findings import Findings, table_of
+from compare.spec.engines.jax import JAX
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case
@@ -27,7 +45,7 @@ from compare.studies.this_machine import HERE, machine_of
 from compare.study import DrawnStudy, findings_of
 
 BEST = 10
-ALONE_S = 600.0
+ALONE_S, COMPILE_S = 600.0, 3600.0
 
 
 class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
@@ -58,6 +76,11 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     alone: bool = False
     """Also run the first rank of the best layout, or of the explained one, here without the others, and hold
     what it sends against the closed form. For engines of torchpar, and models that this machine can train."""
+
+    compile: bool = False
+    """Also compile the best layout, or the explained one, for the chips of --machine, which are not here:
+    what XLA sends, waits for and keeps. For engines of jaxpar; takes minutes, and a compiler of 0.7 GB. If
+    the plan finds none that fits, the smallest: the plan's memory is a bound, and XLA's is its own."""
 
     brief = "which layout, how long a step, will it fit: predicted"
     group = "Read"
@@ -95,7 +118,9 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         )
         if self.explain:
             chosen(outcome)
-        return self._with_alone(outcome) if self.alone else outcome
+        if self.alone:
+            outcome = self._with_alone(outcome)
+        return self._with_compiled(outcome) if self.compile else outcome
 
     def _machine(self, experiment: Experiment) -> Machine:
         """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
@@ -109,15 +134,47 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     def _with_alone(self, outcome: PlanOutcome) -> PlanOutcome:
         """The plan with what one rank of a layout sends. Raises ExperimentError, EnvironmentMissing."""
         require_alone(self.engine)
-        if not outcome.candidates or outcome.machine.devices == 1:
-            raise ExperimentError("--alone: there is no layout of several devices that fits")
-        one = chosen(outcome) if self.explain else outcome.candidates[0]
-        python, spec = checked_pythons(self)[side_of(self.engine).name], one.of(outcome.experiment)
+        one, spec = self._one_of(outcome, "--alone")
+        if outcome.machine.devices == 1:
+            raise ExperimentError("--alone: one device has no others")
+        python = checked_pythons(self)[side_of(self.engine).name]
         try:
             lines, problems = lines_alone(self.engine, spec, python, timeout_s=ALONE_S)
         except ValueError as error:
             raise ExperimentError(f"--alone: {one.name}: {error}") from None
         return msgspec.structs.replace(outcome, alone={one.name: lines}, problems=problems)
+
+    def _with_compiled(self, outcome: PlanOutcome) -> PlanOutcome:
+        """The plan with what XLA makes of a layout. Raises ExperimentError, EnvironmentMissing."""
+        machine, target = outcome.machine, outcome.machine.target
+        side = side_of(self.engine)
+        if side.name != JAX.name:
+            raise ExperimentError(f"--compile: {self.engine} is of {side.name}: give --alone")
+        if not target.is_given:
+            raise ExperimentError(f"--compile: {machine.name} has no [target], which names a chip to XLA")
+        one, spec = self._one_of(outcome, "--compile")
+        shape = {"devices": machine.devices, "inside": machine.devices_inside, "torus": machine.torus}
+        topology = topology_of(target, **shape)
+        request = AheadRequest(
+            engine=self.engine,
+            experiment=spec,
+            compiler=target.compiler,
+            topology=topology,
+            target=target.text,
+        )
+        python, cache = checked_pythons(self)[side.name], default_cache()
+        with Reporter(quiet=self.quiet).waits(f"compiling {one.name} for {topology}"):
+            found = compiled_ahead(request, python, cache=Path(cache) if cache else None, timeout_s=COMPILE_S)
+        lines = line_up(self.engine, with_remat_resolved(self.engine, spec), found.rows)
+        kept = AbsentStep(layout=one.name, topology=topology, found=found, lines=lines)
+        return msgspec.structs.replace(outcome, absent=[kept], problems=[*outcome.problems, *found.problems])
+
+    def _one_of(self, outcome: PlanOutcome, flag: str) -> tuple[Candidate, Experiment]:
+        """The explained layout, or the best one; the smallest if none fits. Raises ExperimentError: none."""
+        if not (found := outcome.candidates or outcome.nearest):
+            raise ExperimentError(f"{flag}: there is no layout")
+        one = chosen(outcome) if self.explain else found[0]
+        return one, one.of(outcome.experiment)
 
     def cases_of(self, planned: PlanOutcome) -> list[Case]:
         """None: nothing runs."""
@@ -144,6 +201,8 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
             tables.append(written_out(outcome, chosen(outcome)))
         for name, lines in outcome.alone.items():
             tables.append(table_of(f"What the first rank of {name} sends, run alone", LINES, lines))
+        for one in outcome.absent:
+            tables += compiled_tables(one, outcome)
         odd = any(line.is_new for lines in outcome.alone.values() for line in lines)
         return findings_of(
             outcome,

@@ -1,5 +1,7 @@
 """Devices and the mesh over them: one mesh axis for each degree of the layout, with the same name."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -23,8 +25,13 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     Raises:
         MissingDevicesError: from `find_devices`.
     """
+    return mesh_over(find_devices(layout.devices, platform=platform), layout)
+
+
+def mesh_over(devices: Sequence[jax.Device], layout: Layout) -> Mesh:
+    """The mesh of `make_mesh` over these devices, which need not be here."""
     axes = layout.axes
-    grid = np.array(find_devices(layout.devices, platform=platform)).reshape(tuple(axes.values()))
+    grid = np.array(devices).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

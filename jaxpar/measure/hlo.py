@@ -4,6 +4,9 @@ Static and exact: each with its calls in one run, the trip counts of the loops a
 condition runs once more than its body. What a loop of M turns runs only at some of them, in a branch, says so
 by a named scope `runs_N_of_M`, or `runs_N_0_N_of_M` where the ranks of a pipeline differ (the innermost
 counts). Of other branches it is known what they send only if all send the same.
+
+XLA for TPUs writes otherwise: a collective that runs beside other work is a chain of fusions, each with a
+clone of it, and a loop does not tell its trip count: it is the bound that the condition of a scan has.
 """
 
 import math
@@ -31,6 +34,10 @@ _OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
 _CONDITION = re.compile(r"\bcondition=(%?[\w.\-]+)")
+_CHAIN = re.compile(r'channel_id=(\d+).*\bchain_id="(\d+)"')
+_BOUND = re.compile(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
+_CONSTANT = re.compile(r"([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_IS_SYNC = '"is_sync":true'
 _ON_HOST = "is_host_transfer=true"
 _HIDDEN = re.compile(
     r'custom_call_target="[^"]*(?:nvshmem|nccl|all_?reduce|all_?gather|all_?to_?all)', re.IGNORECASE
@@ -83,6 +90,12 @@ class Collective:
     text: str = ""
     name: str = ""
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether nothing runs beside it: no pair of start and done, no chain, or one that says so."""
+        is_begun = opcode_of(self.text).endswith("-start") or _CHAIN.search(self.text)
+        return not is_begun or _IS_SYNC in self.text
+
     def calls_at(self, stage: int) -> int:
         """Number of runs in one step on a pipeline's rank."""
         if not self.calls:
@@ -119,11 +132,14 @@ class _Module:
     def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None):
         self._computations, self.entry = computations(hlo)
         self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
+        self._chains: dict[tuple[str, ...], str] = {}
 
     def walk(self, name: str, *, times: int) -> Iterator[Collective]:
         """The collectives that a computation runs, and the computations that it calls."""
         for text in self._computations[name]:
             opcode = opcode_of(text)
+            if self._is_clone(text):
+                continue
             if opcode.removesuffix("-start") in KINDS:
                 yield from self._read(text, opcode, times)
             elif opcode.endswith("-done"):
@@ -138,6 +154,11 @@ class _Module:
             else:
                 for other in called_by(text):
                     yield from self.walk(other, times=times)
+
+    def _is_clone(self, text: str) -> bool:
+        """Whether another instruction of its chain was counted."""
+        chain, name = _CHAIN.search(text), text.partition(" ")[0]
+        return bool(chain) and self._chains.setdefault(chain.groups(), name) != name
 
     def at_its_turns(self, found: Collective) -> Collective:
         """With the calls of the turns that its scope names, of a loop around it."""
@@ -157,7 +178,7 @@ class _Module:
         )
         if not body and not test:
             return
-        trips = self._trip_count(text, [*body, *test])
+        trips = self._trip_count(text, tested, [*body, *test])
         for inner, turns in ((body, trips), (test, trips + 1)):
             for found in inner:
                 yield replace(found, calls=found.calls * turns, loops=(turns, *found.loops))
@@ -183,12 +204,21 @@ class _Module:
             stack = tuple(self._sources.stack(text))
             yield replace(found, calls=times, source=stack[0] if stack else None, stack=stack, text=text)
 
-    def _trip_count(self, text: str, inner: list[Collective]) -> int:
+    def _trip_count(self, text: str, tested: list[str], inner: list[Collective]) -> int:
         if match := TRIP_COUNT.search(text):
             return int(match[1])
+        if bound := max(map(self._bound, tested), default=0):
+            return bound
         kinds = ", ".join(sorted({found.kind for found in inner}))
         self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
         return 1
+
+    def _bound(self, condition: str) -> int:
+        """The constant that a counter is compared with, in a computation of this name; else 0."""
+        lines = self._computations[condition]
+        constants = {match[1]: match[2] for match in map(_CONSTANT.match, lines) if match}
+        found = [match[1] for match in map(_BOUND.search, lines) if match]
+        return int(constants.get(found[0], 0)) if len(found) == 1 else 0
 
     def _object(self, problem: str, text: str) -> None:
         line = f"{problem}, at {self._sources.of(text) or text[:120]}"

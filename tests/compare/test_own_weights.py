@@ -205,7 +205,7 @@ from compare.spec.experiment import Experiment
 from compare.numerics.parameters import initial_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
-from jaxpar.__main__ import configure_jax
+from jaxpar.configuration import configure_jax
 
 EXPERIMENT = msgspec.json.decode(sys.argv[2], type=Experiment)
 {own_weights}

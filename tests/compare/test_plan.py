@@ -1,5 +1,6 @@
 """`shardpair plan`: tables, page, JSON, the sum of one layout, and what is refused in a line."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -7,12 +8,14 @@ import pytest
 
 from compare import api
 from compare.cli import main
+from compare.contract.ahead_of_time import CompiledAhead, Waited, read_ahead_request
 from compare.contract.communication import Communication
 from compare.contract.rank_alone import RankAlone, read_rank_alone_request
-from compare.execute import alone
+from compare.execute import ahead_of_time, alone
 from compare.host.json_files import read_json
 from compare.judge.closed_forms.communication import communication
 from compare.judge.strategy import with_remat_resolved
+from compare.plan.machine import FOLDER
 from compare.plan.outcome import PlanOutcome
 from compare.plan.predict import predict
 from compare.spec.experiment import edited, to_toml
@@ -125,3 +128,69 @@ def test_what_cannot_be_planned_is_refused_in_a_line(small, capsys, arguments, s
     assert says in " ".join(said.err.split())
     assert "Traceback" not in said.err
     assert said.out == ""
+
+
+AHEAD = ("plan", "small.toml", "--quiet", "--engine", "jax-manual", "--compile", "--layout.dp_shard", "4")
+
+
+def test_a_layout_is_compiled_for_chips_that_are_not_here(small, monkeypatch, capsys):
+    """The compiler's answer stands beside the closed form; a row less than that is seen."""
+
+    def ask(side, python, question, *, answer, environment, timeout_s):
+        request = read_ahead_request(question[1])
+        assert (request.compiler, request.topology, request.target) == ("tpu", "v5e:2x2", "")
+        sent = communication(request.engine, with_remat_resolved(request.engine, request.experiment))
+        rows = [
+            Communication(
+                kind=kind, axis=axis, purpose=purpose, calls=1, bytes=int(size), wire_bytes=0, group_size=4
+            )
+            for (kind, axis, purpose), size in sent.items()
+        ]
+        return CompiledAhead(
+            rows=rows[1:],
+            problems=[],
+            waited=[Waited(kind="all_gather", axis="dp_shard", hidden_bytes=3_000_000, waited_bytes=5_000)],
+            state_bytes=1_000,
+            argument_bytes=2_000,
+            temporary_bytes=3_000,
+            peak_bytes=4_000,
+            compile_s=7.0,
+            device="TPU v5 lite",
+            versions={"libtpu": "0"},
+        )
+
+    monkeypatch.setattr(ahead_of_time, "ask", ask)
+    assert main([*AHEAD, "--machine", "v5ex4", "--layout.zero", "3"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "compiled for v5e:2x2, TPU v5 lite" in printed
+    assert "missing" in printed
+    assert "3 MB 5 kB" in printed
+
+
+@pytest.mark.parametrize(
+    ("engine", "machine", "said"),
+    {
+        "whose": ("torch-manual", "v5ex4", "--compile: torch-manual is of torchpar: give --alone"),
+        "no slice": (
+            "jax-manual",
+            "v5ex12",
+            "12 chips are no slice of a pod of v5e: give a power of two up to 256",
+        ),
+        "no compiler": (
+            "jax-manual",
+            "v5ex4",
+            "libtpu, which compiles for what is not here, is not installed",
+        ),
+        "no target": ("jax-manual", "mine.tomlx4", "mine.tomlx4 has no [target], which names a chip to XLA"),
+    }.values(),
+)
+def test_what_cannot_be_compiled_is_refused_in_a_line(small, capsys, engine, machine, said):
+    text = (FOLDER / "v5e.toml").read_text()
+    Path("mine.toml").write_text(text[: text.index("[target]")])
+    if "libtpu" in said and list(importlib.metadata.distributions(name="libtpu")):
+        pytest.skip("libtpu is installed")
+    assert main(["plan", "small.toml", "--quiet", "--engine", engine, "--machine", machine, "--compile"]) in (
+        2,
+        3,
+    )
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -15,7 +15,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from compare.contract.request import read_request
-from jaxpar.__main__ import configure_jax
+from jaxpar.configuration import configure_jax
 configure_jax(read_request(Path(sys.argv[1])))
 import jax
 jax.jit(lambda x: x + 1)(1.0)

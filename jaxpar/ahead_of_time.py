@@ -1,0 +1,147 @@
+"""A training step compiled for devices that are not here: nothing is placed, and nothing runs.
+
+Every argument is a shape with a sharding over the devices of a `jax.experimental.topologies` description,
+which XLA's TPU compiler (libtpu) and its GPU compiler (JAX's CUDA plugin) give without any such device.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, Sharding
+
+from compare.contract.ahead_of_time import AheadRequest, CompiledAhead, Compiler, Waited
+from compare.contract.timing import Stopwatch
+from compare.host.facts import MissingPackageError, versions
+from compare.numerics.parameters import storage_dtype
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError
+from jaxpar.comm.mesh import mesh_over
+from jaxpar.compilation import compile_step
+from jaxpar.measure.hlo import Collective, collectives
+from jaxpar.measure.ledger import SCALAR, axis_of, communications
+from jaxpar.measure.usage import PACKAGES, planned_memory, resident_bytes
+from jaxpar.optimizer import state_like
+from jaxpar.placement import Placement
+from jaxpar.remat import resolve_remat
+from jaxpar.setup import PARALLELIZE, sharded_step
+from jaxpar.state import TrainState
+from jaxpar.training_step import ShardedStep
+
+COMPILERS: dict[Compiler, str] = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
+"""The package that each comes with."""
+
+
+def compile_step_ahead(request: AheadRequest) -> CompiledAhead:
+    """Compile the step of a layout for absent devices, and read what the compiler made of it.
+
+    Raises:
+        ExperimentError: the engine has no such layout, the topology another number of devices, or the step
+            does not fit, in the compiler's words.
+        MissingPackageError: the compiler is not installed.
+    """
+    if request.engine not in PARALLELIZE:
+        raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
+    experiment, layout = request.experiment, request.experiment.layout
+    ENGINES[request.engine].require(layout, platform="gpu")
+    if request.compiler == "tpu" and experiment.precision.dtype == "float64":
+        raise ExperimentError("--compile: TPUs have no float64: choose another precision.dtype")
+    devices = absent_devices(request.compiler, request.topology, request.target)
+    if len(devices) != layout.devices:
+        raise ExperimentError(
+            f"--compile: {request.topology} has {len(devices)} devices, and the layout {layout.devices}"
+        )
+    mesh = mesh_over(devices, layout)
+    clock = Stopwatch()
+    with clock:
+        sharded, optimizer = sharded_step(request.engine, experiment, mesh=mesh, remat=resolve_remat(layout))
+        state = _state_like(sharded, optimizer, experiment)
+        try:
+            step = compile_step(sharded, state, experiment)
+        except jax.errors.JaxRuntimeError as error:  # it does not fit, or the chip has no such operation
+            first = str(error).partition("\n")[0]
+            raise ExperimentError(f"--compile: {request.topology}: {first}") from None
+    text, problems = step.as_text() or "", []
+    analysis: Any = step.memory_analysis()
+    return CompiledAhead(
+        rows=communications(text, mesh.shape, problems=problems),
+        problems=problems,
+        waited=_waited(collectives(text, mesh.shape, problems=[]), mesh),
+        state_bytes=resident_bytes((state.params, state.opt_state), devices)[0],
+        argument_bytes=analysis.argument_size_in_bytes,
+        temporary_bytes=analysis.temp_size_in_bytes,
+        peak_bytes=analysis.peak_memory_in_bytes or planned_memory(step),
+        compile_s=clock.cpu_s,
+        device=devices[0].device_kind,
+        versions=versions((*PACKAGES, COMPILERS[request.compiler])),
+    )
+
+
+def absent_devices(compiler: Compiler, topology: str, target: str = "") -> list[Any]:
+    """The devices of a topology, in the compiler's order.
+
+    Raises:
+        ExperimentError: the compiler knows no such topology.
+        MissingPackageError: the compiler is not installed.
+    """
+    package = COMPILERS[compiler]
+    if not list(importlib.metadata.distributions(name=package)):
+        raise MissingPackageError(
+            f"--compile: {package}, which compiles for what is not here, is not installed: "
+            f"pip install 'shardpair[{compiler}-compiler]'"
+        )
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else it asks a cloud's metadata server who it is
+    if compiler == "cuda":
+        _find_ptxas()
+    try:
+        if compiler == "tpu":
+            return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+        found = topologies.get_topology_desc("", platform="cuda", target_config=target, topology=topology)
+        return list(found.devices)
+    except Exception as error:  # jaxlib's own, of several kinds
+        raise ExperimentError(f"--compile: {topology}: {' '.join(str(error).split())}") from None
+
+
+def _find_ptxas() -> None:
+    """Tell XLA where CUDA's assembler is that came with the compiler; before JAX starts any backend."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in (Path(part) / "cu13" for part in (found.submodule_search_locations or [] if found else [])):
+        if (folder / "bin" / "ptxas").is_file():
+            os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+            flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={folder}"
+            os.environ["XLA_FLAGS"] = flags.strip()
+
+
+def _state_like(sharded: ShardedStep, optimizer: Any, experiment: Experiment) -> TrainState:
+    """Weights and moments as shapes with shardings."""
+    dtype = storage_dtype(experiment)
+
+    def weight(placement: Placement, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(placement.stored_shape, dtype, sharding=sharding)
+
+    params = jax.tree.map(weight, sharded.placements, sharded.params)
+    at_rest = sharded.moments_at_rest or sharded.moments
+    opt_state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(optimizer.init, params),
+        state_like(optimizer, params, at_rest),
+    )
+    return TrainState(params=params, opt_state=opt_state)
+
+
+def _waited(found: list[Collective], mesh: Mesh) -> list[Waited]:
+    """Bytes of collectives that are hidden behind other work, and of those that are not; scalars left out."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for one in found:
+        axis, size = axis_of(one, mesh.shape)
+        if size > 1 and max(one.arrays) > SCALAR:
+            row = sums.setdefault((one.kind, axis), [0, 0])
+            row[one.is_waited_for] += one.calls * sum(one.arrays)
+    return [
+        Waited(kind=kind, axis=axis, hidden_bytes=hidden, waited_bytes=waited)
+        for (kind, axis), (hidden, waited) in sums.items()
+    ]
