@@ -165,9 +165,13 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         python, cache = checked_pythons(self)[side.name], default_cache()
         with Reporter(quiet=self.quiet).waits(f"compiling {one.name} for {topology}"):
             found = compiled_ahead(request, python, cache=Path(cache) if cache else None, timeout_s=COMPILE_S)
-        lines = line_up(self.engine, with_remat_resolved(self.engine, spec), found.rows)
+        lines, problems = [], [*outcome.problems, *found.problems]
+        try:
+            lines = line_up(self.engine, with_remat_resolved(self.engine, spec), found.rows)
+        except ValueError as error:
+            problems.append(f"{one.name}: {error}")
         kept = AbsentStep(layout=one.name, topology=topology, found=found, lines=lines)
-        return msgspec.structs.replace(outcome, absent=[kept], problems=[*outcome.problems, *found.problems])
+        return msgspec.structs.replace(outcome, absent=[kept], problems=problems)
 
     def _one_of(self, outcome: PlanOutcome, flag: str) -> tuple[Candidate, Experiment]:
         """The explained layout, or the best one; the smallest if none fits. Raises ExperimentError: none."""

@@ -17,7 +17,7 @@ from compare.judge.conditioning import ill_conditioned
 from compare.judge.ladder import REQUEST, climb
 from compare.judge.strategy import done_words, strategy_of
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Layout, edited
+from compare.spec.experiment import Layout, edited, load
 
 DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
 ENGINES = [name for name, engine in STUDIED.items() if engine.observed.work]
@@ -172,6 +172,17 @@ def test_buckets_of_ddp_are_as_many_as_pytorch_made(tiny, pp, counts):
         layout = Layout(dp_replicate=2, pp=pp, microbatches=pp, bucket_mb=bucket_mb)
         messages = gradient_messages("torch-library", replace(tiny, layout=layout), gradient_sync="ddp")
         assert messages.by_stage[0] == count, bucket_mb
+
+
+def test_each_chunk_of_a_stage_has_a_ddp_of_its_own():
+    """Counted in PyTorch's ledger, on both ranks: four layers in four stages."""
+    experiment = edited(load("check"), {"model": {"n_layer": 4}})
+    for bucket_mb, count in ((0.01, 9), (0.05, 5), (25.0, 2)):
+        layout = Layout(
+            dp_replicate=2, pp=2, schedule="interleaved", chunks=2, microbatches=2, bucket_mb=bucket_mb
+        )
+        messages = gradient_messages("torch-library", replace(experiment, layout=layout), gradient_sync="ddp")
+        assert messages.by_stage == [count, count], bucket_mb
 
 
 def test_a_norm_that_fits_beside_a_bias_shares_its_bucket(tiny):

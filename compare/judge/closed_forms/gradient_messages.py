@@ -17,6 +17,7 @@ Source: buckets as in PyTorch's DDP (Li et al., arXiv 2006.15704, section 3.2.3)
 import math
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
@@ -72,9 +73,13 @@ def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages | None:
     layout = experiment.layout
     if layout.zero or layout.tp > 1:
         return None
-    stages = [_leaves(engine, experiment, stage, is_jax=False)[0] for stage in range(layout.pp)]
-    in_order = stages if layout.pp > 1 else [sizes[::-1] for sizes in stages]
-    counts = [_buckets_of_ddp(sizes, layout.bucket_mb * 1e6) for sizes in in_order]
+    stages = layout.pp * layout.chunks  # each is a module, with a DDP of its own
+    apart = replace(experiment, layout=replace(layout, pp=stages, chunks=1))
+    counts = [0] * layout.pp
+    for stage in range(stages):
+        sizes = _leaves(engine, apart, stage, is_jax=False)[0]
+        in_order = sizes if layout.pp > 1 else sizes[::-1]
+        counts[stage % layout.pp] += _buckets_of_ddp(in_order, layout.bucket_mb * 1e6)
     return GradientMessages(by_stage=counts, overlap=None)  # below the dispatcher, on autograd's thread
 
 
