@@ -112,9 +112,10 @@ def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
         ("parameters and moments", state, found.state_bytes),
         ("all of a step", held.bytes, found.peak_bytes),
     ]
+    sent = [table_of("What it sends in a step", LINES, one.lines)] if one.lines else []
     return [
         table_of(title, MEMORY, memory, look="words", below=below),
-        table_of("What it sends in a step", LINES, one.lines),
+        *sent,
         table_of("What runs beside other work, in the compiler's word", WAITED, found.waited),
     ]
 
