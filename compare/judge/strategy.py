@@ -241,7 +241,12 @@ def _sent(record: Record, work: ObservedWork, engine: Engine, experiment: Experi
     found = asked
     if odd and engine.sends_by:
         others = ((name, _new(record, engine, other)) for name, other in _other_layouts(experiment))
-        fitting = (name for name, left in others if not left or _of_shards(left) < _of_shards(odd))
+        own = {_key(line) for line in odd if line.state == "different"}
+        fitting = (
+            name
+            for name, left in others
+            if not left or (_of_shards(left) < _of_shards(odd) and not own & _unexpected(left))
+        )
         found = next((f"the closed form of {name}" for name in fitting), asked)
     elif odd:
         line = odd[0]
@@ -268,6 +273,15 @@ def _new(record: Record, engine: Engine, experiment: Experiment) -> list[Line]:
         raise ValueError("no closed form of what XLA sends in 16 bits on a GPU")
     lines = line_up(engine.name, with_remat_resolved(engine.name, experiment), record.ledger.rows)
     return [line for line in lines if line.is_new]
+
+
+def _key(line: Line) -> tuple[str, str, str, int]:
+    return line.kind, line.axis, line.purpose, line.stage
+
+
+def _unexpected(lines: list[Line]) -> set[tuple[str, str, str, int]]:
+    """What a layout would not send at all. If the one that was asked for does, it was not ignored."""
+    return {_key(line) for line in lines if line.state == "unexpected"}
 
 
 def _of_shards(lines: list[Line]) -> set[tuple[str, str, int]]:

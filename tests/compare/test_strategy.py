@@ -126,6 +126,21 @@ def test_what_xla_sends_for_tp_hides_no_ignored_setting_of_shards(tmp_path, tiny
         assert bool(strategy.objections) == objects, fields
 
 
+def test_what_only_sequence_parallelism_gathers_shows_that_it_was_not_ignored(tmp_path, tiny):
+    """XLA on a CPU makes all-reduces and slices of ZeRO-2's scatters, which without it has a pattern."""
+    spec = edited(tiny, {"layout": {"dp_shard": 2, "zero": 2, "tp": 2, "sequence_parallel": True}})
+    record = make_record(tmp_path / "run", spec, engine="jax-compiler")
+    for fields, objects in (({}, False), ({"sequence_parallel": False}, True)):
+        sent = make_ledger("jax-compiler", edited(spec, {"layout": fields}))
+        made = {"reduce_scatter": "all_reduce"}
+        odd = [
+            replace(row, kind=made.get(row.kind, row.kind), bytes=row.bytes + 999 * (row.axis == "tp"))
+            for row in sent
+        ]
+        strategy = strategy_of(replace(record, ledger=Ledger(rows=odd)))
+        assert bool(strategy.objections) == objects, strategy.objections
+
+
 def test_what_is_saved_is_what_the_run_ended_with(tmp_path):
     spec = edited(EXPERIMENT, {"train": {"max_iters": 3}, "checkpoint": {"every": 1}})
     saved = {name: tensor for (group, name), tensor in random_state(EXPERIMENT).items() if group == "weights"}
