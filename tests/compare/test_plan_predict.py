@@ -6,9 +6,9 @@ from machines import FREE, machine_of
 
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
-from compare.plan.machine import LinkSpeed
+from compare.plan.machine import LinkSpeed, read_machine
 from compare.plan.predict import makespan_s, predict, ways_of
-from compare.plan.traffic import traffic_of
+from compare.plan.traffic import timed, traffic_of
 from compare.plan.work import shape_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
@@ -98,6 +98,16 @@ def test_slower_links_across_hosts_slow_the_outer_axes_alone(tiny):
     machine = machine_of(4, devices_inside=2, across=slow, platform="cpu")
     inner = predict("torch-manual", under(tiny, tp=2, dp_replicate=2), machine)
     assert inner.of_part("tensor") < 1e-9 < inner.of_part("data")
+
+
+@pytest.mark.parametrize(("pp", "link"), [(1, "inside"), (2, "across")])
+def test_an_axis_that_lies_between_those_of_a_group_puts_its_members_apart(tiny, pp, link):
+    """Eight devices fill a host; with two stages between replicas and shards eight members lie on two."""
+    train = {"batch_size": 16}
+    spec = under(tiny, train, dp_replicate=2, dp_shard=4, zero=3, pp=pp, microbatches=pp)
+    key = ("all_reduce", "dp_replicate+dp_shard", "norm")
+    found = timed(read_machine("h100x16"), spec, key, size=8.0, calls=1)
+    assert found.link == link
 
 
 def test_a_pipeline_takes_its_schedule_with_these_times():
