@@ -10,7 +10,8 @@ from compare.paired_study import Cases, PairedStudy, paired_findings
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Case
-from compare.studies.harness_faults import PAIR, SINGLE, Caught, plant_all
+from compare.studies.damages import SINGLE
+from compare.studies.harness_faults import PAIR, Caught, plant_all
 from compare.studies.known_faults import FAULTS, fault_cases, planted
 from compare.studies.presets import spread
 from compare.terminal.units import error_text
