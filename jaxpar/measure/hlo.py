@@ -7,6 +7,7 @@ counts). Of other branches it is known what they send only if all send the same.
 
 XLA for TPUs writes otherwise: a collective that runs beside other work is a chain of fusions, each with a
 clone of it, and a loop does not tell its trip count: it is the bound that the condition of a scan has.
+Elsewhere a bound alone is none: a loop may begin anywhere.
 """
 
 import math
@@ -37,6 +38,7 @@ _CONDITION = re.compile(r"\bcondition=(%?[\w.\-]+)")
 _CHAIN = re.compile(r'channel_id=(\d+).*\bchain_id="(\d+)"')
 _BOUND = re.compile(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 _CONSTANT = re.compile(r"([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_TILES = ":T("  # of a layout, which only a TPU's has
 _IS_SYNC = '"is_sync":true'
 _ON_HOST = "is_host_transfer=true"
 _HIDDEN = re.compile(
@@ -132,6 +134,7 @@ class _Module:
     def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None):
         self._computations, self.entry = computations(hlo)
         self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
+        self._is_of_tpu = _TILES in hlo
         self._chains: dict[tuple[str, ...], str] = {}
 
     def walk(self, name: str, *, times: int) -> Iterator[Collective]:
@@ -207,7 +210,7 @@ class _Module:
     def _trip_count(self, text: str, tested: list[str], inner: list[Collective]) -> int:
         if match := TRIP_COUNT.search(text):
             return int(match[1])
-        if bound := max(map(self._bound, tested), default=0):
+        if self._is_of_tpu and (bound := max(map(self._bound, tested), default=0)):
             return bound
         kinds = ", ".join(sorted({found.kind for found in inner}))
         self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)

@@ -1,6 +1,7 @@
 """A step compiled for devices that are not here: what XLA writes for TPUs, and the compiler if there."""
 
 import importlib.metadata
+import re
 from collections import Counter
 
 import jax
@@ -62,6 +63,13 @@ def test_a_bound_that_is_none_is_a_problem():
     collectives(program(direction="GE"), {"dp": 4}, problems=problems)
     assert len(problems) == 1
     assert "has no known trip count" in problems[0]
+
+
+def test_a_bound_is_no_trip_count_where_xla_tells_those_that_it_knows():
+    """On a CPU or a GPU a loop without one begins at a number that is data."""
+    problems = []
+    collectives(re.sub(r":T\([\d,]+\)", "", program()), {"dp": 4}, problems=problems)
+    assert len(problems) == 1
 
 
 @pytest.mark.slow
