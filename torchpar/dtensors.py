@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from compare.spec.axes import AXES, TP
+from torchpar.comm import process_groups
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
@@ -25,7 +26,8 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
     """
     axes = [getattr(mesh, name) for name in names]
     # An axis of one rank has no group, but a DeviceMesh wants one.
-    alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
+    with process_groups.group_threads():
+        alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
     ranks = np.arange(mesh.world.size).reshape([getattr(mesh, name).size for name in AXES])
     order = [AXES.index(name) for name in (*names, *(name for name in AXES if name not in names))]

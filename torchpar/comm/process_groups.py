@@ -1,13 +1,15 @@
 """Process groups: how the ranks of a run find each other, split up, and part."""
 
 import datetime
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from torchpar.comm.gloo_threads import yielding_threads
+from torchpar.comm.gloo_workers import one_worker
 
 
 def join_group(
@@ -62,7 +64,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def make_stock_group() -> dist.ProcessGroup:
-    """A further group of all ranks, as PyTorch makes it: gloo's threads in it do not yield."""
+    """A further group of all ranks, as PyTorch makes it: gloo has two workers, whose threads do not yield."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -86,9 +88,16 @@ def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.Proce
     return group
 
 
-def group_threads(backend: str = "") -> AbstractContextManager[None]:
-    """Context for making a backend's groups (default: the current one): gloo's threads yield to the rank."""
-    return yielding_threads() if (backend or dist.get_backend()) == "gloo" else nullcontext()
+@contextmanager
+def group_threads(backend: str = "") -> Generator[None]:
+    """Make a backend's groups in it (default: the current one's): gloo's have one worker, and its threads
+    yield to the rank.
+    """
+    if (backend or dist.get_backend()) != "gloo":
+        yield
+        return
+    with yielding_threads(), one_worker():
+        yield
 
 
 def is_consequence(error: BaseException) -> bool:
