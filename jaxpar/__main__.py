@@ -21,7 +21,8 @@ from pathlib import Path
 
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
-from compare.contract.early_stop import STOPPED, StoppedEarly, StopRequest
+from compare.contract.early_stop import StoppedEarly, StopRequest
+from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, Recorder, clear_record, leave_failure, write_failure
@@ -34,8 +35,6 @@ from compare.host.signals import is_ignored, on_signals
 from compare.spec.engines.jax import JAX
 from compare.spec.experiment import ExperimentError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
-
-DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 
 
 def main() -> int:
@@ -214,13 +213,13 @@ def _fail(folder: Path, error: Exception, code: int, process: Process | None) ->
     if isinstance(
         error, DivergedError | StoppedEarly
     ):  # it has happened in training, and not in a line of code
-        _report(folder, message, "", process=process)
+        _report(folder, message, "", process=process, code=code)
         return code
     if code == FAILED and not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)
     lost = process is not None and code == FAILED and not full and _tells_of_lost_peer(error)
-    _report(folder, message, traceback.format_exc(), process=process, is_consequence=lost)
+    _report(folder, message, traceback.format_exc(), process=process, is_consequence=lost, code=code)
     return code
 
 
@@ -231,13 +230,21 @@ def _tells_of_lost_peer(error: Exception) -> bool:
 
 
 def _report(
-    folder: Path, message: str, stack: str, *, process: Process | None = None, is_consequence: bool = False
+    folder: Path,
+    message: str,
+    stack: str,
+    *,
+    process: Process | None = None,
+    is_consequence: bool = False,
+    code: int = FAILED,
 ) -> None:
     """Say on standard error and in error.json what went wrong; of several processes, the first cause."""
     message = f"{process.name}: {message}" if process else message
     print(f"jaxpar: {message}", file=sys.stderr, flush=True)
     number = process.number if process else -1
-    failure = Failure(message=message, traceback=stack, rank=number, is_consequence=is_consequence)
+    failure = Failure(
+        message=message, traceback=stack, rank=number, is_consequence=is_consequence, exit_code=code
+    )
     try:
         (leave_failure if process else write_failure)(folder, failure)
     except OSError as error:

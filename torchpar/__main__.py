@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from compare.contract.collective_bench import clear_rows
-from compare.contract.early_stop import STOPPED, StoppedEarly
+from compare.contract.early_stop import StoppedEarly
+from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
 from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
@@ -32,7 +33,6 @@ from compare.host.facts import MissingDevicesError, MissingPackageError
 from compare.host.signals import is_ignored
 from compare.spec.experiment import ExperimentError
 
-DONE, FAILED, BAD_REQUEST, MISSING = 0, 1, 2, 3
 STDIN_GRACE_S = 5.0
 
 
@@ -159,14 +159,14 @@ def run(folder: Path, work: Callable[[Path], None]) -> int:
     is_first = int(os.environ.get("RANK", "0")) == 0  # the one that holds the folder, for all ranks
     try:
         with lock_folder(folder) if is_first else contextlib.nullcontext():
-            failure, code = _attempt(folder, work)
+            failure = _attempt(folder, work)
             if failure:
                 print(failure.message, file=sys.stderr)
                 print(failure.traceback, file=sys.stderr, end="")
             # Of ranks that torchrun has started, the first that fails leaves the word: see siblings.py.
-            if failure and is_first and not ("RANK" in os.environ and code == FAILED):
+            if failure and is_first and not ("RANK" in os.environ and failure.exit_code == FAILED):
                 _leave_word(folder, failure)
-            return code
+            return failure.exit_code if failure else DONE
     except ExperimentError as error:
         print(error, file=sys.stderr)
         return BAD_REQUEST
@@ -198,27 +198,27 @@ def time_collectives(folder: Path) -> None:
     run_bench(folder)
 
 
-def _attempt(folder: Path, work: Callable[[Path], None]) -> tuple[Failure | None, int]:
+def _attempt(folder: Path, work: Callable[[Path], None]) -> Failure | None:
     from torchpar.launcher.local import LaunchInterrupted
     from torchpar.launcher.supervisor import RanksFailed
 
     try:
         work(folder)
     except ExperimentError as error:
-        return Failure(message=str(error)), BAD_REQUEST
+        return Failure(message=str(error), exit_code=BAD_REQUEST)
     except (MissingDevicesError, MissingPackageError) as error:
-        return Failure(message=str(error)), MISSING
+        return Failure(message=str(error), exit_code=MISSING)
     except RanksFailed as error:
-        return error.failure, FAILED
+        return error.failure
     except StoppedEarly as stopped:
-        return Failure(message=str(stopped)), STOPPED
+        return Failure(message=str(stopped), exit_code=STOPPED)
     except OSError as error:
         full = no_room(error, folder)
-        return Failure(message=full or f"{folder}: {error}"), FAILED if full else BAD_REQUEST
+        return Failure(message=full or f"{folder}: {error}", exit_code=FAILED if full else BAD_REQUEST)
     except LaunchInterrupted as error:
         code = 128 + error.signal_number
-        return Failure(message=describe_exit(code)), code
-    return None, DONE
+        return Failure(message=describe_exit(code), exit_code=code)
+    return None
 
 
 def _leave_word(folder: Path, failure: Failure) -> None:

@@ -3,8 +3,6 @@
 import signal
 
 ASKED = signal.SIGUSR1
-STOPPED = 4
-"""Exit code: not finished, and nothing is wrong."""
 
 
 class StoppedEarly(Exception):

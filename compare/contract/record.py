@@ -131,6 +131,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """Number of the failing rank; -1 without ranks, or if none is to blame."""
     is_consequence: bool = False
     """It only tells that another process is gone, or that somebody ended this one: the cause may follow."""
+    exit_code: int = 1
+    """Of the process that failed; a launcher's own may be that of one which it ended."""
 
 
 class Record(Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from compare.contract import record as files
+from compare.contract.exit_codes import FAILED, MEANT
 from compare.host.exits import describe_exit
 
 LOG = "log.txt"
@@ -45,6 +46,16 @@ def why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
     if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
         return f"{folder}: no space left on the device: make room, and run again"
     return f"{died} and no message"
+
+
+def code_of_cause(returncode: int, folder: Path) -> int:
+    """Exit code of an engine that failed: what the failing process left, if it means more than a failure.
+
+    A launcher's own is often that of a process which it ended (srun: the highest of all).
+    """
+    failure = files.read_failure(folder)
+    told = [returncode, *([failure.exit_code] if failure and not failure.is_consequence else [])]
+    return next((code for code in told if code in MEANT), FAILED)
 
 
 def seen_by_srun(log: str) -> str:

@@ -5,11 +5,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from compare.contract.exit_codes import BAD_REQUEST
 from compare.execute.launch import EnvironmentMissing, child_environment
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import ExperimentError
-
-BAD_REQUEST = 2
 
 
 def convert_by_side(

@@ -25,10 +25,9 @@ from msgspec import Struct
 from compare.checkpoint.description import CHECKPOINTS
 from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
-from compare.contract.early_stop import STOPPED
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
-from compare.execute.blame import LOG, why
+from compare.execute.blame import LOG, code_of_cause, why
 from compare.execute.hostfile import print_elsewhere
 from compare.execute.hosts import HERE, Hosts, require_shared, without_place
 from compare.execute.paths import remove_run_dir
@@ -256,8 +255,7 @@ def run_side(
         raise _failed(name, f"{hung}: see {folder / LOG}, or raise --timeout_s", folder, exit_code=1)
     if process.returncode:
         said = why(process.returncode, folder, oom_kills_before=kills)
-        code = process.returncode if process.returncode in (2, 3, STOPPED) else 1
-        raise _failed(name, said, folder, exit_code=code)
+        raise _failed(name, said, folder, exit_code=code_of_cause(process.returncode, folder))
 
 
 @contextlib.contextmanager

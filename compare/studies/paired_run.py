@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import field
 
-from compare.contract.early_stop import STOPPED
+from compare.contract.exit_codes import STOPPED
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Request, ResumePoint, rungs_asked_for
 from compare.contract.run_lock import lock_folder

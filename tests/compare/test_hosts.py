@@ -14,14 +14,15 @@ import warm
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.early_stop import ASKED, STOPPED
+from compare.contract.early_stop import ASKED
+from compare.contract.exit_codes import STOPPED
 from compare.contract.ledger import SCALAR
 from compare.contract.other_hosts import HostFacts, leave_hosts
 from compare.contract.processes import Process, require_port
 from compare.contract.record import STEPS_PART, Failure, read_failure, read_record, write_failure
 from compare.execute import hostfile
 from compare.execute import hosts as several
-from compare.execute.blame import LOG, seen_by_srun, why
+from compare.execute.blame import LOG, code_of_cause, seen_by_srun, why
 from compare.execute.hosts import HERE, Hosts, find_hosts, start_together, without_place
 from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import side_of
@@ -227,6 +228,27 @@ def test_srun_comes_before_a_consequence_and_after_a_cause(tmp_path):
     assert why(1, tmp_path, oom_kills_before=None) == "process 1 on host1: killed, says srun"
     write_failure(tmp_path, Failure(message="process 0 on host0: a bad batch"))
     assert why(1, tmp_path, oom_kills_before=None) == "process 0 on host0: a bad batch"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "left", "code"),
+    [
+        (
+            143,
+            Failure(message="node0:29500 (the coordinator): taken", exit_code=2),
+            2,
+        ),  # srun ended the other
+        (143, Failure(message="a bad batch"), 1),
+        (143, Failure(message="connection closed", exit_code=2, is_consequence=True), 1),
+        (4, Failure(message="stopped", exit_code=4), 4),
+        (3, None, 3),
+        (-9, None, 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path, returncode, left, code):
+    if left:
+        write_failure(tmp_path, left)
+    assert code_of_cause(returncode, tmp_path) == code
 
 
 def test_a_coordinators_port_that_is_taken_is_refused_by_name():

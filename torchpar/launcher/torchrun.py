@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from compare.contract.early_stop import StoppedEarly, StopRequest
+from compare.contract.exit_codes import BAD_REQUEST, STOPPED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.record import Failure, clear_record
 from compare.contract.request import Request
@@ -69,7 +70,8 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
         train_faulty(rank, request=request, folder=folder)
     except (ExperimentError, StoppedEarly) as error:  # all ranks alike
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
-        siblings.leave_word(Failure(message=str(error)))
+        code = STOPPED if isinstance(error, StoppedEarly) else BAD_REQUEST
+        siblings.leave_word(Failure(message=str(error), exit_code=code))
         raise
     except Exception as error:
         failure = siblings.why(make_report(error, rank))
