@@ -79,7 +79,8 @@ class Measurement(Struct, frozen=True, kw_only=True):
     windows_seen_s: float
     """What the windows took by the harness's clock, from the record of the step before them to theirs."""
     others_cores: float = 0.0
-    """In use by others while it ran, a hypervisor's other guests included."""
+    """In use by others while it ran, a hypervisor's other guests included. NaN: not known, for a launcher's
+    processes are not ours to tell from others."""
 
     @property
     def loss(self) -> float:

@@ -1,5 +1,6 @@
 """A bench in words: what is to be known of its figures, and what spoils those of any study."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -93,6 +94,8 @@ def warnings(result: TimedOutcome) -> list[str]:
     ]
     if beside:
         lines.append(f"Others used the processor beside {', '.join(beside)}: these figures may not hold.")
+    if any(math.isnan(one.others_cores) for one in result.measurements):
+        lines.append("What else used the hosts' processors is not known: a launcher started the engines.")
     times: Counter[str] = Counter()
     for failure in result.failures:
         times[failure.case] += 1

@@ -1,5 +1,6 @@
 """One process of a study: launched, held to its request, reduced to its figures; and the sides' ceilings."""
 
+import math
 import shutil
 import sys
 import time
@@ -97,7 +98,7 @@ def measure(
         start_up_s=seen.first_s,
         windows_seen_s=seen.windows_s(result.timing_of(case)),
         timing=result.timing_of(case),
-        others_cores=beside.cores(),
+        others_cores=beside.cores() if settings.hosts.launcher == "local" else math.nan,
     )
     shutil.rmtree(place)
     return msgspec.structs.replace(

@@ -1,15 +1,19 @@
 """What others use of the machine that a bench times on: refused, or on the record."""
 
+import math
 import subprocess
 import sys
 import time
 
 import pytest
+from msgspec.structs import replace
 from timed_engines import bench
 
 from compare.execute import load
+from compare.execute.hosts import Hosts
 from compare.judge.outcome import read_outcome
 from compare.judge.timed_outcome import TimedOutcome
+from compare.timed_study import TimedStudy
 
 
 def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_path, monkeypatch, capsys):
@@ -51,6 +55,19 @@ def test_what_others_use_beside_a_process_is_told(timed_engines, monkeypatch, tm
     said = "Others used the processor beside torch-library.single in round 1 (1.3 cores): these figures may"
     assert said in capsys.readouterr().out
     assert [one.others_cores for one in read_outcome(tmp_path / "b", TimedOutcome).measurements] == [0.0, 1.3]
+
+
+def test_what_a_launcher_started_is_not_called_others(timed_engines, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 1.7)
+    settings = TimedStudy.settings
+    by_slurm = Hosts(launcher="slurm", count=1)
+    monkeypatch.setattr(TimedStudy, "settings", lambda self: replace(settings(self), hosts=by_slurm))
+    assert bench("--rounds", "1") == 0
+    said = capsys.readouterr().out
+    assert "What else used the hosts' processors is not known" in said
+    assert "Others used the processor" not in said
+    found = read_outcome(tmp_path / "b", TimedOutcome).measurements
+    assert [math.isnan(one.others_cores) for one in found] == [True, True]
 
 
 def test_own_processes_are_no_others(monkeypatch):
