@@ -55,6 +55,8 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
     own = devices // process.count
     # Told by SLURM, JAX would give each task one GPU: a task here drives all of its part.
     local = range(process.local * own, (process.local + 1) * own) if platform == "gpu" else None
+    # Its handler of SIGTERM would take the place of ours, and SLURM's scancel would end nothing for 30 s.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         process.coordinator,
         num_processes=process.count,

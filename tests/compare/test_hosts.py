@@ -309,8 +309,11 @@ def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shar
             np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-10 * abs(expected[name]).max())
 
 
-@pytest.mark.parametrize("engine", ["jax-manual", "torch-manual"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, ASKED])
+ENDS = [(engine, number) for engine in ("jax-manual", "torch-manual") for number in (signal.SIGKILL, ASKED)]
+
+
+# JAX would hear SIGTERM instead of us, and train on until SLURM kills it.
+@pytest.mark.parametrize(("engine", "number"), [*ENDS, ("jax-manual", signal.SIGTERM)])
 def test_a_process_is_killed_or_all_are_asked_to_end(engine, number, shardpair, tmp_path):
     folder = tmp_path / "run"
     endless = [*SMALL, "--train.max_iters", "1000000", "--checkpoint.every", "100000", "--no_ladder"]
@@ -330,6 +333,8 @@ def test_a_process_is_killed_or_all_are_asked_to_end(engine, number, shardpair, 
         assert run.returncode == 1
         assert re.search(r"process 1 on \S+ (was )?killed by SIGKILL|rank 1 died without a word", last), last
         assert not kept
+    elif number == signal.SIGTERM:
+        assert re.search(r"process [01] on \S+ ended by SIGTERM", last), last
     else:
         assert run.returncode == STOPPED
         (step,) = kept
