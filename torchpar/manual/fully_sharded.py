@@ -202,7 +202,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         """A module of the unit is about to run."""
         if not self.is_current(unit):
             self._visits.append((unit, False))
-            self.enter(unit, _at(self._visits_before, len(self._visits)))
+            self.enter(unit, self._visits_before[len(self._visits) :])
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
         """A module of the unit has run: backward will come through what it returned."""
@@ -216,7 +216,7 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         """Backward is about to enter the unit: the gradient of an output is there."""
         order = [visit for visit in reversed(self._visits) if visit[1]]
         index = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
-        self.enter(unit, _at(order, index + 1))
+        self.enter(unit, order[index + 1 :])
 
     def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
         """Backward has left a parameter's gradient; with the unit's last one, all of them leave."""
@@ -234,14 +234,14 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         self._reducing = None
         self.reshard_all()
 
-    def enter(self, unit: Unit, upcoming: Unit | None) -> None:
-        """Unshard a unit, reshard those that are not running, and begin to unshard the one to come."""
+    def enter(self, unit: Unit, upcoming: Sequence[tuple[Unit, bool]]) -> None:
+        """Unshard a unit, reshard those that are not running, and begin to unshard the first one to come."""
         if not self.is_current(unit):
             self.make_current(unit)
             self.unshard_unit(unit)
             unit.wait_unshard()
-        if upcoming:
-            self.unshard_unit(upcoming)
+        for following, _ in upcoming[:1]:
+            self.unshard_unit(following)
 
     def is_current(self, unit: Unit) -> bool:
         """Whether the unit has been entered last: its parameters are there."""
@@ -289,7 +289,3 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors, any shapes, of a module's output that backward goes through."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _at(visits: Sequence[tuple[Unit, bool]], index: int) -> Unit | None:
-    return visits[index][0] if index < len(visits) else None

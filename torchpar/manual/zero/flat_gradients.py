@@ -36,11 +36,9 @@ class FlatGradients:
         self.ranks = self.axis.size * (self.replicas.size if self.replicas else 1)
         self._keeps_buffer = keeps_buffer
         self._buffer: torch.Tensor | None = None  # of what backward is adding up
-        self.used: set[int] = set()
-        self.ready: set[int] = set()
+        self.used, self.ready, self.reduced = set[int](), set[int](), set[int]()
         self.full: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
-        self.reduced: set[int] = set()
         self.work: Work | None = None
 
     @torch.no_grad()
