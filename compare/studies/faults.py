@@ -8,6 +8,7 @@ from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
 from compare.paired_study import Cases, PairedStudy, paired_findings
 from compare.show.findings import Column, Findings, table_of
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.cases import Case
 from compare.studies.damages import SINGLE
@@ -35,8 +36,9 @@ class Faults(PairedStudy, frozen=True, kw_only=True):
     devices: int | None = None
     """Devices of data parallelism; faults of other layouts have devices of their own. Default: 4."""
     harness: bool = False
-    """Plant faults of the harness instead: train the first two engines, damage copies of their records,
-    mostly both alike, and hold them against each other; every one must turn red."""
+    """Plant faults of the harness instead: train two engines, damage copies of their records, mostly both
+    alike, and hold them against each other; every one must turn red. Default: the first two that are written
+    by hand, since the number of a compiler's messages is held to nothing."""
 
     brief = "plant each known mistake: every check must turn red"
     default = "check"
@@ -50,7 +52,9 @@ class Faults(PairedStudy, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Cases:
         """The reference, and a case for each fault in each engine; or the runs that are damaged later."""
-        engines, devices = chosen_engines(self.engines), DEVICES if self.devices is None else self.devices
+        by_hand = tuple(name for name, engine in STUDIED.items() if not engine.sends_by)
+        engines = chosen_engines(self.engines or (by_hand if self.harness else ()))
+        devices = DEVICES if self.devices is None else self.devices
         if self.harness:
             return self._to_be_damaged(experiment, engines, devices), {}
         own_layouts = self.names and all(name in FAULTS and FAULTS[name].preset for name in self.names)

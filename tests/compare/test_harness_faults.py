@@ -5,7 +5,8 @@ from records import make_record
 
 from compare.judge import ladder
 from compare.judge.ladder import REQUEST
-from compare.spec.experiment import edited
+from compare.spec.experiment import edited, load
+from compare.studies.faults import Faults
 from compare.studies.harness_faults import HARNESS_FAULTS, plant_all
 
 
@@ -36,6 +37,12 @@ def test_without_the_request_most_of_them_would_pass(trained, monkeypatch):
     missed = [one.fault for one in plant_all(trained, trained / "planted")[1:] if not one.is_right]
     asked = {name for name, fault in HARNESS_FAULTS.items() if fault.rung == REQUEST}
     assert set(missed) == asked - {"another_dtype"}  # which is seen between the two
+
+
+def test_by_default_the_pair_is_written_by_hand():
+    """The number of a compiler's messages is held to nothing: `other_sync` passed in a pair of these."""
+    cases, _ = Faults(harness=True).cases(load("check"))
+    assert [case.engine for case in cases] == ["jax-manual", "torch-manual", "torch-manual"]
 
 
 def test_the_command_plants_them_in_records_of_real_engines(shardpair):
