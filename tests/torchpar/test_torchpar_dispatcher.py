@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchpar
 from compare.contract.ledger import UnexpectedCommunicationError, assert_communication
+from torchpar.comm import process_groups
 from torchpar.measure import dispatcher
 from torchpar.measure.calls import call_of
 
@@ -116,28 +117,31 @@ def test_calls_of_two_lines_are_two_rows_through_a_decorator_that_deprecates(ran
 
 @on_ranks
 def test_what_other_threads_and_callbacks_of_futures_send_has_rows(rank: int) -> None:
+    # Of two workers: a callback that waits for a collective of its group keeps one of them.
+    group = process_groups.make_stock_group()
+
     def send() -> None:
-        dist.all_reduce(piece())
+        dist.all_reduce(piece(), group=group)
 
     with torchpar.ledger() as ledger:
         thread = threading.Thread(target=send)
         thread.start()
         thread.join()
-        begun = dist.all_reduce(piece(), async_op=True)
+        begun = dist.all_reduce(piece(), group=group, async_op=True)
         assert begun is not None
         begun.get_future().then(lambda future: send()).wait()
-    assert_communication(ledger, {("all_reduce", "world"): 3 * PIECE})
+    assert_communication(ledger, {("all_reduce", "subgroup"): 3 * PIECE})
     assert all(row.source.startswith("test_torchpar_dispatcher.py:") for row in ledger.rows)
 
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    model = DistributedDataParallel(nn.Linear(N, 2 * N))
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model = DistributedDataParallel(nn.Linear(N, 2 * N), process_group=group)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for _ in range(4):
         model(piece()).sum().backward()
     with torchpar.ledger() as ledger:
         model(piece()).sum().backward()
     # p (2 N,) and the bias, then q (N,), the last two sent by callbacks of the hook
-    assert_communication(ledger, {("all_reduce", "world"): 4 * (2 * N + 2 * N + N)})
+    assert_communication(ledger, {("all_reduce", "subgroup"): 4 * (2 * N + 2 * N + N)})
     assert all("py:" in row.source for row in ledger.rows)
 
 

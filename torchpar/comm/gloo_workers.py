@@ -5,6 +5,9 @@ group, which nothing guards (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13). A
 lives on the heap: two workers that finish at the same moment free it twice, and the process aborts
 ("double free", "malloc(): unaligned tcache chunk"). DTensor's all-gathers are "ALLGATHER_COALESCED", and
 several are under way at once.
+
+A callback of a future that waits for another collective of its group, as PowerSGD's hook does, needs a second
+worker, and would wait for ever here. None of the engines has such a callback.
 """
 
 import datetime
