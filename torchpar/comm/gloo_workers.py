@@ -1,7 +1,7 @@
 """One worker a group: gloo carries out a group's collectives one at a time and in order, as NCCL does.
 
 gloo gives a group two workers, and each notes the collective that it has just finished in a string of the
-group, which nothing guards (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13). A name of more than 15 letters
+group, which nothing guards (`ProcessGroupGloo::runLoop`, torch 2.13). A name of more than 15 letters
 lives on the heap: two workers that finish at the same moment free it twice, and the process aborts
 ("double free", "malloc(): unaligned tcache chunk"). DTensor's all-gathers are "ALLGATHER_COALESCED", and
 several are under way at once.
