@@ -63,8 +63,9 @@ mirror: $(READY)  ## lines of code of each strategy in each engine, alone and wi
 measure: $(READY)  ## check, golden and faults anew, and their errors into docs/data
 	$(BIN)/python docs/studies.py proofs
 
-links: $(READY)  ## strategies over a slow link between two hosts, as root on an idle machine; docs/data/links.json
+links: $(READY)  ## strategies over a slow link between two hosts, as root on an idle machine: half an hour
 	$(BIN)/python docs/links.py
+	$(BIN)/python docs/link_collectives.py
 	$(BIN)/python docs/make_docs.py
 
 type-errors: $(READY)  ## planted mistakes of sharding, and who says something; docs/data/type_errors.json

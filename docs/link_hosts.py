@@ -4,14 +4,17 @@ Needs root, iproute2 (ip, tc) and util-linux (nsenter, unshare). They are made a
 """
 
 import contextlib
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 RATES_GBIT = (0, 10, 1, 0.25)
 """Caps; 0 is none."""
@@ -137,6 +140,40 @@ class TwoHosts:
                     )
                 )
         return started
+
+    def study(self, words: Sequence[str], folder: Path) -> dict[str, Any]:
+        """Run a study on both hosts, its harness on the first one; what it asks of the other is run there.
+
+        Args:
+            words: of its command line.
+            folder: for its results; must not exist.
+
+        Returns:
+            Its outcome.
+
+        Raises:
+            RuntimeError: it did not finish, or did not pass.
+        """
+        slots = folder.parent / "hostfile"
+        slots.write_text("".join(f"{name} slots=8\n" for name in NAMES))
+        how = ["--launcher", "torchrun", "--hostfile", str(slots), "--run_dir", str(folder), "--json"]
+        command = [sys.executable, "-m", "compare", *words, *how]
+        said, quiet = [], {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with (folder.parent / "outcome.json").open("w+") as outcome, contextlib.ExitStack() as ends:
+            harness = self._on(0, command, stdout=outcome, stderr=subprocess.PIPE, text=True)
+            ends.callback(harness.wait)
+            ends.callback(harness.kill)
+            for line in harness.stderr or ():
+                said.append(line)
+                if asked := re.match(rf"on {NAMES[1]}: (.*)", line):
+                    other = self._on(1, shlex.split(asked[1]), **quiet)
+                    ends.callback(other.wait)
+                    ends.callback(other.kill)
+            if harness.wait():
+                last = "".join(said[-5:])
+                raise RuntimeError(f"{shlex.join(words)}: exit code {harness.returncode}:\n{last}")
+            outcome.seek(0)
+            return json.load(outcome)
 
     def _on(self, host: int, command: list[str], **options) -> subprocess.Popen:
         name = NAMES[host]

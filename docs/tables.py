@@ -6,6 +6,7 @@ from functools import partial
 import constraints
 import inserted
 import msgspec
+from link_collectives import link_collectives_section
 from links_tables import links_section
 from performance import BENCHES
 from performance_tables import TOLD_COLUMNS, agreement, method, one_device, performance, resolution
@@ -254,6 +255,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "details-memory": partial(details_section, "memory"),
     "ledger-summary": ledger_summary,
     "links": links_section,
+    "link-collectives": link_collectives_section,
     "plans": plans,
     "published-rows": published_rows,
     "published-sources": published_sources,

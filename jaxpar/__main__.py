@@ -52,11 +52,8 @@ def main() -> int:
     except ExperimentError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST
-    if process and arguments.collectives:
-        print("jaxpar: --collectives times the devices of one process", file=sys.stderr)
-        return BAD_REQUEST
-    work = time_collectives if arguments.collectives else partial(train, process=process)
-    return run(arguments.run_dir, work, process=process)
+    work = time_collectives if arguments.collectives else train
+    return run(arguments.run_dir, partial(work, process=process), process=process)
 
 
 def run(folder: Path, work: Callable[[Path], None], *, process: Process | None = None) -> int:
@@ -104,10 +101,7 @@ def train(folder: Path, process: Process | None = None) -> None:
     is_first = process is None or process.is_first
     if is_first:
         clear_record(folder)
-    on_hang = (
-        partial(_report_hang, folder, process, request.timeout_s) if process else partial(_report, folder)
-    )
-    watchdog = Watchdog(request.timeout_s, on_hang)
+    watchdog = _watchdog(folder, request.timeout_s, process)
     from jaxpar.configuration import configure_jax
 
     configure_jax(request, process)
@@ -115,7 +109,7 @@ def train(folder: Path, process: Process | None = None) -> None:
         from jaxpar.comm.hosts import agree_with_others
         from jaxpar.measure.usage import PACKAGES
 
-        agree_with_others(process, request, folder, PACKAGES)
+        agree_with_others(process, folder, PACKAGES, reads=request.experiment)
     # Imported after configuring: a backend, once started, keeps its devices and platform.
     from jaxpar.peers import load_train
 
@@ -127,19 +121,33 @@ def train(folder: Path, process: Process | None = None) -> None:
             train_engine(request, None, folder=folder, progress=watchdog.progress)
 
 
-def time_collectives(folder: Path) -> None:
-    """Time the collectives that folder/request.json asks for."""
+def time_collectives(folder: Path, process: Process | None = None) -> None:
+    """Time the collectives that folder/request.json asks for, alone or as one of several processes."""
     request = read_collective_request(folder, side=JAX.name)
-    clear_record(folder)
-    clear_rows(folder)
-    watchdog = Watchdog(request.timeout_s, partial(_report, folder))
-    from jaxpar.configuration import configure_devices, configure_products
+    if process:
+        require_port(process)
+    if process is None or process.is_first:
+        clear_record(folder)
+        clear_rows(folder)
+    watchdog = _watchdog(folder, request.timeout_s, process)
+    from jaxpar.configuration import configure_products, join_devices
 
     configure_products(request.platform, TYPE.name)
-    configure_devices(request.platform, request.ranks)
+    join_devices(request.platform, request.ranks, process, timeout_s=request.timeout_s)
+    if process:
+        from jaxpar.comm.hosts import agree_with_others
+        from jaxpar.measure.usage import PACKAGES
+
+        agree_with_others(process, folder, PACKAGES)
     from jaxpar.measure.collective_bench import run_bench
 
     run_bench(request, folder, progress=watchdog.progress)
+
+
+def _watchdog(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
+    """Ends a run that hangs, with a word of why: of several processes, who does not answer."""
+    report = partial(_report_hang, folder, process, timeout_s) if process else partial(_report, folder)
+    return Watchdog(timeout_s, report)
 
 
 def _planted(request: Request) -> AbstractContextManager:

@@ -11,18 +11,9 @@ def configure_jax(request: Request, process: Process | None = None) -> None:
     """Everything that has to be set before JAX starts a backend; of several processes, join them."""
     experiment: Experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
-    devices = experiment.layout.devices
-    if process:
-        from jaxpar.comm.hosts import join
-
-        if request.profile:
-            raise ExperimentError("profile: a timeline is read from one process: run it on one host")
-        timeout_s = request.timeout_s
-        configure_devices(request.platform, devices // process.count or 1)
-        jax.config.update("jax_enable_compilation_cache", False)  # see configure_devices
-        join(process, devices=devices, platform=request.platform, timeout_s=timeout_s)
-    else:
-        configure_devices(request.platform, devices)
+    if process and request.profile:
+        raise ExperimentError("profile: a timeline is read from one process: run it on one host")
+    join_devices(request.platform, experiment.layout.devices, process, timeout_s=request.timeout_s)
     if request.cache_dir:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -38,6 +29,28 @@ def configure_products(platform: str, dtype: str) -> None:
     by_dtype = {"float32": "highest", "tf32": "tensorfloat32"}
     if dtype in by_dtype:  # on NVIDIA GPUs the default for float32 products is TF32
         jax.config.update("jax_default_matmul_precision", by_dtype[dtype])
+
+
+def join_devices(platform: str, devices: int, process: Process | None, *, timeout_s: float) -> None:
+    """This process's part of the devices, in reach of all others; before JAX starts a backend.
+
+    Args:
+        platform: cpu or gpu.
+        devices: of the run.
+        process: which of several; None for the only one.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        MissingDevicesError: the processes do not divide the devices.
+    """
+    if process is None:
+        configure_devices(platform, devices)
+        return
+    from jaxpar.comm.hosts import join
+
+    configure_devices(platform, devices // process.count or 1)
+    jax.config.update("jax_enable_compilation_cache", False)  # see configure_devices
+    join(process, devices=devices, platform=platform, timeout_s=timeout_s)
 
 
 def configure_devices(platform: str, devices: int) -> None:

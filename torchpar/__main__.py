@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from compare.contract.collective_bench import clear_rows
+from compare.contract.collective_bench import clear_rows, read_collective_request
 from compare.contract.early_stop import StoppedEarly
 from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
 from compare.contract.processes import Process, add_flags, find_process, require_port
@@ -31,6 +31,7 @@ from compare.host.disk import no_room
 from compare.host.exits import describe_exit
 from compare.host.facts import MissingDevicesError, MissingPackageError
 from compare.host.signals import is_ignored
+from compare.spec.engines.torch import TORCH
 from compare.spec.experiment import ExperimentError
 
 STDIN_GRACE_S = 5.0
@@ -87,9 +88,8 @@ def main() -> int:
     except ExperimentError as error:
         print(error, file=sys.stderr)
         return BAD_REQUEST
-    return run(
-        arguments.run_dir, time_collectives if arguments.collectives else partial(train, process=process)
-    )
+    work = time_collectives if arguments.collectives else train
+    return run(arguments.run_dir, partial(work, process=process))
 
 
 def _ceiling(text: str) -> int:
@@ -180,22 +180,44 @@ def train(folder: Path, process: Process | None = None) -> None:
         require_port(process)
     request = entry.read_request(folder)
     if "RANK" in os.environ:
-        torchrun.become_rank(request, folder, os.environ)
+        torchrun.become_rank(
+            partial(entry.train_faulty, request=request, folder=folder),
+            folder,
+            os.environ,
+            devices=request.experiment.layout.devices,
+            platform=request.platform,
+            timeout_s=request.timeout_s,
+            saves=request.experiment.checkpoint.every > 0,
+        )
     else:
         request = entry.validate_data(request)
         clear_record(folder)
         entry.start_ranks(request, folder)
 
 
-def time_collectives(folder: Path) -> None:
-    """Time the collectives that folder/request.json asks for."""
-    from torchpar.collective_bench import run_bench
+def time_collectives(folder: Path, process: Process | None = None) -> None:
+    """Time the collectives that folder/request.json asks for, as all ranks or as one of a launcher's."""
+    from torchpar import collective_bench
+    from torchpar.launcher import torchrun
 
+    if process:
+        require_port(process)
+    request = read_collective_request(folder, side=TORCH.name)
+    if process is None or process.is_first:
+        clear_record(folder)
+        clear_rows(folder)
+    work = partial(collective_bench.time_as_rank, request=request, folder=folder)
     if "RANK" in os.environ:
-        raise ExperimentError("--collectives starts ranks of its own: run it without torchrun")
-    clear_record(folder)
-    clear_rows(folder)
-    run_bench(folder)
+        torchrun.become_rank(
+            work,
+            folder,
+            os.environ,
+            devices=request.ranks,
+            platform=request.platform,
+            timeout_s=request.timeout_s,
+        )
+    else:
+        collective_bench.start_ranks(work, request, folder)
 
 
 def _attempt(folder: Path, work: Callable[[Path], None]) -> Failure | None:

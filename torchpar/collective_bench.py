@@ -1,12 +1,14 @@
 """Time collectives between ranks: PyTorch's stock operation, and our way over the same backend."""
 
 import functools
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from compare.contract.across_hosts import host_names
 from compare.contract.collective_bench import SIDE as SIDE_FILE
 from compare.contract.collective_bench import (
     TYPE,
@@ -19,13 +21,12 @@ from compare.contract.collective_bench import (
     expected,
     make_row,
     measure,
-    read_collective_request,
     sent,
     total_bytes,
 )
+from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
 from compare.host.facts import versions
 from compare.host.json_files import write_json
-from compare.spec.engines.torch import TORCH
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.devices import PACKAGES, device_kind
@@ -39,36 +40,32 @@ AXES = {"gloo": StockAxis, "nccl": StockAxis, "ours": Axis}
 IN_PLACE = ("all_reduce", "broadcast")
 
 
-def run_bench(folder: Path) -> None:
-    """Do what folder/request.json asks for: rows.jsonl, then side.json.
+def start_ranks(work: Callable[[Rank], None], request: CollectiveRequest, folder: Path) -> None:
+    """Start all ranks of a benchmark on this machine.
+
+    Args:
+        work: `time_as_rank` of this request.
+        request: which.
+        folder: of the run.
 
     Raises:
-        ExperimentError: a bad request.
         MissingDevicesError: too few GPUs.
         RanksFailed, LaunchInterrupted: from `launch`.
     """
-    request = read_collective_request(folder, side=TORCH.name)
     on_gpu = request.platform == "gpu"
     if on_gpu:
         require_gpus(request.ranks)
     bind_to_loopback()
-    launch(
-        functools.partial(time_as_rank, request=request, folder=folder),
-        world_size=request.ranks,
-        folder=folder,
-        timeout_s=request.timeout_s,
-        spawn=on_gpu or sys.platform == "darwin",
-    )
-    side = CollectiveSide(
-        device_kind=device_kind(torch.device("cuda", 0) if on_gpu else torch.device("cpu")),
-        versions=versions(PACKAGES),
-        threads="1 per rank",
-    )
-    write_json(folder / SIDE_FILE, side)
+    how = {"world_size": request.ranks, "folder": folder, "timeout_s": request.timeout_s}
+    launch(work, spawn=on_gpu or sys.platform == "darwin", **how)
 
 
 def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> None:
-    """Time every case as one of the ranks; the first one writes the rows."""
+    """Time every case as one of the ranks; the first one writes rows.jsonl, then side.json.
+
+    Raises:
+        ExperimentError: the hosts have other versions of a package.
+    """
     device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -81,6 +78,11 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
         timeout_s=rank.collective_timeout_s,
     )
     rank.at(0, "setting up")
+    world = Axis.of(None)
+    facts = world.all_gather_objects(facts_here(PACKAGES))
+    require_agreement(facts)
+    if rank.rank == 0 and rank.rendezvous is None:
+        leave_hosts(folder, facts)
     axes = {name: axis_of(name, rank.rank, ranks=request.ranks) for name in request.implementations}
     for number, case in enumerate(request.cases):
         for name, axis in axes.items():
@@ -88,6 +90,15 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
             row = time_case(name, axis, case, request=request, device=device)
             if rank.rank == 0:
                 append_row(folder, row)
+    places = world.all_gather_objects((socket.gethostname(), rank.local_rank))
+    if rank.rank == 0:
+        side = CollectiveSide(
+            device_kind=device_kind(device),
+            versions=versions(PACKAGES),
+            threads="1 per rank",
+            hosts=tuple(host_names(places)),
+        )
+        write_json(folder / SIDE_FILE, side)
     process_groups.leave_group()
 
 

@@ -54,7 +54,9 @@ def agree_with_others(mesh: Mesh, rank: Rank, request: Request, folder: Path) ->
     Raises:
         ExperimentError: they differ; all ranks raise it.
     """
-    found = mesh.world.all_gather_objects(facts_here(request, PACKAGES, reads_data=rank.local_rank == 0))
+    found = mesh.world.all_gather_objects(
+        facts_here(PACKAGES, reads=request.experiment if rank.local_rank == 0 else None)
+    )
     remarks = require_agreement(found)
     if mesh.world.rank == 0:
         leave_hosts(folder, found)
@@ -82,8 +84,18 @@ def set_up(
     batches: Batches | None = None,
 ) -> Run:
     """Model, optimizer and data of one rank, under the layout."""
-    experiment, model = request.experiment, empty_model(request.experiment)
     first = starting_parameters(request, weights)
+    run = spread_over(request, mesh, rank, first, batches=batches)
+    if mesh.world.rank == 0:
+        run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
+    return run
+
+
+def spread_over(
+    request: Request, mesh: Mesh, rank: Rank, first: Weights, *, batches: Batches | None = None
+) -> Run:
+    """What `set_up` makes, with these first weights, of which nobody takes the SHA-256."""
+    experiment, model = request.experiment, empty_model(request.experiment)
     parallel = PARALLELIZE[request.engine](
         model,
         mesh=mesh,
@@ -100,7 +112,6 @@ def set_up(
         rank=rank,
         corpus=open_stream(request, batches),
         parallel=parallel,
-        initial_weights_sha256=_sha256_of(parallel, first, request) if mesh.world.rank == 0 else "",
         state=state,
     )
 

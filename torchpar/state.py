@@ -40,7 +40,8 @@ class Run:
     rank: Rank
     corpus: Corpus | OwnBatches
     parallel: ParallelModel
-    initial_weights_sha256: str
+    initial_weights_sha256: str = ""
+    """Of rank 0."""
     compile_s: float = 0.0
     state: Progress = field(default_factory=Progress)
 

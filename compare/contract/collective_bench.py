@@ -127,6 +127,8 @@ class CollectiveSide(Struct, frozen=True, kw_only=True):
     device_kind: str
     versions: dict[str, str]
     threads: str
+    hosts: tuple[str, ...] = ()
+    """Of each rank or device, as they name themselves."""
     notes: tuple[str, ...] = ()
     """What is not as the names say, a line each."""
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from compare.contract.record import HOSTS, WAITING, Failure, read_failure
-from compare.contract.request import Request
 from compare.host.facts import versions
 from compare.host.json_files import read_json, write_json
 from compare.numerics.data import open_corpus
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError
 
 MOST_APART_S = 60.0
 """Difference of two clocks above which it is said: munge, which SLURM trusts, gives up at 300 s."""
@@ -34,9 +33,9 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """Since 1970."""
 
 
-def facts_here(request: Request, packages: Iterable[str], *, reads_data: bool) -> HostFacts:
-    """Those of this process; where it reads the data, all of it, whatever the request says of them."""
-    sha256 = open_corpus(request.experiment).sha256 if reads_data else ""
+def facts_here(packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
+    """Those of this process; of an experiment that it reads the data for, all of them are read."""
+    sha256 = open_corpus(reads).sha256 if reads else ""
     name, found = socket.gethostname(), versions(packages)
     return HostFacts(host=name, versions=found, corpus_sha256=sha256, clock_s=time.time())
 

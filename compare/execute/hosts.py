@@ -106,10 +106,17 @@ class Hosts(Struct, frozen=True, kw_only=True):
         return layout.devices // self.count if side.one_process_a_device else 1
 
     def elsewhere(
-        self, python: str, side: Side, folder: Path, *, layout: Layout, platform: str
+        self,
+        python: str,
+        side: Side,
+        folder: Path,
+        *,
+        layout: Layout,
+        platform: str,
+        options: Sequence[str] = (),
     ) -> dict[str, str]:
         """What a person has to run on the other hosts of a hostfile, by host; empty with another launcher."""
-        names, run = list(self.slots), [python, "-m", side.name, str(folder.absolute())]
+        names, run = list(self.slots), [python, "-m", side.name, *options, str(folder.absolute())]
         on_host = self._on_host(side, layout)
         return {
             name: line_elsewhere(line_of(number, names, run, side, folder, on_host=on_host), side, platform)

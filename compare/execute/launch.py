@@ -9,7 +9,6 @@ engines: Ctrl-C is for what runs in the foreground. SIGTERM ends a run as Ctrl-C
 """
 
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -42,9 +41,7 @@ from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
 
 POLITE_S = 3.0
-
-ALONE = functools.partial(HERE.command, layout=Layout())
-"""Makes the command of one process on this machine."""
+ONE_DEVICE = Layout()
 
 
 class EngineError(RuntimeError):
@@ -180,21 +177,17 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
     folder.mkdir()
-    hosts = hosts.under(request.experiment.layout)
-    require_shared(folder, hosts)
+    layout = request.experiment.layout
     files.write_json(folder / files.REQUEST, request)
-    side, layout = side_of(request.engine), request.experiment.layout
-    python = (pythons or {}).get(side.name, sys.executable)
-    print_elsewhere(hosts.elsewhere(python, side, folder, layout=layout, platform=request.platform))
     run_side(
-        side,
+        side_of(request.engine),
         folder,
         name=request.engine,
         platform=request.platform,
         timeout_s=request.timeout_s,
         pythons=pythons,
-        launcher=functools.partial(hosts.command, layout=layout),
-        elsewhere=hosts.launcher != "local",
+        layout=layout,
+        hosts=hosts.under(layout),
         on_step=on_step,
     )
     return files.read_record(folder)
@@ -209,8 +202,8 @@ def run_side(
     timeout_s: float,
     options: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
-    launcher: Callable[..., list[str]] = ALONE,
-    elsewhere: bool = False,
+    layout: Layout = ONE_DEVICE,
+    hosts: Hosts = HERE,
     on_step: Callable[[Step], None] | None = None,
 ) -> None:
     """Run `python -m SIDE OPTIONS FOLDER` to its end.
@@ -221,15 +214,18 @@ def run_side(
         name: for whom it runs, for messages.
         platform, timeout_s: as in the request.
         options: what it is to do with the request; by default, train.
-        launcher: makes the command: see `Hosts.command`; by default on this machine alone.
-        elsewhere: that command's processes are on other machines.
-        pythons, on_step: as for `launch`.
+        layout: its devices are spread over the hosts.
+        pythons, hosts, on_step: as for `launch`.
 
     Raises:
         EngineError, KeyboardInterrupt: as `launch`.
+        ExperimentError: a host does not see the folder.
     """
+    require_shared(folder, hosts)
     python = (pythons or {}).get(side.name, sys.executable)
-    command = launcher(python, side, folder, options=options)
+    how = {"layout": layout, "options": options}
+    command = hosts.command(python, side, folder, **how)
+    print_elsewhere(hosts.elsewhere(python, side, folder, platform=platform, **how))
     kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
@@ -244,6 +240,7 @@ def run_side(
         )
         try:
             told = on_step or (lambda step: None)
+            elsewhere = hosts.launcher != "local"
             hung = watch(process, folder, timeout_s=timeout_s, on_step=told, elsewhere=elsewhere)
         finally:
             _end(process)

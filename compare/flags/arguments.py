@@ -9,10 +9,10 @@ import tyro
 from msgspec import Struct
 
 from compare.contract.request import Platform
-from compare.execute.hosts import Launcher, find_hosts
 from compare.execute.paths import check_cache, default_cache
 from compare.execute.progress import Reporter
-from compare.flags.pythons import SidePythons, checked_pythons
+from compare.flags.hosts import HostFlags
+from compare.flags.pythons import checked_pythons
 from compare.judge.comparison import COMPARISON, Comparison
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import (
@@ -52,7 +52,7 @@ def _described(section: type[Struct]) -> object:
     return tyro.conf.arg(help=" ".join((section.__doc__ or "").split()))
 
 
-class Spec(SidePythons, frozen=True, kw_only=True):
+class Spec(HostFlags, frozen=True, kw_only=True):
     """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
@@ -68,15 +68,6 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     checkpoint: Annotated[Checkpoints, _described(Checkpoints)] = Checkpoints()
     platform: Platform = "cpu"
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
-    launcher: Launcher = "local"
-    """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
-    `sbatch`); they must share the folder of the results. torchrun: on those of --hostfile, of which this is
-    the first: what the others have to run is printed, a line each."""
-    hostfile: Path | None = None
-    """Hosts for --launcher torchrun, a line each: `host0 slots=4`."""
-    hosts: int = 0
-    """Hosts to run on. Default: all of the allocation or the file, or this one. With --launcher local 2 or
-    more are processes of this machine that believe to be several hosts: a test."""
     run_dir: str = ""
     """Folder of the results; must not exist. Default: runs/NAME-TIME."""
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
@@ -158,7 +149,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
             timeout_s=self.timeout_s,
             cache_dir=self._cache(),
             pythons=checked_pythons(self),
-            hosts=find_hosts(self.launcher, self.hosts, self.hostfile),
+            hosts=self.found_hosts(),
             init_from=self.init_from,
         )
 

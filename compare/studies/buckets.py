@@ -60,6 +60,7 @@ class Buckets(TimedStudy, frozen=True, kw_only=True):
     Try:
       shardpair buckets demo --rounds 2
       shardpair buckets baby-gpt --train.batch_size 4 --bucket_mb 1 2.5 5 10 25
+      shardpair buckets cpu --launcher slurm        # across the hosts of this allocation
     """
 
     bucket_mb: tuple[float, ...] = ()
@@ -113,9 +114,17 @@ class Buckets(TimedStudy, frozen=True, kw_only=True):
                 ranks=(reduced.layout.devices,),
                 platform=settings.platform,
                 timeout_s=settings.timeout_s,
+                hosts=settings.hosts,
             )
-            how = {"busy": busy_cores(), "pythons": settings.pythons, "quiet": quiet}
-            run_requests(*requests_of(order), command="", run_dir=str(place), **how)
+            run_requests(
+                *requests_of(order),
+                command="",
+                run_dir=str(place),
+                busy=busy_cores(),
+                pythons=settings.pythons,
+                quiet=quiet,
+                hosts=order.hosts,
+            )
         kept_fit(folder)
 
     @classmethod

@@ -19,6 +19,7 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.request import REQUEST, Platform
 from compare.execute.here import here_and_now
+from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.execute.progress import Reporter
@@ -27,7 +28,7 @@ from compare.host.json_files import FolderName, read_json, read_own_bytes, write
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import OUTCOME, Outcome, save
 from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError
+from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError, Layout
 from compare.studies.cases import Settings
 from compare.studies.runner import Runner, new_folder
 from compare.terminal.units import human_bytes
@@ -89,6 +90,7 @@ class Order(Struct, frozen=True, kw_only=True):
     row_s: float = 0.2
     timeout_s: float = 600.0
     fault: str = ""
+    hosts: Hosts = HERE
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
@@ -109,15 +111,18 @@ def sizes_between(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
 def requests_of(order: Order) -> tuple[dict[str, CollectiveRequest], dict[str, str]]:
     """A request for each side and number of ranks, by folder; and what memory leaves out, with the reason.
 
+    Every host is taken to have as much memory as this one.
+
     Raises:
-        ExperimentError: too few or too many ranks, or nothing fits into memory.
+        ExperimentError: too few or too many ranks, hosts that do not divide them, or nothing fits into
+            memory.
         EnvironmentMissing: platform gpu without one.
     """
     _require_devices(order)
     memory = (gpu_memory_bytes() or free_memory_bytes()) if order.platform == "gpu" else free_memory_bytes()
     requests, left_out = {}, {}
     for ranks in order.ranks:
-        share = ranks if order.platform == "gpu" else 1  # each GPU has a memory of its own
+        share = ranks if order.platform == "gpu" else order.hosts.count  # each GPU has its own memory
         fits = [
             CollectiveCase(kind, size)
             for kind in order.kinds
@@ -152,6 +157,7 @@ def run_requests(
     busy: float,
     pythons: Mapping[str, str],
     quiet: bool,
+    hosts: Hosts = HERE,
 ) -> tuple[CollectiveBench, Path]:
     """Run every request in fresh processes, one after another; the outcome is saved after each.
 
@@ -162,6 +168,7 @@ def run_requests(
         busy: cores in use by others.
         pythons: side -> its interpreter.
         quiet: no progress on stderr.
+        hosts: over which the ranks of each are spread.
 
     Returns:
         The outcome, and its folder.
@@ -179,7 +186,7 @@ def run_requests(
         left_out=dict(left_out),
     )
     tally = Tally(sum(map(_rows_asked_for, requests.values())), "rows", quiet=quiet)
-    settings, reporter = Settings(pythons=pythons), Reporter(quiet=quiet)
+    settings, reporter = Settings(pythons=pythons, hosts=hosts), Reporter(quiet=quiet)
     with new_folder("collectives", run_dir) as folder:
         return _Sides(bench, folder, settings, reporter, tally).run(), folder
 
@@ -210,6 +217,8 @@ class _Sides(Runner[CollectiveBench]):
                 timeout_s=request.timeout_s,
                 options=["--collectives"],
                 pythons=self.settings.pythons,
+                layout=_layout(request.ranks),
+                hosts=self.settings.hosts,
             )
         return _collected(self.outcome, self.folder)
 
@@ -254,10 +263,20 @@ def _rows_asked_for(request: CollectiveRequest) -> int:
     return len(request.cases) * len(request.implementations)
 
 
+def _layout(ranks: int) -> Layout:
+    """Ranks along one axis."""
+    return Layout(dp_replicate=ranks)
+
+
 def _require_devices(order: Order) -> None:
     for ranks in order.ranks:
         if not 2 <= ranks <= MAX_CPU_DEVICES:
             raise ExperimentError(f"--ranks {ranks}: give between 2 and {MAX_CPU_DEVICES}")
+        if ranks % order.hosts.count:
+            raise ExperimentError(f"--ranks {ranks}: {order.hosts.count} hosts do not divide them")
+        order.hosts.require(_layout(ranks))  # a host's slots
+    if order.hosts.launcher != "local":  # its hosts have the GPUs, and not this one
+        return
     if order.platform == "gpu" and (gpus := require_gpu()) < max(order.ranks):
         raise ExperimentError(
             f"--ranks {max(order.ranks)}: {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and each rank "

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, CollectiveRow, Kind
 from compare.contract.request import Platform
+from compare.execute.hosts import Hosts
 from compare.execute.launch import visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
 from compare.execute.paths import PICTURES, check_output
 from compare.flags.arguments import check_timeout
-from compare.flags.pythons import SidePythons, checked_pythons
+from compare.flags.hosts import HostFlags
+from compare.flags.pythons import checked_pythons
 from compare.judge.collective_fit import Fit
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of
 from compare.show.findings import Column, Findings, table_of
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.studies.cases import Interrupted
 from compare.studies.collective_runs import (
     RANKS,
@@ -38,7 +40,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MOST_ROW_S = 60.0
 
 
-class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=True):
+class Collectives(HostFlags, Question[CollectiveBench], frozen=True, kw_only=True):
     """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
     On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
@@ -47,6 +49,7 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
     Try:
       shardpair collectives --kinds all_reduce --ranks 2 --max_size 4M
       shardpair collectives --ranks 2 4 --picture collectives.png
+      shardpair collectives --ranks 2 4 --launcher slurm        # across the hosts of this allocation
     """
 
     kinds: tuple[Kind, ...] = ()
@@ -55,7 +58,8 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
     """gloo or nccl (PyTorch's stock operation), ours (torch-manual's way over the same), xla (shard_map).
     Default: all that the platform has."""
     ranks: tuple[int, ...] = ()
-    """On how many ranks or devices. Default: 2 4 6; on GPUs those of them that there are."""
+    """On how many ranks or devices, spread over the hosts. Default: 2 4 6; on GPUs those of them that there
+    are, and on several hosts those that they divide."""
     min_size: str = "1K"
     """Smallest size in bytes; K, M, G are powers of 1024, as in nccl-tests."""
     max_size: str = "64M"
@@ -103,16 +107,26 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
         require_idle(busy, anyway=self.anyway)
         for name, why in left_out.items() if not self.quiet else ():
             errors_console().print(f"left out: {name}: {why}", style="yellow")
-        how = {"run_dir": self.run_dir, "busy": busy, "pythons": pythons, "quiet": self.quiet}
-        return run_requests(requests, left_out, command=self.command_line(order), **how)
+        return run_requests(
+            requests,
+            left_out,
+            command=self.command_line(order),
+            run_dir=self.run_dir,
+            busy=busy,
+            pythons=pythons,
+            quiet=self.quiet,
+            hosts=order.hosts,
+        )
 
     @classmethod
     def findings(cls, outcome: CollectiveBench, folder: Path) -> Findings:
         """A table for each collective and number of ranks, the fits, two figures for each collective."""
         kinds = list(dict.fromkeys(row.kind for row in outcome.rows))
+        hosts = dict.fromkeys(name for side in outcome.sides.values() for name in side.hosts)
+        over = f" over {len(hosts)} hosts" if len(hosts) > 1 else ""
         groups = [(kind, ranks) for kind in kinds for ranks in ranks_of(outcome.rows)]
         tables = [
-            table_of(f"{kind} on {ranks} ranks", COLUMNS, rows)
+            table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, rows)
             for kind, ranks in groups
             if (rows := in_order(row for row in outcome.rows if (row.kind, row.ranks) == (kind, ranks)))
         ]
@@ -129,6 +143,7 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
             passed=outcome.passed,
             about=[
                 f"{'; '.join(devices)} {', '.join(versions)}",
+                *([f"The ranks are spread evenly over {', '.join(hosts)}."] if over else []),
                 "Columns of nccl-tests: size is the total, count one rank's elements, the time that of the "
                 "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share "
                 "the cores.",
@@ -155,7 +170,7 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
         if not 0 < self.row_s <= MOST_ROW_S:
             raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
         check_timeout(self.timeout_s)
-        kinds = self.kinds or KINDS
+        kinds, hosts = self.kinds or KINDS, self.found_hosts()
         if self.fault and self.fault not in kinds:
             raise ExperimentError(f"--fault {self.fault} has no effect: it is not among --kinds")
         return Order(
@@ -164,18 +179,25 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
             sizes=sizes_between(
                 _bytes("--min_size", self.min_size), _bytes("--max_size", self.max_size), self.factor
             ),
-            ranks=self._ranks(),
+            ranks=self._ranks(hosts),
             platform=self.platform,
             row_s=self.row_s,
             timeout_s=self.timeout_s,
             fault=self.fault,
+            hosts=hosts,
         )
 
-    def _ranks(self) -> tuple[int, ...]:
+    def _ranks(self, hosts: Hosts) -> tuple[int, ...]:
         if len(set(self.ranks)) < len(self.ranks):
             raise ExperimentError(f"--ranks {' '.join(map(str, self.ranks))}: give each number once")
-        if self.ranks or self.platform == "cpu":
-            return self.ranks or RANKS
+        if self.ranks:
+            return self.ranks
+        if hosts.several:
+            most = hosts.count * min(hosts.slots.values(), default=MAX_CPU_DEVICES)
+            fitting = (ranks for ranks in RANKS if not ranks % hosts.count and ranks <= most)
+            return tuple(fitting) or (hosts.count,)
+        if self.platform == "cpu":
+            return RANKS
         return tuple(ranks for ranks in RANKS if ranks <= visible_gpus()) or RANKS[:1]
 
     def command_line(self, order: Order) -> str:
@@ -183,6 +205,9 @@ class Collectives(SidePythons, Question[CollectiveBench], frozen=True, kw_only=T
         asked = {name: getattr(order, name) for name in ("kinds", "implementations", "ranks")}
         asked |= {name: (getattr(self, name),) for name in ("min_size", "max_size", "factor", "row_s")}
         asked |= {"platform": (self.platform,), **({"fault": (self.fault,)} if self.fault else {})}
+        if order.hosts.several:
+            asked |= {"launcher": (self.launcher,), "hosts": (order.hosts.count,)}
+            asked |= {"hostfile": (self.hostfile,)} if self.hostfile else {}
         words = [word for flag, values in asked.items() for word in (f"--{flag}", *map(str, values))]
         return shlex.join(["shardpair", "collectives", *words])
 

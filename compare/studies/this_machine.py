@@ -1,8 +1,9 @@
-"""This machine as one to plan for: its products, its memory and its links, measured in about a minute.
+"""This machine, or the hosts of an allocation, to plan for: products, memory and links, in about a minute.
 
 Devices of a CPU share its cores: what is measured is what one of them has while all are at work.
 """
 
+import functools
 import math
 import tempfile
 import time
@@ -10,17 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, OURS
 from compare.contract.communication import ring_wire_bytes
 from compare.execute.ceiling import measure_ceiling
+from compare.execute.hosts import HERE as ONE_HOST
+from compare.execute.hosts import Hosts
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
+from compare.execute.paths import RUNS
 from compare.host.facts import cores
 from compare.plan.machine import LinkSpeed, Machine, read_machine
 from compare.spec.engines.registry import side_of
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
 from compare.studies.collective_runs import Order, requests_of, run_requests, sizes_between
 
 HERE = "here"
@@ -40,41 +45,48 @@ def measure_here(
     pythons: Mapping[str, str],
     anyway: bool,
     quiet: bool,
+    hosts: Hosts = ONE_HOST,
 ) -> Machine:
-    """Measure this machine for one engine.
+    """Measure this machine for one engine; of several hosts all are taken to be like it.
 
     Args:
         engine: whose side multiplies and communicates.
         experiment: its dtype is that of the products.
-        devices: that share the cores.
-        folder: for the collectives' rows while they are measured; it must not exist.
+        devices: of all hosts; those of one share its cores.
+        folder: an empty one for the collectives' rows while they are measured.
         pythons: side -> its interpreter.
         anyway: on a busy machine, too.
         quiet: no progress on stderr.
+        hosts: over which the devices are spread; they must see the folder.
 
     Raises:
+        ExperimentError: hosts that do not divide the devices, or do not see the folder.
         EnvironmentMissing: it is busy, or the side cannot say.
         Interrupted: Ctrl-C.
     """
     busy, side = busy_cores(), side_of(engine)
     require_idle(busy, anyway=anyway)
+    hosts.require(Layout(dp_replicate=devices))
+    inside = devices // hosts.count
+    sharing = devices if hosts.launcher == "local" else inside  # hosts of a test share this machine's cores
     dtype = experiment.precision.product_dtype
     threads = 1 if side.one_process_a_device else cores()
-    share = min(threads, cores() / devices) / threads  # of these threads, that a device has
+    share = min(threads, cores() / sharing) / threads  # of these threads, that a device has
     found = measure_ceiling(side.name, "cpu", dtype, pythons[side.name], threads=threads, sizes=SIZES)
     best = max(found.by_size.values())
+    link = functools.partial(_link, side.name, folder, pythons=pythons, busy=busy, quiet=quiet)
     return Machine(
         name=f"{HERE}x{devices}",
         devices=devices,
         platform="cpu",
-        devices_inside=devices,
-        memory_bytes=memory_bytes() / devices,
-        memory_bytes_per_s=_copied_per_s() * min(1.0, cores() / devices),
+        devices_inside=inside,
+        memory_bytes=memory_bytes() / sharing,
+        memory_bytes_per_s=_copied_per_s() * min(1.0, cores() / sharing),
         peak={dtype: best * share},
         sustained={dtype: best * share},
         products=[(2.0 * size**3, rate / best) for size, rate in sorted(found.by_size.items())],
-        inside=(link := _link(side.name, devices, folder, pythons, busy, quiet)),
-        across=link,
+        inside=(within := link(inside, ONE_HOST)),
+        across=_shared(link(hosts.count, hosts), inside) if hosts.count > 1 else within,
     )
 
 
@@ -100,8 +112,11 @@ def machine_of(text: str, devices: int, engine: str, experiment: Experiment, **h
         return machine
     if not 1 <= devices <= MAX_CPU_DEVICES:
         raise ExperimentError(f"--devices {devices}: give between 1 and {MAX_CPU_DEVICES}")
-    with tempfile.TemporaryDirectory() as folder:
-        return measure_here(engine, experiment, devices, folder=Path(folder) / "collectives", **how)
+    several = how.get("hosts", ONE_HOST).several
+    if several:  # they share the folder of the results, and not /tmp
+        RUNS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=RUNS if several else None) as folder:
+        return measure_here(engine, experiment, devices, folder=Path(folder), **how)
 
 
 def _copied_per_s() -> float:
@@ -114,24 +129,38 @@ def _copied_per_s() -> float:
     return 2 * COPIED / min(times)
 
 
+def _shared(link: LinkSpeed, devices: int) -> LinkSpeed:
+    """A host's link to others as each of its devices has it, when all send."""
+    return msgspec.structs.replace(link, bytes_per_s=link.bytes_per_s / devices)
+
+
 def _link(
-    side: str, devices: int, folder: Path, pythons: Mapping[str, str], busy: float, quiet: bool
+    side: str, folder: Path, ranks: int, hosts: Hosts, *, pythons: Mapping[str, str], busy: float, quiet: bool
 ) -> LinkSpeed:
-    """Latency and bandwidth of an all-reduce over all devices; free on one device, which has no link."""
-    if devices == 1:
+    """Latency and bandwidth of an all-reduce over so many ranks; free on one, which has no link."""
+    if ranks == 1:
         return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
     ways = tuple(name for name, one in IMPLEMENTATIONS.items() if one.side == side and name in (OURS, "xla"))
     order = Order(
         kinds=("all_reduce",),
         implementations=ways,
         sizes=sizes_between(1024, 2**22, 8),
-        ranks=(devices,),
+        ranks=(ranks,),
         row_s=ROW_S,
+        hosts=hosts,
     )
     requests, left_out = requests_of(order)
-    how = {"run_dir": str(folder), "busy": busy, "pythons": pythons, "quiet": quiet}
-    bench, _ = run_requests(requests, left_out, command="", **how)
+    bench, _ = run_requests(
+        requests,
+        left_out,
+        command="",
+        run_dir=str(folder / f"{hosts.count}x{ranks}"),
+        busy=busy,
+        pythons=pythons,
+        quiet=quiet,
+        hosts=hosts,
+    )
     (fit,) = bench.fits
-    wire = ring_wire_bytes("all_reduce", 2**20, devices) / 2**20
+    wire = ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20
     rate = min(fit.bytes_per_s * wire, 1e30)
-    return LinkSpeed(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(devices)))
+    return LinkSpeed(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(ranks)))

@@ -44,10 +44,10 @@ class Tune(TimedStudy, frozen=True, kw_only=True):
     engines: tuple[StudiedName, ...] = (REFERENCE,)
     """Which engines, each with its best layouts."""
     devices: int = 2
-    """Devices of this machine's CPU."""
+    """Devices of this machine's CPU, or of all hosts."""
     machine: str = HERE
-    """here: measure products, memory and all-reduce first, about a minute an engine. Or a file that an
-    earlier tune has kept."""
+    """here: measure products, memory and all-reduce first, inside a host and across hosts, about a minute an
+    engine. Or a file that an earlier tune has kept."""
     best: int = 6
     """Layouts of each engine that are timed."""
     spread: bool = False
@@ -81,11 +81,20 @@ class Tune(TimedStudy, frozen=True, kw_only=True):
                 "--dry_run measures nothing: give --machine a file that an earlier plan kept"
             )
         check_names("--engines", "engine", self.engines, STUDIED)
-        asked, how = (
-            self.asked(),
-            {"pythons": checked_pythons(self), "anyway": self.anyway, "quiet": self.quiet},
-        )
-        machines = {name: machine_of(self.machine, self.devices, name, asked, **how) for name in self.engines}
+        asked, pythons, hosts = self.asked(), checked_pythons(self), self.found_hosts()
+        machines = {
+            name: machine_of(
+                self.machine,
+                self.devices,
+                name,
+                asked,
+                pythons=pythons,
+                hosts=hosts,
+                anyway=self.anyway,
+                quiet=self.quiet,
+            )
+            for name in self.engines
+        }
         timed = super(Tune, msgspec.structs.replace(self, machines=machines)).planned(default)
         predicted = {
             case.name: 1e3 * predict(case.engine, case.experiment, machines[case.engine]).seconds

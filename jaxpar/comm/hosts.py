@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 from compare.contract.across_hosts import host_names
 from compare.contract.other_hosts import HostFacts, facts_here, leave_hosts, require_agreement
 from compare.contract.processes import Process
-from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError
+from compare.spec.experiment import Experiment
 
 _here: list[Process] = []  # which of the processes this one is, once it has joined them
 LATER_S = 60.0
@@ -116,13 +116,15 @@ def exchange(text: str) -> list[str]:
     return [bytes(said_N).rstrip(b"\0").decode() for said_N in said_PN]
 
 
-def agree_with_others(process: Process, request: Request, folder: Path, packages: Iterable[str]) -> None:
+def agree_with_others(
+    process: Process, folder: Path, packages: Iterable[str], reads: Experiment | None = None
+) -> None:
     """Hold versions, data and clocks of all hosts against the first's; process 0 leaves the hosts' names.
 
     Raises:
         ExperimentError: they differ; all processes raise it.
     """
-    own = facts_here(request, packages, reads_data=process.local == 0)
+    own = facts_here(packages, reads if process.local == 0 else None)
     found = [
         msgspec.json.decode(said, type=HostFacts) for said in exchange(msgspec.json.encode(own).decode())
     ]

@@ -1,7 +1,7 @@
-"""Time collectives between the devices of this process: `shard_map` and `lax`.
+"""Time collectives between devices: `shard_map` and `lax`.
 
-On a CPU the devices are threads that share memory, so a "message" is a copy, and the time of a small one is
-that of a jitted call. Each call is waited for.
+On a CPU the devices of a process are threads that share memory, so a "message" is a copy, and the time of a
+small one is that of a jitted call; between processes JAX sends by gloo. Each call is waited for.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from compare.host.facts import versions
 from compare.host.json_files import write_json
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Layout
-from jaxpar.comm import collectives
+from jaxpar.comm import collectives, hosts
 from jaxpar.comm.mesh import device_kind, make_mesh
 from jaxpar.measure.usage import PACKAGES, threads
 
@@ -50,27 +50,32 @@ def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..
         MissingDevicesError: fewer devices than ranks.
     """
     mesh = make_mesh(Layout(dp_replicate=request.ranks), platform=request.platform)
-    devices = list(mesh.devices.flat)
+    devices, is_first = list(mesh.devices.flat), jax.process_index() == 0
     for case in request.cases:
         for name in request.implementations:
-            append_row(folder, time_case(name, case, mesh, request))
+            row = time_case(name, case, mesh, request)
             progress()
+            if is_first:
+                append_row(folder, row)
+    on_hosts = tuple(hosts.hosts_of(devices))
     broadcasts = any(case.kind == "broadcast" for case in request.cases)
     side = CollectiveSide(
         device_kind=device_kind(devices[0]),
         versions=versions(PACKAGES),
         threads=threads(devices),
+        hosts=on_hosts,
         notes=(MASKED_SUM,) if broadcasts and request.platform == "cpu" else (),
     )
-    write_json(folder / SIDE, side)
+    if is_first:
+        write_json(folder / SIDE, side)
 
 
 def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRequest):
     """Time one collective of one size, then do it once more and look at what it gave on each device."""
-    ranks = request.ranks
+    ranks, mesh_rank = request.ranks, {device: rank for rank, device in enumerate(mesh.devices.flat)}
     count = elements(case.kind, case.size, ranks)
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    given = _place(sharding, [sent(case.kind, rank, ranks=ranks, count=count) for rank in range(ranks)])
+    given = _place(sharding, lambda rank: sent(case.kind, rank, ranks=ranks, count=count))
     collective = collectives.per_device(
         partial(OPERATIONS[case.kind], platform=request.platform),
         mesh=mesh,
@@ -78,15 +83,18 @@ def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRe
         out_specs=sharding.spec,
     )
     compiled = jax.jit(collective).lower(given).compile()
+    hosts.meet("compiled")
     call = lambda: jax.block_until_ready(compiled(given))  # noqa: E731
-    seconds, iterations = measure(call, wait=lambda: None, slowest=lambda value: value, row_s=request.row_s)
-    results = [np.asarray(shard.data) for shard in _in_order(call())]
-    if case.kind == request.fault:
-        results[-1] = results[-1] + np.eye(1, len(results[-1]), dtype=TYPE)[0]
-    wrong = sum(
+    slowest = lambda value: max(hosts.gathered([value]))  # noqa: E731
+    seconds, iterations = measure(call, wait=lambda: None, slowest=slowest, row_s=request.row_s)
+    results = {mesh_rank[shard.device]: np.asarray(shard.data) for shard in call().addressable_shards}
+    if case.kind == request.fault and ranks - 1 in results:
+        results[ranks - 1] = results[ranks - 1] + np.eye(1, len(results[ranks - 1]), dtype=TYPE)[0]
+    own = sum(
         int((result != expected(case.kind, rank, ranks=ranks, count=count)).sum())
-        for rank, result in enumerate(results)
+        for rank, result in results.items()
     )
+    wrong = int(sum(hosts.gathered([own])))
     return make_row(name, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
 
 
@@ -106,14 +114,10 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def _place(sharding: NamedSharding, pieces: list[np.ndarray]) -> jax.Array:
-    """Each device's own numbers, as one array over all of them."""
+def _place(sharding: NamedSharding, numbers: Callable[[int], np.ndarray]) -> jax.Array:
+    """Each device's own numbers, by its rank, as one array over all of them."""
     devices = list(sharding.mesh.devices.flat)
-    shards = [jax.device_put(piece, device) for piece, device in zip(pieces, devices, strict=True)]
-    shape = (sum(len(piece) for piece in pieces),)
+    own = [rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()]
+    shards = [jax.device_put(numbers(rank), devices[rank]) for rank in own]
+    shape = (len(shards[0]) * len(devices),)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _in_order(array: jax.Array) -> list[jax.Shard]:
-    """Its shards, by the places that they have in it."""
-    return sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

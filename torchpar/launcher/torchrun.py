@@ -1,4 +1,4 @@
-"""Being one rank of a launch by torchrun or SLURM, which set RANK, WORLD_SIZE and MASTER_ADDR."""
+"""Being one rank of a launch by torchrun, SLURM or hand: RANK, WORLD_SIZE and MASTER_ADDR say which."""
 
 import contextlib
 import os
@@ -7,48 +7,64 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from compare.contract.early_stop import StoppedEarly, StopRequest
 from compare.contract.exit_codes import BAD_REQUEST, STOPPED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.record import Failure, clear_record
-from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError
 from compare.host.signals import on_signals
 from compare.spec.experiment import ExperimentError
 from torchpar.comm.rank import Heartbeat, Rank
-from torchpar.launcher.entry import require_gpus, train_faulty
+from torchpar.launcher.entry import require_gpus
 from torchpar.launcher.siblings import Siblings
 from torchpar.launcher.supervisor import RanksFailed, make_report
 
 LOOK_S = 1.0
 
 
-def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) -> None:
+def become_rank(
+    work: Callable[[Rank], None],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    devices: int,
+    platform: str,
+    timeout_s: float,
+    saves: bool = False,
+) -> None:
     """Be one rank.
 
+    Args:
+        work: what it does.
+        folder: of the run.
+        environment: with what the launcher says.
+        devices: on which the run is: as many ranks.
+        platform, timeout_s: as in the request.
+        saves: its state, so that it can end early on request.
+
     Raises:
-        MissingDevicesError: another number of processes than the layout has devices, or too few GPUs.
+        MissingDevicesError: another number of processes than devices, or too few GPUs.
         RanksFailed: the run failed, on this rank or on another one.
         ExperimentError: hosts differ in what they run on.
         StoppedEarly: the run was asked to end, and saved its state.
     """
-    devices, world_size = request.experiment.layout.devices, int(environment.get("WORLD_SIZE", "1"))
+    world_size = int(environment.get("WORLD_SIZE", "1"))
     if world_size != devices:
         raise MissingDevicesError(
             f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
         )
     number, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
-    if request.platform == "gpu":
+    if platform == "gpu":
         require_gpus(local_rank + 1)
     rank = Rank(
         rank=number,
         world_size=world_size,
         local_rank=local_rank,
         heartbeat=Heartbeat([0] * Heartbeat.cells_for(world_size)),
-        timeout_s=request.timeout_s,
+        timeout_s=timeout_s,
     )
     is_alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     siblings = Siblings(rank, folder, host="" if is_alone else socket.gethostname())
@@ -63,11 +79,11 @@ def become_rank(request: Request, folder: Path, environment: Mapping[str, str]) 
         os._exit(128 + signal_number)
 
     on_signals([signal.SIGINT, signal.SIGTERM], leave)
-    if request.experiment.checkpoint.every:
+    if saves:
         StopRequest.listen()
     threading.Thread(target=_watch, args=(rank, siblings, folder), daemon=True).start()
     try:
-        train_faulty(rank, request=request, folder=folder)
+        work(rank)
     except (ExperimentError, StoppedEarly) as error:  # all ranks alike
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
         code = STOPPED if isinstance(error, StoppedEarly) else BAD_REQUEST
