@@ -1,59 +1,79 @@
-"""One rank of many, alone in a process: what it would send, without the others.
+"""One rank of many, alone in a process: what it would send and keep, without the others.
 
     python -m torchpar --alone REQUEST
 
 prints a `RankAlone` as one line of JSON. PyTorch's fake process group says at once that every collective is
-done, and moves nothing: numbers mean nothing, and what is sent, how often and over which group, is as on a
-cluster.
+done, and moves nothing; large operators compute nothing (`torchpar.measure.hollow`). Numbers mean nothing;
+what is sent, how often and over which group, and what is in memory when, is as on a cluster.
 """
 
 import functools
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from compare.contract.rank_alone import RankAlone, RankAloneRequest
 from compare.contract.request import Request
+from compare.numerics.boxes import Box, whole
+from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.numerics.stream import arrays_of_step
-from compare.spec.experiment import edited
+from compare.numerics.weights import OneByOne, Weights
+from compare.spec.experiment import Experiment, edited
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.process_groups import join_absent
 from torchpar.comm.rank import Heartbeat, Rank
-from torchpar.measure.ledger import LedgerMode
-from torchpar.measure.places import group_names
+from torchpar.measure.hollow import HollowMode
+from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
 from torchpar.on_device import to_device
-from torchpar.setup import set_up
+from torchpar.setup import spread_over
 from torchpar.state import Run
 from torchpar.train import compute_gradients, move_on, update_weights
 
-STEPS = 3
-"""The last of them is watched: wrappers learn of the others in the first two."""
+
+class NoWeights(OneByOne, Weights):
+    """First weights that nobody draws: zeros, whose memory nobody writes to."""
+
+    def __init__(self, experiment: Experiment):
+        shapes = {row.name: row.shape for row in parameter_table(experiment.model)}
+        super().__init__(shapes, lambda name: self.boxes(name, [whole(shapes[name])])[0])
+        self._dtype = storage_dtype(experiment)
+
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Zeros."""
+        return [np.zeros(box.shape, self._dtype) for box in boxes]
 
 
 def run_alone(request: RankAloneRequest) -> RankAlone:
-    """Train as one rank among others that are not there, and say what the last step sent.
+    """Train as one rank among others that are not there; of one step say what it sends and keeps.
 
     Args:
         request: the engine, the experiment and the rank.
     """
-    experiment = edited(request.experiment, {"train": {"max_iters": STEPS, "eval_interval": 0}})
+    steps = INSTRUMENTED_STEP + 1
+    experiment = edited(request.experiment, {"train": {"max_iters": steps, "eval_interval": 0}})
     ranks = experiment.layout.devices
     join_absent(rank=request.rank, world_size=ranks)
     torch.set_num_threads(1)
     heartbeat = Heartbeat([0] * Heartbeat.cells_for(ranks))
     rank = Rank(rank=request.rank, world_size=ranks, local_rank=0, heartbeat=heartbeat)
     mesh = make_mesh(experiment.layout, rank=request.rank, device=torch.device("cpu"))
-    run = set_up(Request(engine=request.engine, experiment=experiment), mesh, rank)
-    noted = [_watched(run, step) for step in range(STEPS)][-1].noted()
-    return RankAlone(rows=list(noted.rows), problems=list(noted.problems))
+    asked = Request(engine=request.engine, experiment=experiment)
+    with HollowMode():
+        run = spread_over(asked, mesh, rank, NoWeights(experiment))
+        for step in range(steps - 1):
+            _train_step(run, step)
+        instruments = Instruments(run)
+        with instruments.watch():
+            _train_step(run, steps - 1, instruments)
+    memory, _, ledger = instruments.found()
+    return RankAlone(rows=list(ledger.rows), problems=list(ledger.problems), memory=memory)
 
 
-def _watched(run: Run, step: int) -> LedgerMode:
-    """One step, and its ledger."""
-    ledger = LedgerMode(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
+def _train_step(run: Run, step: int, instruments: Instruments | None = None) -> None:
     arrays = functools.partial(arrays_of_step, run.corpus, run.experiment)
-    with ledger:
-        compute_gradients(run, to_device(run, arrays(step)))
-        ledger.is_updating = True
-        update_weights(run)
+    compute_gradients(run, to_device(run, arrays(step)))
+    if instruments:
+        instruments.gradients(step)
+    update_weights(run)
     move_on(run, torch.zeros(()))
-    return ledger

@@ -4,6 +4,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.communication import Communication
+from compare.contract.memory_profile import DeviceMemory
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 
 
@@ -16,9 +17,12 @@ class RankAloneRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RankAlone(Struct, frozen=True, kw_only=True):
-    """The ledger of a step of that rank."""
+    """A step of that rank."""
 
     rows: list[Communication]
+    """Its ledger."""
+    memory: DeviceMemory
+    """Bytes of all tensors over the step, by class."""
     problems: list[str] = []
     """What could not be read: the ledger is incomplete."""
 

@@ -1,30 +1,36 @@
-"""One rank of a layout, run by its side without the others, and its ledger beside the closed form."""
+"""One rank of a layout, run by its side without the others."""
 
 import msgspec
 
 from compare.contract.rank_alone import RankAlone, RankAloneRequest
 from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing, child_environment
-from compare.judge.ledger_lines import Line, line_up
-from compare.judge.strategy import with_remat_resolved
-from compare.spec.engines.registry import side_of
+from compare.spec.axes import SHARDED_FROM
+from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.engines.torch import TORCH
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError, Layout
 
 
-def require_alone(engine: str) -> None:
-    """Refuse an engine that cannot run a rank by itself. Raises ExperimentError."""
+def require_alone(engine: str, layout: Layout) -> None:
+    """Refuse an engine, or a layout of it, of which no rank can run by itself. Raises ExperimentError."""
+    if layout.devices == 1:
+        raise ExperimentError("--alone: one device has no others")
     if side_of(engine).name != TORCH.name:
         raise ExperimentError(
             f"--alone: {engine} is one program for all devices: choose an engine of {TORCH.name}, whose "
             f"ranks are processes"
         )
+    by_ddp = layout.tp == 1 and layout.data_parallel > 1 and layout.zero < SHARDED_FROM["gradients"]
+    if ENGINES[engine].sends_by == "pytorch" and (layout.pp > 1 or by_ddp):
+        waits = "PyTorch's pipeline" if layout.pp > 1 else "DistributedDataParallel"
+        raise ExperimentError(
+            f"--alone: {engine}: {waits} waits for answers, which ranks that are not there do not give: "
+            f"choose torch-manual, or fully sharded layouts"
+        )
 
 
-def lines_alone(
-    engine: str, experiment: Experiment, python: str, *, timeout_s: float
-) -> tuple[list[Line], list[str]]:
-    """What the first rank sends in a step, line by line, and what could not be read.
+def run_alone(engine: str, experiment: Experiment, python: str, *, timeout_s: float) -> RankAlone:
+    """A step of the first rank.
 
     Args:
         engine: of torchpar.
@@ -34,7 +40,6 @@ def lines_alone(
 
     Raises:
         EnvironmentMissing: it could not, and why.
-        ValueError: the layout has no closed form.
     """
     side = side_of(engine)
     request = RankAloneRequest(engine=engine, experiment=experiment)
@@ -43,5 +48,4 @@ def lines_alone(
     found = ask(side.name, python, question, answer=RankAlone, environment=environment, timeout_s=timeout_s)
     if isinstance(found, str):
         raise EnvironmentMissing(f"--alone: {found}")
-    lines = line_up(engine, with_remat_resolved(engine, experiment), found.rows)
-    return [line for line in lines if line.stage == 0], found.problems
+    return found

@@ -3,6 +3,7 @@
 from msgspec import Struct, field
 
 from compare.contract.ahead_of_time import CompiledAhead
+from compare.contract.memory_profile import DeviceMemory
 from compare.judge.ledger_lines import Line
 from compare.judge.outcome import StudyOutcome
 from compare.plan.machine import Machine
@@ -18,6 +19,14 @@ class Full(Struct, frozen=True, kw_only=True):
     layouts: int
     least: float
     """Bytes that the smallest of them would need."""
+
+
+class StepAlone(Struct, frozen=True, kw_only=True):
+    """A step of one layout's first rank without the others: what it sends, and what it keeps."""
+
+    layout: str
+    lines: list[Line]
+    memory: DeviceMemory
 
 
 class AbsentStep(Struct, frozen=True, kw_only=True):
@@ -44,8 +53,8 @@ class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
     """The smallest of those that do not fit."""
     explain: str = ""
     """The layout whose sum is written out."""
-    alone: dict[str, list[Line]] = field(default_factory=dict)
-    """By a layout's name: what its first rank sent when it ran alone, beside the closed form."""
+    alone: list[StepAlone] = field(default_factory=list)
+    """Layouts whose first rank ran alone."""
     absent: list[AbsentStep] = field(default_factory=list)
     """Layouts that were compiled for the machine."""
     problems: list[str] = field(default_factory=list)

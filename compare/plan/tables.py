@@ -1,13 +1,26 @@
 """Tables and figures of a plan."""
 
+from typing import NamedTuple
+
 from compare.contract.ahead_of_time import Waited
+from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.ledger_lines import Line
 from compare.plan.compute import Term
-from compare.plan.outcome import AbsentStep, Full, PlanOutcome
+from compare.plan.outcome import AbsentStep, Full, PlanOutcome, StepAlone
 from compare.plan.predict import PARTS, predict
 from compare.plan.search import USABLE, Candidate, frontier
+from compare.present.memory_tables import AtPeak
 from compare.show.findings import Column, Figure, Series, Table, table_of
 from compare.terminal.units import human_bytes
+
+
+class KeptAtPeak(NamedTuple):
+    """Bytes of a class at a peak."""
+
+    kind: str
+    expected: float | None
+    found: int
+
 
 COLOURS = 7
 """Of the palette; the last part has the ink's."""
@@ -35,6 +48,11 @@ MEMORY = (
     Column[tuple[str, float, float]]("of a device", lambda row: row[0]),
     Column[tuple[str, float, float]]("closed form", lambda row: row[1], human_bytes),
     Column[tuple[str, float, float]]("XLA", lambda row: row[2], human_bytes),
+)
+KEPT = (
+    Column[KeptAtPeak]("class", lambda row: row.kind),
+    Column[KeptAtPeak]("closed form", lambda row: row.expected, human_bytes),
+    Column[KeptAtPeak]("kept", lambda row: row.found, human_bytes),
 )
 STATE = ("parameters", "optimizer")
 """Classes of memory that are arguments of a step; gradients are temporaries of one."""
@@ -96,6 +114,42 @@ def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
         predicted.terms,
         look="words",
         below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {held}: {human_bytes(one.bytes)}.",
+    )
+
+
+def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
+    """What a layout's first rank sends, and what it keeps at its peak, each beside the closed form."""
+    candidate = next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
+    form = peak_form(outcome.engine, candidate.of(outcome.experiment))
+    at_peak, planned = AtPeak(device=0, peak=one.memory.peak, form=form), candidate.bytes
+    kept = [KeptAtPeak(kind, expected, found) for kind, (found, expected) in at_peak.sizes.items()]
+    below = f"Its peak is {human_bytes(at_peak.peak.total)}, in {at_peak.peak.phase}: {at_peak.where}."
+    return [
+        table_of(f"What the first rank of {one.layout} sends, run alone", LINES, one.lines),
+        table_of("What it keeps at its peak", KEPT, kept, below=f"{below} Planned: {human_bytes(planned)}."),
+    ]
+
+
+def memory_alone(one: StepAlone) -> Figure:
+    """Memory over the step of a layout's first rank: a line for each class, and one for all."""
+    curve = one.memory.curve
+    assert curve  # PyTorch's steps are watched
+    kinds = {kind: series for kind, series in curve.bytes.items() if any(series)}
+    together = [sum(sizes) for sizes in zip(*kinds.values(), strict=True)]
+    lines = [
+        Series(label=label, x=curve.positions, y=[size / 1e9 for size in sizes], colour=colour)
+        for label, sizes, colour in (
+            ("all", together, None),
+            *((kind, sizes, place) for place, (kind, sizes) in enumerate(kinds.items())),
+        )
+    ]
+    marks = ", ".join(f"{mark.phase} from {mark.position:,}" for mark in curve.marks)
+    return Figure(
+        title=f"Memory of the first rank of {one.layout}",
+        caption=f"Every tensor that it keeps, by class. Operators: {marks}.",
+        x="operators of the step so far",
+        y="memory (GB)",
+        series=lines,
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 from compare.contract.ahead_of_time import AheadRequest
 from compare.contract.request import Platform
 from compare.execute.ahead_of_time import compiled_ahead
-from compare.execute.alone import lines_alone, require_alone
+from compare.execute.alone import require_alone, run_alone
 from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
 from compare.execute.paths import default_cache
@@ -21,15 +21,16 @@ from compare.judge.ledger_lines import line_up
 from compare.judge.outcome import save
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import Machine, read_machine, slowed
-from compare.plan.outcome import AbsentStep, PlanOutcome, chosen, keep
+from compare.plan.outcome import AbsentStep, PlanOutcome, StepAlone, chosen, keep
 from compare.plan.search import Candidate, search
 from compare.plan.tables import (
     DROPPED,
-    LINES,
     about,
+    alone_tables,
     bars,
     columns,
     compiled_tables,
+    memory_alone,
     scatter,
     sentence,
     written_out,
@@ -75,7 +76,7 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
 
     alone: bool = False
     """Also run the first rank of the best layout, or of the explained one, here without the others, and hold
-    what it sends against the closed form. For engines of torchpar, and models that this machine can train."""
+    what it sends and keeps against the closed forms. Nothing is computed. For engines of torchpar."""
 
     compile: bool = False
     """Also compile the best layout, or the explained one, for the chips of --machine, which are not here:
@@ -132,17 +133,20 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         return slowed(here, self.link_speed) if self.link_speed != 1 else here
 
     def _with_alone(self, outcome: PlanOutcome) -> PlanOutcome:
-        """The plan with what one rank of a layout sends. Raises ExperimentError, EnvironmentMissing."""
-        require_alone(self.engine)
+        """The plan with a step of one rank of a layout. Raises ExperimentError, EnvironmentMissing."""
         one, spec = self._one_of(outcome, "--alone")
-        if outcome.machine.devices == 1:
-            raise ExperimentError("--alone: one device has no others")
-        python = checked_pythons(self)[side_of(self.engine).name]
+        require_alone(self.engine, spec.layout)
+        resolved = with_remat_resolved(self.engine, spec)
         try:
-            lines, problems = lines_alone(self.engine, spec, python, timeout_s=ALONE_S)
+            line_up(self.engine, resolved, ())
         except ValueError as error:
             raise ExperimentError(f"--alone: {one.name}: {error}") from None
-        return msgspec.structs.replace(outcome, alone={one.name: lines}, problems=problems)
+        python = checked_pythons(self)[side_of(self.engine).name]
+        with Reporter(quiet=self.quiet).waits(f"the first rank of {one.name}"):
+            found = run_alone(self.engine, spec, python, timeout_s=ALONE_S)
+        own = [line for line in line_up(self.engine, resolved, found.rows) if line.stage == 0]
+        kept = StepAlone(layout=one.name, lines=own, memory=found.memory)
+        return msgspec.structs.replace(outcome, alone=[kept], problems=found.problems)
 
     def _with_compiled(self, outcome: PlanOutcome) -> PlanOutcome:
         """The plan with what XLA makes of a layout. Raises ExperimentError, EnvironmentMissing."""
@@ -203,18 +207,18 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
             tables.append(table_of("What does not fit", DROPPED, list(outcome.dropped.items())))
         if outcome.explain:
             tables.append(written_out(outcome, chosen(outcome)))
-        for name, lines in outcome.alone.items():
-            tables.append(table_of(f"What the first rank of {name} sends, run alone", LINES, lines))
+        for one in outcome.alone:
+            tables += alone_tables(one, outcome)
         for one in outcome.absent:
             tables += compiled_tables(one, outcome)
-        odd = any(line.is_new for lines in outcome.alone.values() for line in lines)
+        odd = any(line.is_new for one in outcome.alone for line in one.lines)
         return findings_of(
             outcome,
             title=f"{outcome.name} for {outcome.machine.name}, {outcome.engine}",
             sentence=sentence(outcome),
             about=[about(outcome)],
             tables=tables,
-            figures=[bars(best), scatter(outcome)] if best else [],
+            figures=[*([bars(best), scatter(outcome)] if best else []), *map(memory_alone, outcome.alone)],
             rows=best,
             passed=bool(best) and not odd and not outcome.problems,
             warnings=outcome.problems,

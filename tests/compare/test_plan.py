@@ -10,6 +10,7 @@ from compare import api
 from compare.cli import main
 from compare.contract.ahead_of_time import CompiledAhead, Waited, read_ahead_request
 from compare.contract.communication import Communication
+from compare.contract.memory_profile import Curve, DeviceMemory, Peak
 from compare.contract.rank_alone import RankAlone, read_rank_alone_request
 from compare.execute import ahead_of_time, alone
 from compare.host.json_files import read_json
@@ -20,6 +21,7 @@ from compare.plan.outcome import PlanOutcome
 from compare.plan.predict import predict
 from compare.spec.experiment import edited, to_toml
 
+CURVE = Curve(positions=[0, 5], bytes={"parameters": [8, 12]}, length=6)
 ARGUMENTS = ("plan", "small.toml", "--machine", "h100x16", "--quiet")
 
 
@@ -94,16 +96,23 @@ def test_a_rank_that_runs_alone_is_held_against_the_closed_form(small, monkeypat
             )
             for (kind, axis, purpose), size in communication(request.engine, whole).items()
         ]
-        return RankAlone(rows=rows) if side == "torchpar" else "it is shy"
+        memory = DeviceMemory(peak=Peak(bytes={"parameters": 12}), curve=CURVE)
+        return RankAlone(rows=rows, memory=memory) if side == "torchpar" else "it is shy"
 
     monkeypatch.setattr(alone, "ask", ask)
     given = ["--layout.pp", "1", "--layout.no_sequence_parallel", "--layout.remat", "none", "--alone"]
     assert main([*ARGUMENTS, *given, "--run_dir", "p"]) == 0
-    assert "sends, run alone" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "sends, run alone" in printed
+    assert "What it keeps at its peak" in " ".join(printed.split())
+    assert "Memory of the first rank of" in Path("p/plan.html").read_text()
     more = 4
     assert main([*ARGUMENTS, *given, "--run_dir", "q"]) == 1
     assert main([*ARGUMENTS, "--engine", "jax-manual", "--alone"]) == 2
     assert "--alone: jax-manual is one program for all devices" in " ".join(capsys.readouterr().err.split())
+    of_ddp = ["--layout.dp_replicate", "8", "--layout.tp", "1", "--layout.pp", "1"]
+    assert main([*ARGUMENTS, "--engine", "torch-library", *of_ddp, "--alone"]) == 2
+    assert "DistributedDataParallel waits for answers" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,12 @@ class Numbers:
     def past(self) -> dict[str, int]:
         """Of all groups that there are, by their names; -1 for one whose backend does not number.
 
+        But for PyTorch's fake groups, which number nothing: what goes past the kernels there nobody knows.
         Since the group was made, and only the difference of two calls counts, with `watched` in between.
         """
         with self._lock:
-            return {str(group.group_name): self._past(group) for group in _world.pg_map}
+            real = (group for group, (backend, _) in _world.pg_map.items() if backend != "fake")
+            return {str(group.group_name): self._past(group) for group in real}
 
     def _past(self, group: dist.ProcessGroup) -> int:
         name = str(group.group_name)
