@@ -1,9 +1,10 @@
 """Legal layouts of an experiment on a machine, those that fit, and how long a step of each should take.
 
 Enumerated: degrees whose product is the devices; ZeRO stages; sequence parallelism; schedules and chunks of a
-pipeline; recomputation; and how many sequences a device has in a pass, powers of two: accumulated passes, or
-microbatches of a pipeline, make up the rest of the step's sequences, which stay as they are. A field that the
-user gave stays as it was given. What an engine refuses, and what has no closed form, is counted by reason.
+pipeline; recomputation; sizes of gradient buckets, of which the fastest stays; and how many sequences a
+device has in a pass, powers of two: accumulated passes, or microbatches of a pipeline, make up the rest of
+the step's sequences, which stay as they are. A field that the user gave stays as it was given. What an engine
+refuses, and what has no closed form, is counted by reason.
 """
 
 import itertools
@@ -29,6 +30,7 @@ Choices = Callable[[str, list[Any]], list[Any]]
 USABLE = 0.95
 """Share of a device's memory that a step may have; the rest is the driver's and the allocator's."""
 CHUNKS = 2
+BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
 REMATS = ("none", "dots", "full")
 STAGES = {1: "zero1x", 2: "zero2x", 3: "fsdp"}
 
@@ -104,7 +106,9 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
             refused.setdefault(str(error), []).append(name_of(layout, rows))
             continue
         if prediction:
-            fitting.append(with_time(candidate, prediction))
+            fitting.append(
+                with_best_buckets(engine, experiment, machine, with_time(candidate, prediction), fixed)
+            )
         else:
             dropped.append(candidate)
     if not fitting and not dropped:
@@ -158,6 +162,30 @@ def with_time(candidate: Candidate, prediction: Prediction) -> Candidate:
         mfu=prediction.mfu,
         parts={part: prediction.of_part(part) for part in PARTS},
     )
+
+
+def with_best_buckets(
+    engine: str, experiment: Experiment, machine: Machine, candidate: Candidate, fixed: frozenset[str]
+) -> Candidate:
+    """The candidate with the size of buckets that is fastest, where its engine reduces gradients in some.
+
+    Many small ones pay latency for each; of few large ones the last, which nothing hides, is long.
+
+    Args:
+        engine, experiment, machine, fixed: as of `search`.
+        candidate: with its time, under the experiment's size.
+    """
+    layout = candidate.layout
+    buckets = ENGINES[engine].gradient_sync_for(layout) == "bucketed" and layout.dp_replicate > 1
+    if not buckets or "bucket_mb" in fixed:
+        return candidate
+    found = [candidate]
+    for size in BUCKETS_MB:
+        if size != layout.bucket_mb:
+            other = msgspec.structs.replace(layout, bucket_mb=size)
+            one = msgspec.structs.replace(candidate, layout=other, name=f"{candidate.name}+bucket{size:g}")
+            found.append(with_time(one, predict(engine, one.of(experiment), machine)))
+    return min(found, key=lambda one: one.seconds)
 
 
 def memory_of(engine: str, experiment: Experiment) -> dict[str, float]:

@@ -1,14 +1,21 @@
 """Layouts of a plan: all that are legal, what they hold, and which fit."""
 
 import itertools
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-from machines import machine_of
+from machines import FREE, machine_of
+from msgspec.structs import replace
 
+from compare.execute.hosts import Hosts
+from compare.judge.collective_fit import Fit
+from compare.plan import search as search_module
+from compare.plan.machine import LinkSpeed
 from compare.plan.search import USABLE, frontier, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import ExperimentError, check, edited
+from compare.studies import this_machine
 from compare.studies.memory_estimate import estimate_memory
 
 NONE = frozenset()
@@ -123,3 +130,55 @@ def test_the_frontier_is_what_nothing_beats(tiny):
 
 def _degrees(layout) -> tuple[int, ...]:
     return tuple(getattr(layout, name) for name in DEGREES)
+
+
+def test_buckets_are_large_where_messages_cost_and_small_where_bytes_do(tiny, monkeypatch):
+    """Beside compute all but the last one is hidden: small ones leave less of that; each pays latency."""
+    monkeypatch.setattr(search_module, "BUCKETS_MB", (0.001, 25.0, 100.0))
+    ddp = frozenset({"dp_replicate", "remat"})
+    asked = edited(tiny, {"layout": {"dp_replicate": 4, "remat": "none", "bucket_mb": 25.0}})
+    late, narrow = LinkSpeed(bytes_per_s=FREE, latency_s=1e-3), LinkSpeed(bytes_per_s=1e6, latency_s=0)
+    for link, peak, size, word in ((late, FREE, 25.0, ""), (narrow, 1e6, 0.001, "+bucket0.001")):
+        busy = {"peak": {"float64": peak}, "inside": link, "across": link}
+        best = search("torch-manual", asked, machine_of(4, **busy), fixed=ddp).fitting[0]
+        assert best.layout.bucket_mb == size
+        assert best.name.endswith(word)
+        kept = search("torch-manual", asked, machine_of(4, **busy), fixed=ddp | {"bucket_mb"}).fitting[0]
+        assert kept.layout.bucket_mb == 25.0
+        assert kept.seconds >= best.seconds
+    flat = edited(asked, {"layout": {"gradient_sync": "flat"}})
+    assert "bucket" not in search("torch-manual", flat, machine_of(4), fixed=ddp).fitting[0].name
+
+
+@pytest.mark.parametrize(("launcher", "sharing"), [("local", 4), ("slurm", 2)])
+def test_links_of_several_hosts_are_measured_inside_and_across(
+    tiny, monkeypatch, tmp_path, launcher, sharing
+):
+    """Two hosts of two devices: an all-reduce in one host, and one between a device of each."""
+    asked = []
+
+    def run_requests(requests, left_out, *, hosts, **how):
+        (request,) = requests.values()
+        asked.append((request.ranks, hosts.count))
+        fit = Fit(implementation="ours", kind="all_reduce", ranks=2, latency_us=1e6 * hosts.count, misfit=0)
+        return SimpleNamespace(fits=[replace(fit, bandwidth_gb_s=8.0 / hosts.count)]), tmp_path
+
+    monkeypatch.setattr(this_machine, "run_requests", run_requests)
+    monkeypatch.setattr(this_machine, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(this_machine, "_copied_per_s", lambda: 1e9)
+    monkeypatch.setattr(this_machine, "cores", lambda: 2)
+    monkeypatch.setattr(this_machine, "memory_bytes", lambda: 16e9)
+    ceiling = SimpleNamespace(by_size={64: 1e9})
+    monkeypatch.setattr(this_machine, "measure_ceiling", lambda *given, **how: ceiling)
+    how = {"folder": tmp_path, "pythons": {"torchpar": "python"}, "anyway": False, "quiet": True}
+    hosts = Hosts(launcher=launcher, count=2)
+    found = this_machine.measure_here("torch-manual", tiny, 4, hosts=hosts, **how)
+    assert asked == [(2, 1), (2, 2)]
+    assert (found.hosts, found.devices_inside) == (2, 2)
+    assert (found.inside.latency_s, found.across.latency_s) == (1.0, 2.0)
+    assert found.inside.bytes_per_s == pytest.approx(8e9)  # what each of two sends is what is reduced
+    assert found.across.bytes_per_s == pytest.approx(4e9 / 2)  # of one device, when both of a host send
+    assert found.memory_bytes == 16e9 / sharing
+    assert found.peak == {"float64": 1e9 * min(1.0, 2 / sharing)}
+    with pytest.raises(ExperimentError, match="do not divide"):
+        this_machine.measure_here("torch-manual", tiny, 3, hosts=hosts, **how)
