@@ -21,7 +21,7 @@ from compare.contract.communication import (
     REPLICATED_GRADIENTS,
     ring_wire_bytes,
 )
-from compare.judge.closed_forms.communication import WIDE, Bytes, communication
+from compare.judge.closed_forms.communication import WIDE, Bytes, communication, sums_again
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.strategy import with_remat_resolved
@@ -99,11 +99,10 @@ def bytes_sent(engine: str, experiment: Experiment, stage: int, *, wide: bool = 
     """
     layout, notes = experiment.layout, []
     formed = experiment
-    no_form = layout.sequence_parallel or layout.pp > 1
-    if experiment.precision.dtype not in WIDE and (wide or no_form):
+    if wide and experiment.precision.dtype not in WIDE:
         formed, notes = edited(formed, {"precision": {"dtype": "float32"}}), [AT_MOST]
     is_jax = ENGINES[engine].side == JAX.name
-    again = layout.tp > 1 and (layout.remat == "full" or (layout.remat == "dots" and not is_jax))
+    again = layout.tp > 1 and layout.pp > 1 and layout.remat == "full" and is_jax
     if again:
         formed = edited(formed, {"layout": {"remat": "none"}})
         notes.append(AGAIN)
@@ -147,12 +146,17 @@ def timed(
 
 def calls_of(engine: str, experiment: Experiment, key: tuple[str, str, str], stage: int) -> float:
     """Calls of a step: of units of parameters, of buckets of gradients, of regions of tp."""
-    (_, axis, purpose), layout = key, experiment.layout
+    (kind, axis, purpose), layout = key, experiment.layout
     passes, blocks = microbatches_of(experiment), experiment.model.n_layer / layout.pp
     if axis == TP:
         if purpose == REPLICATED_GRADIENTS:
             return 1
-        return passes * (1 if purpose == LOSS else 2 * blocks + 1)
+        if purpose == LOSS:
+            return passes
+        again = 0.0
+        if purpose == ACTIVATIONS and layout.remat in ("dots", "full"):
+            again = 2 * blocks if kind == "all_gather" else blocks * sums_again(engine, layout)
+        return passes * (2 * blocks + 1 + again)
     if axis == DP_SHARD:
         units = blocks + 1
         by_pass = ENGINES[engine].side == JAX.name and layout.zero > 1

@@ -14,7 +14,7 @@ from compare.judge.closed_forms.communication import (
     tensor_parallel,
 )
 from compare.numerics.parameters import parameter_count
-from compare.spec.experiment import Experiment, Layout, Model, Train
+from compare.spec.experiment import Experiment, Layout, Model, Train, edited
 
 L, C, T, V = 4, 8, 16, 32
 MODEL = Model(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=True)
@@ -91,6 +91,54 @@ def test_sequence_parallelism_cuts_each_all_reduce_in_two():
         )
     repeated = C * (6 * L + 2 + T)  # two norms and two row biases a layer, a norm, positions
     assert cut["all_reduce", "tp", "replicated gradients"] == 4 * repeated
+
+
+def over_tp(engine: str, **layout) -> dict[str, float]:
+    """Streams that tp sends in a pass, by kind, in whole widths: activations, and gradients apart."""
+    dtype = layout.pop("dtype", "float32")
+    whole = edited(experiment(tp=2, **layout), {"precision": {"dtype": dtype}})
+    sent = tensor_parallel(engine, whole)
+    return {
+        f"{kind} {purpose.removeprefix('activation ')}": size / PASSES / STREAM
+        for (kind, _, purpose), size in sent.items()
+        if purpose in ("activations", "activation gradients")
+    }
+
+
+@pytest.mark.parametrize("engine", ["torch-manual", "jax-manual"])
+def test_what_is_recomputed_sums_once_more_a_layer_and_gathers_twice(engine):
+    """A layer's last sum is not needed again. JAX's dots keep the sums."""
+    back = 2 * L + 1
+    for remat in ("none", "dots", "full"):
+        sums = L if remat == "full" or (remat == "dots" and engine == "torch-manual") else 0
+        gathers = 0 if remat == "none" else 2 * L
+        plain, cut = (over_tp(engine, remat=remat, sequence_parallel=sp) for sp in (False, True))
+        assert plain == {"all_reduce activations": 2 * L + 1 + sums, "all_reduce gradients": back}
+        assert cut == {
+            "reduce_scatter activations": 2 * L + 1 + sums,
+            "all_gather activations": 2 * L + 1 + gathers,
+            "reduce_scatter gradients": back,
+            "all_gather gradients": back,
+        }
+
+
+def test_in_sixteen_bits_half_of_what_leaves_a_region_is_sent_and_of_its_gradient():
+    """Norms are computed in float32: what enters a region is wide. The embedding's way out is, too."""
+    narrow = (2 * L) / 2 + 1
+    for dtype in ("bfloat16", "float16"):
+        assert over_tp("torch-manual", sequence_parallel=True, remat="full", dtype=dtype) == {
+            "reduce_scatter activations": narrow + L / 2,
+            "all_gather activations": 4 * L + 1,
+            "reduce_scatter gradients": 2 * L + 1,
+            "all_gather gradients": narrow,
+        }
+    cut = over_tp("jax-manual", sequence_parallel=True, remat="none", dtype="bfloat16")
+    assert set(cut.values()) == {2 * L + 1}  # XLA on a CPU sums no 16 bits
+
+
+def test_a_pipeline_that_jax_recomputes_has_no_form():
+    with pytest.raises(ValueError, match="in a pipeline"):
+        tensor_parallel("jax-manual", experiment(tp=2, pp=2, microbatches=2, remat="full"))
 
 
 SENT, SENT_BACK = ("permute", "pp", "activations"), ("permute", "pp", "activation gradients")

@@ -8,7 +8,7 @@ from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
 from compare.plan.machine import LinkSpeed, read_machine
 from compare.plan.predict import makespan_s, predict, ways_of
-from compare.plan.traffic import timed, traffic_of
+from compare.plan.traffic import AxisTraffic, timed, traffic_of
 from compare.plan.work import shape_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
@@ -129,20 +129,42 @@ def test_a_machine_without_a_peak_for_the_dtype_is_no_guess(tiny):
         predict("torch-manual", tiny, machine_of(1, peak={"bfloat16": 1e12}))
 
 
-def test_sixteen_bits_are_as_wide_as_their_form_or_at_most_as_float32(tiny):
+def test_calls_over_tp_are_those_of_forward_backward_and_what_is_computed_anew(tiny):
+    """Two layers: four regions and an end; a recomputed block sums once more, and gathers twice."""
+    for layout, kind, more in (
+        ({}, "all_reduce", {"dots": 2, "full": 2}),
+        ({"sequence_parallel": True}, "all_gather", {"dots": 4, "full": 4}),
+    ):
+        for remat, again in {"none": 0, **more}.items():
+            one = under(tiny, tp=2, remat=remat, **layout)
+            calls = {
+                (one.kind, one.purpose): one.calls for one in traffic_of("torch-manual", one, machine_of(2))
+            }
+            assert calls[kind, "activations"] == 5 + again
+            assert calls[kind, "activation gradients"] == 5
+
+
+def test_sixteen_bits_are_as_wide_as_their_form_and_of_another_model_at_most_as_float32(tiny):
     half = edited(tiny, {"precision": {"dtype": "bfloat16"}})
     assert ways_of("torch-manual", half, machine_of(1)).casts
     parallel = under(half, tp=2, sequence_parallel=True)
     single = edited(parallel, {"precision": {"dtype": "float32"}})
     machine = machine_of(2, peak={"bfloat16": FREE, "float32": FREE})
     found, wide = (traffic_of("torch-manual", one, machine) for one in (parallel, single))
-    assert [one.bytes for one in found] == [one.bytes for one in wide]
-    assert all(one.note for one in found)
-    again = traffic_of("torch-manual", under(single, remat="full"), machine)
-    forward = {(one.kind, one.purpose): one.bytes for one in wide}
-    for one in again:
-        times = 2 if one.purpose == "activations" else 1
-        assert one.bytes == times * forward[one.kind, one.purpose]
+    assert sum(one.bytes for one in found) < sum(one.bytes for one in wide)
+    scaled = traffic_of("torch-manual", parallel, machine, scale={"activations": 1.0})
+    assert [one.bytes for one in scaled] == [one.bytes for one in wide]
+    assert not any(one.note for one in found)
+    assert all(one.note for one in scaled)
+    pipeline = under(single, pp=2, microbatches=1, schedule="gpipe", sequence_parallel=False)
+    machine = machine_of(4, peak={"float32": FREE})
+    once, again = (traffic_of("jax-manual", under(pipeline, remat=r), machine) for r in ("none", "full"))
+    sums = ("all_reduce", "tp", "activations")
+    assert sent(again)[sums] == 2 * sent(once)[sums]  # no form is known: at most
+
+
+def sent(traffic: list[AxisTraffic]) -> dict[tuple[str, str, str], float]:
+    return {(one.kind, one.axis, one.purpose): one.bytes for one in traffic}
 
 
 def test_terms_are_all_there_is(tiny):

@@ -69,17 +69,23 @@ LAYOUTS = {
     "zero1": {"dp_shard": 2, "zero": 1},
     "fsdp": {"dp_shard": 2, "zero": 3},
     "tp_sp": {"tp": 2, "sequence_parallel": True},
+    "tp_sp_full": {"tp": 2, "sequence_parallel": True, "remat": "full"},
 }
 
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [*(("torch-manual", name) for name in LAYOUTS), ("torch-library", "fsdp"), ("torch-library", "tp_sp")],
+    [
+        *(("torch-manual", name) for name in LAYOUTS),
+        *(("torch-library", name) for name in ("fsdp", "tp_sp", "tp_sp_full")),
+    ],
 )
 def test_a_rank_alone_sends_and_keeps_what_one_of_two_does(engine, name, tiny, tmp_path):
     """All but the smallest results of operators are left as they come."""
     train = {"train": {"max_iters": 3, "eval_interval": 0}}
-    experiment = edited(tiny, {"layout": LAYOUTS[name], "data": {"source": "synthetic"}, **train})
+    dtype = "bfloat16" if name == "tp_sp_full" else "float64"
+    given = {"layout": LAYOUTS[name], "data": {"source": "synthetic"}, "precision": {"dtype": dtype}}
+    experiment = edited(tiny, given | train)
     done = run_torchpar(tmp_path / "real", Request(engine=engine, experiment=experiment, ladder=False))
     assert done.returncode == 0, done.stderr
     real = read_record(tmp_path / "real")
@@ -91,6 +97,9 @@ def test_a_rank_alone_sends_and_keeps_what_one_of_two_does(engine, name, tiny, t
         return sorted((row.kind, row.axis, row.purpose, row.calls, row.bytes) for row in rows)
 
     assert sent(alone.rows) == sent(real.ledger.rows)
+    lines = line_up(engine, with_remat_resolved(engine, experiment), real.ledger.rows)
+    assert all(line.is_explained for line in lines), lines
+    assert engine != "torch-manual" or {line.state for line in lines} == {"expected"}
 
 
 def test_what_is_large_is_not_computed_and_what_is_small_is():

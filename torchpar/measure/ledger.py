@@ -188,7 +188,7 @@ class LedgerMode:
         # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
         if self._module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
             return LOSS
-        if axis == TP and self._modules.are_in_backward:
+        if axis == TP and self._modules.are_in_backward and not self._modules.run_again:
             return REPLICATED_GRADIENTS if is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS
         if axis == TP:
             return ACTIVATIONS if self._module else REPLICATED_GRADIENTS

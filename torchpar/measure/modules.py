@@ -46,6 +46,11 @@ class RunningModules:
         return torch._C._current_graph_task_id() != -1
 
     @property
+    def run_again(self) -> bool:
+        """True within a forward that backward runs again."""
+        return self.are_in_backward and bool(self._stack)
+
+    @property
     def innermost(self) -> str:
         """Its path from the module that was called first; '' outside of all."""
         if self._stack or not self.are_in_backward:

@@ -11,7 +11,7 @@
 P and G are a device's parameters and gradients before dp_shard splits them. A stream is what goes from block
 to block, (B, T, C) of the device's rows. L layers have two regions each, attention and MLP; the one more is
 the embedding's way out, in backward the head's way in. Scalars, of loss and norm, are left out. Streams are
-as wide as weights: float64 and float32, not mixed precision, which sends some in half the bytes.
+as wide as weights, but for the way out of a layer's regions in 16 bits: `_narrow`.
 
 Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence parallelism (2205.05198,
 section 4.2); 1F1B (2006.09503).
@@ -42,7 +42,7 @@ from compare.pipeline.ticks import lock_step
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.spec.engines.jax import JAX
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, Layout
 
 WIDE = ("float64", "float32")
 Bytes = dict[tuple[str, str, str], float]
@@ -120,29 +120,36 @@ def tensor_parallel(engine: str, experiment: Experiment, *, stage: int = 0) -> B
     torch-manual gathers all three of every device. A pipeline's first rank has the embedding's way out, its
     last one the head's way in and the loss. What is computed anew for backward is gathered anew.
 
+    A block that is recomputed sums again, but for its last sum, of whose result backward needs nothing, and
+    gathers again. With remat = dots PyTorch does so too, while JAX keeps the sums and only gathers.
+
     Raises:
-        ValueError: layout.remat = full, or dots in PyTorch: regions run twice. Or 16 bits with
-            sequence parallelism or a pipeline.
+        ValueError: a pipeline that JAX recomputes, whose ledger does not tell which stage sums again.
     """
     layout, model = experiment.layout, experiment.model
     if layout.tp == 1:
         return {}
-    if layout.remat == "full" or (layout.remat == "dots" and not _is_one_program(engine)):
-        raise ValueError(f"layout.remat = {layout.remat}: no closed form of what tp sends twice")
+    if layout.remat == "full" and layout.pp > 1 and _is_one_program(engine):
+        raise ValueError("layout.remat = full in a pipeline: no closed form of what tp sends twice")
     passes, stream = experiment.train.gradient_accumulation_steps, stream_bytes(experiment)
     first, last = stage == 0, stage == layout.pp - 1
     of_layers = 2 * model.n_layer // layout.pp
     narrow = _narrow(engine, experiment)
     out, into = (of_layers * narrow + first) * passes * stream, (of_layers + last) * passes * stream
+    summed_again = sums_again(engine, layout) * of_layers / 2 * narrow * passes * stream
     found: Bytes = {}
     if layout.sequence_parallel:
         for kind, forward, backward in (("reduce_scatter", out, into), ("all_gather", into, out)):
             found |= {(kind, TP, ACTIVATIONS): forward, (kind, TP, ACTIVATION_GRADIENTS): backward}
-        if layout.remat == "dots":  # keeps sums over devices, and not what is gathered
+        found["reduce_scatter", TP, ACTIVATIONS] += summed_again
+        if layout.remat in ("dots", "full"):
             found["all_gather", TP, ACTIVATIONS] += of_layers * passes * stream
         found["all_reduce", TP, REPLICATED_GRADIENTS] = _replicated(engine, experiment, stage)
     else:
-        found = {("all_reduce", TP, ACTIVATIONS): out, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
+        found = {
+            ("all_reduce", TP, ACTIVATIONS): out + summed_again,
+            ("all_reduce", TP, ACTIVATION_GRADIENTS): into,
+        }
     if last:
         by_torch, in_parts = not _is_one_program(engine), experiment.train.loss_chunks > 1
         # Of each position: the greatest logit, the sum of exponentials, the target's logit. In parts all is
@@ -183,6 +190,11 @@ def measured(ledger: list[Communication]) -> Bytes:
     return {(row.kind, row.axis, row.purpose): row.bytes for row in summed(ledger)}
 
 
+def sums_again(engine: str, layout: Layout) -> bool:
+    """True if a block that is recomputed adds up over tp what it added up in forward."""
+    return layout.remat == "full" or (layout.remat == "dots" and not _is_one_program(engine))
+
+
 def _is_one_program(engine: str) -> bool:
     """True if all devices run one program, as those of jax-manual do, and not each rank its own."""
     return ENGINES[engine].side == JAX.name
@@ -197,8 +209,6 @@ def _narrow(engine: str, experiment: Experiment) -> float:
     dtype = experiment.precision.dtype
     if dtype in WIDE or (_is_one_program(engine) and dtype == "bfloat16"):
         return 1.0
-    if experiment.layout.sequence_parallel or experiment.layout.pp > 1:
-        raise ValueError(f"precision.dtype = {dtype}: no closed form of what is sent in it")
     return 0.5
 
 
