@@ -2,7 +2,10 @@
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from compare.contract.ahead_of_time import Waited
+from compare.contract.communication import REPLICATED_GRADIENTS
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.ledger_lines import Line
 from compare.plan.compute import Term
@@ -22,6 +25,8 @@ class KeptAtPeak(NamedTuple):
     found: int
 
 
+SHOWS = 0.02
+"""Of the peak, that a class must have once to show as a line."""
 COLOURS = 7
 """Of the palette; the last part has the ink's."""
 DROPPED = (
@@ -117,6 +122,13 @@ def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
     )
 
 
+def of_one_rank(line: Line) -> Line:
+    """A line of one rank's ledger: of what flat shards spread unevenly the closed form is the most of any."""
+    if line.is_explained or line.purpose != REPLICATED_GRADIENTS or line.found > line.expected:
+        return line
+    return replace(line, why="another rank's shards have more of it")
+
+
 def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
     """What a layout's first rank sends, and what it keeps at its peak, each beside the closed form."""
     candidate = next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
@@ -131,11 +143,11 @@ def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
 
 
 def memory_alone(one: StepAlone) -> Figure:
-    """Memory over the step of a layout's first rank: a line for each class, and one for all."""
+    """Memory over the step of a layout's first rank: a line for each class that shows, and one for all."""
     curve = one.memory.curve
     assert curve  # PyTorch's steps are watched
-    kinds = {kind: series for kind, series in curve.bytes.items() if any(series)}
-    together = [sum(sizes) for sizes in zip(*kinds.values(), strict=True)]
+    together = [sum(sizes) for sizes in zip(*curve.bytes.values(), strict=True)]
+    kinds = {kind: series for kind, series in curve.bytes.items() if max(series) > SHOWS * max(together)}
     lines = [
         Series(label=label, x=curve.positions, y=[size / 1e9 for size in sizes], colour=colour)
         for label, sizes, colour in (
@@ -146,7 +158,8 @@ def memory_alone(one: StepAlone) -> Figure:
     marks = ", ".join(f"{mark.phase} from {mark.position:,}" for mark in curve.marks)
     return Figure(
         title=f"Memory of the first rank of {one.layout}",
-        caption=f"Every tensor that it keeps, by class. Operators: {marks}.",
+        caption=f"Every tensor that it keeps, by class; classes below {SHOWS:.0%} have no line. Operators: "
+        f"{marks}.",
         x="operators of the step so far",
         y="memory (GB)",
         series=lines,

@@ -31,6 +31,7 @@ from compare.plan.tables import (
     columns,
     compiled_tables,
     memory_alone,
+    of_one_rank,
     scatter,
     sentence,
     written_out,
@@ -144,7 +145,7 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         python = checked_pythons(self)[side_of(self.engine).name]
         with Reporter(quiet=self.quiet).waits(f"the first rank of {one.name}"):
             found = run_alone(self.engine, spec, python, timeout_s=ALONE_S)
-        own = [line for line in line_up(self.engine, resolved, found.rows) if line.stage == 0]
+        own = [of_one_rank(line) for line in line_up(self.engine, resolved, found.rows) if line.stage == 0]
         kept = StepAlone(layout=one.name, lines=own, memory=found.memory)
         return msgspec.structs.replace(outcome, alone=[kept], problems=found.problems)
 

@@ -5,20 +5,23 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from compare import api
 from compare.cli import main
 from compare.contract.ahead_of_time import CompiledAhead, Waited, read_ahead_request
-from compare.contract.communication import Communication
+from compare.contract.communication import REPLICATED_GRADIENTS, Communication
 from compare.contract.memory_profile import Curve, DeviceMemory, Peak
 from compare.contract.rank_alone import RankAlone, read_rank_alone_request
 from compare.execute import ahead_of_time, alone
 from compare.host.json_files import read_json
 from compare.judge.closed_forms.communication import communication
+from compare.judge.ledger_lines import Line
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import FOLDER
 from compare.plan.outcome import PlanOutcome
 from compare.plan.predict import predict
+from compare.plan.tables import of_one_rank
 from compare.spec.experiment import edited, to_toml
 
 CURVE = Curve(positions=[0, 5], bytes={"parameters": [8, 12]}, length=6)
@@ -81,6 +84,14 @@ def test_nothing_that_fits_is_an_answer_that_names_the_class(small, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "layouts fits: the smallest needs" in printed
     assert "What does not fit" in printed
+
+
+def test_a_rank_may_have_less_of_what_shards_spread_unevenly_and_never_more():
+    line = Line(kind="all_reduce", axis="tp", purpose="x", stage=0, expected=8.0, found=4, calls=1)
+    assert of_one_rank(line).is_new
+    spread = replace(line, purpose=REPLICATED_GRADIENTS)
+    assert of_one_rank(spread).is_explained
+    assert of_one_rank(replace(spread, found=12)).is_new
 
 
 def test_a_rank_that_runs_alone_is_held_against_the_closed_form(small, monkeypatch, capsys):
