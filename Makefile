@@ -117,6 +117,7 @@ gpu-bench: $(READY)  ## GPT-2 124M and 350M in bfloat16 on every GPU, timed; on 
 
 gpu-day: $(READY)  ## all that wants a GPU, in one go, resumable: proofs, ledger, profile, memory, benches (STEPS=--dry_run)
 	$(BIN)/python docs/gpu_day.py $(STEPS)
+	$(BIN)/python docs/gpu_attention.py
 
 clean:  ## remove the environment and the results
 	rm -rf $(VENV) runs
