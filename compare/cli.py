@@ -33,6 +33,7 @@ from compare.commands.submit import Submit, behind_end, with_launcher
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.flags.arguments import FixedExperiment, Spec, defaults_for
+from compare.flags.hosts import HostFlags
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
 from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
@@ -174,7 +175,7 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
     if command is Submit:
         own, words = behind_end(line)
         submitted = read_line(Submit, own, prog=prog, default=None)
-        if not isinstance(parse(with_launcher(words))[0], Spec):
+        if not isinstance(parse(with_launcher(words))[0], HostFlags):
             raise ExperimentError(f"{words[0]} starts no engine: submit a command that does, such as run")
         return msgspec.structs.replace(submitted, words=words), "demo"
     if not issubclass(command, Spec):

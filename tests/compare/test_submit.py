@@ -47,6 +47,11 @@ def test_a_job_runs_the_command_on_its_hosts(executor, capsys):
     assert "job 7: shardpair run check --launcher slurm" in capsys.readouterr().out
 
 
+def test_collectives_are_a_job_too(executor):
+    assert main(["submit", "--nodes", "2", "--", "collectives", "--ranks", "2"]) == 0
+    assert executor.command[1:] == ["-m", "compare", "collectives", "--ranks", "2", "--launcher", "slurm"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
