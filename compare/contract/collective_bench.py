@@ -72,7 +72,7 @@ IMPLEMENTATIONS = {
     "xla": Implementation(
         side=JAX.name,
         platforms=("cpu", "gpu"),
-        description="shard_map and lax collectives: host devices are threads of one process",
+        description="shard_map and lax collectives: host devices are threads of their host's process",
     ),
 }
 """By name, in the order of tables and colours."""
