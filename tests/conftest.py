@@ -7,7 +7,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import durations
 import processes
 import pytest
 import quick_xla
@@ -24,28 +23,18 @@ quick_xla.use()
 
 CACHING = {"run", "resume", "check", "bench", "profile", "faults", "matrix", "golden", "sweep"}
 """Commands that take --cache_dir."""
-SLOW_FIXTURES = {"shardpair", "grid", "ranks"}
-"""What starts engines: beside tests that took long when `durations` were recorded."""
+SLOW_FIXTURES = {"shardpair", "grid", "ranks", "warm_sides"}
+"""What starts engines: `make test-fast` leaves these tests out."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """An option of `make durations`."""
-    parser.addoption("--record_durations", action="store_true", help="write tests/durations.json anew")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Record how long tests take, or watch it."""
-    config.pluginmanager.register(durations.Durations(is_kept=config.getoption("--record_durations")))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `slow` what `make test-fast` leaves out."""
     for item in items:
-        if durations.is_slow(item.nodeid) or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
 

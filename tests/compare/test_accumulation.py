@@ -5,7 +5,6 @@ import json
 import msgspec
 import pytest
 from benches import bench_of, measurement_of
-from studies import study_section
 
 from compare import api
 from compare.cli import main
@@ -101,8 +100,6 @@ def test_it_is_shown_everywhere(tiny, tmp_path, capsys):
     assert main(["report", str(tmp_path), "--markdown"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "outcome.json").rename(tmp_path / "accumulation.json")
-    assert study_section("accumulation", tmp_path).endswith(f"\n```\n\n{printed.strip()}")
-    assert "Not measured yet" in study_section("accumulation", tmp_path / "none")
     assert printed == markdown(Accumulation.findings(timed(tiny), tmp_path)) + "\n"
     assert "| passes | updates | tokens/s | s | loss |\n| --- | ---: |" in printed
 

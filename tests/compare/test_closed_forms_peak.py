@@ -3,7 +3,6 @@
 import msgspec
 import numpy as np
 import pytest
-from studies import DATA, outcome_in
 
 from compare.contract.memory_profile import (
     CLASSES,
@@ -25,7 +24,6 @@ from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
 from compare.present.memory_tables import AtPeak, rows, where
 from compare.present.report.pictures import peak_words
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
-from compare.studies.memory import peaks_of
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T
@@ -197,19 +195,6 @@ def test_marks_are_where_phases_change():
         PhaseStart(2, "backward"),
         PhaseStart(3, "forward"),
     ]
-
-
-def test_every_measured_figure_is_explained_and_none_half_as_large_again():
-    """docs/data/memory.json: what a device held, of every class that has a form."""
-    figures = [
-        (preset, engine, kind, one.form, one.peak.bytes.get(kind, 0))
-        for (preset, engine), one in peaks_of(outcome_in(DATA / "memory.json")).items()
-        if one.form
-        for kind in one.form.bytes
-    ]
-    assert len(figures) >= 200
-    assert [one[:3] for one in figures if not one[3].fits(one[2], one[4])] == []
-    assert [one[:3] for one in figures if one[4] and one[3].fits(one[2], 1.5 * one[4])] == []
 
 
 def test_a_report_says_of_whom_there_is_which_form():

@@ -5,7 +5,7 @@ import statistics
 import msgspec
 import pytest
 from bounds import above_the_bound
-from studies import DATA, outcome_in
+from measured import measured_peaks
 
 from compare.execute import machine
 from compare.judge.closed_forms.memory import closed_form
@@ -26,9 +26,7 @@ from compare.spec.experiment import (
     revalidate,
 )
 from compare.studies import memory_estimate
-from compare.studies.memory import Memory, peaks_of
 from compare.studies.memory_estimate import KINDS, estimate_memory, may_not_fit, require_memory
-from compare.studies.savings import Savings
 
 GPT2 = load("gpt2-124m")
 S, H, A, L, V = 1024, 768, 12, 12, 50304
@@ -71,28 +69,17 @@ def test_state_is_the_closed_form_of_what_is_at_rest(engine):
     assert estimate.initial_weights == 4 * parameter_count(GPT2.model)
 
 
-def test_no_figure_of_the_memory_page_is_above_its_bound():
-    """docs/data/memory.json, every row; and a bound that is several times as much would be none."""
-    outcome = outcome_in(DATA / "memory.json")
-    parts, rows = Memory.parts_of(outcome), peaks_of(outcome)
-    assert len(rows) >= 50
+def test_no_measured_peak_is_above_its_bound():
+    """And a bound that is several times as much would be none."""
     shares = []
-    for (preset, engine), held in rows.items():
-        experiment, peak = parts[preset].cases[0].experiment, held.peak.total
-        options = {"device": held.device, "held": held.peak.bytes}
-        assert above_the_bound(engine, experiment, peak=peak, **options) == {}, (preset, engine)
-        shares.append(peak / estimate_memory(engine, experiment).per_device[held.device])
+    for row in measured_peaks():
+        options = {"device": row.device, "held": row.bytes, "peak": row.total}
+        assert above_the_bound(row.engine, row.experiment, **options) == {}, (row.layout, row.engine)
+        if row.bytes:
+            shares.append(row.total / estimate_memory(row.engine, row.experiment).per_device[row.device])
+    assert len(shares) >= 50
     assert 0.6 < statistics.median(shares) < 0.9
     assert min(shares) > 0.5
-
-
-def test_no_setting_of_the_savings_is_above_its_bound():
-    """docs/data/savings.json: another size, recomputation, logits in parts, and moments on the host."""
-    outcome = outcome_in(DATA / "savings.json")
-    for setting, part in Savings.parts_of(outcome).items():
-        for engine, held in outcome.results[setting].items():
-            found = above_the_bound(engine, part.cases[0].experiment, device=0, held={}, peak=held.peak)
-            assert found == {}, (setting, engine)
 
 
 @pytest.mark.parametrize(

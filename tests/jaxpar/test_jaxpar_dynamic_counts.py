@@ -35,7 +35,6 @@ LAYOUTS = {
 BY_COMPILER = ("zero2", "fsdp_tp_sp", "fsdp_pp")
 BY_HAND = ("ddp", "fsdp_tp_sp", "fsdp_pp", "interleaved", "tp_pp")
 CASES = [("jax-compiler", name) for name in BY_COMPILER] + [("jax-manual", name) for name in BY_HAND]
-"""All presets are in docs/data/counts.json."""
 
 
 @cache

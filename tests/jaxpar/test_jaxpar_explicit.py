@@ -8,8 +8,8 @@ import jax_steps
 import pytest
 from jax_steps import Outcome, size_of, two_steps, worst_errors
 from layouts import JAX_COMPILER_PIPELINES as PIPELINES
-from type_errors import MISTAKES as PLANTED
-from type_errors import Found, find, read_type_errors
+from type_mistakes import MISTAKES as PLANTED
+from type_mistakes import Found, find, read_type_errors
 
 from compare.judge.closed_forms.communication import fully_sharded
 from compare.numerics.parameters import parameter_count

@@ -64,7 +64,7 @@ def peak_of(engine: str, layout: Layout, dtype: str) -> tuple[Experiment, Peak]:
     ],
 )
 def test_a_step_holds_what_its_closed_form_says(engine, name, dtype):
-    """docs/data/memory.json has another size of the model: the closed form is held to two."""
+    """tests/data/peaks.json has another size of the model: the closed form is held to two."""
     experiment, peak = peak_of(engine, LAYOUTS[name], dtype)
     form = peak_form(engine, experiment)
     assert form is not None

@@ -1,11 +1,10 @@
-"""`make type-errors`: planted mistakes of sharding, and who says something; docs/data/type_errors.json.
+"""Planted mistakes of sharding, and who reports each: `tests/data/type_errors.json`.
 
 Each mistake is a few lines of a sharded product, written three times: with types (Explicit), with constraints
 (Auto), and per device (`shard_map`, its check of varying axes on). Two devices, float64. An outcome is an
 error with its first words, or silence: then whether the numbers are right, and what was sent.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from msgspec import Struct
 
 from jaxpar.measure.ledger import ledger_of
 
-FOUND = Path(__file__).parent / "data" / "type_errors.json"
+RECORDED = Path(__file__).parents[1] / "data" / "type_errors.json"
 WAYS = ("explicit", "auto", "manual")
 AXIS, DEVICES = "x", 2
 B, C, M, V = 4, 6, 8, 10
@@ -239,19 +238,4 @@ def _first_words(text: str) -> str:
 
 def read_type_errors() -> list[Found]:
     """What is stored."""
-    return msgspec.json.decode(FOUND.read_bytes(), type=list[Found])
-
-
-def main() -> int:
-    """Plant all, and keep what became of them. Returns the exit code."""
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.config.update("jax_enable_x64", True)
-    found = [find(mistake) for mistake in MISTAKES]
-    written = FOUND.with_suffix(".tmp")
-    written.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    written.rename(FOUND)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return msgspec.json.decode(RECORDED.read_bytes(), type=list[Found])
