@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from compare.spec.axes import AXES, TP
+from compare.spec.axes import AXES, DP_SHARD, TP
 from torchpar.comm import process_groups
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
@@ -24,12 +24,12 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
         mesh: this rank's.
         names: its axes, outermost first; those that are left out have one rank.
     """
-    axes = [getattr(mesh, name) for name in names]
+    axes = [mesh[name] for name in names]
     # An axis of one rank has no group, but a DeviceMesh wants one.
     with process_groups.group_threads():
         alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
-    ranks = np.arange(mesh.world.size).reshape([getattr(mesh, name).size for name in AXES])
+    ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
     order = [AXES.index(name) for name in (*names, *(name for name in AXES if name not in names))]
     return DeviceMesh.from_group(
         [axis.group or alone for axis in axes],
@@ -43,7 +43,7 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
     """The axes over which a DTensor, any shape, is split."""
     # Not is_shard: what two axes split along one dim is a placement of its own kind.
     cut = [name for name, how in _placements(tensor).items() if not how.is_replicate()]
-    return tuple(axis for axis in mesh.axes if axis.name in cut and axis.size > 1)
+    return tuple(axis for axis in mesh.axes.values() if axis.name in cut and axis.size > 1)
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
@@ -52,14 +52,14 @@ def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
     A tensor that is no DTensor is all there.
     """
     axes = axes_of(tensor, mesh) if isinstance(tensor, DTensor) else ()
-    if mesh.dp_shard not in axes:
+    if mesh[DP_SHARD] not in axes:
         return None
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
-    if mesh.tp in axes and _placements(tensor)[TP].is_shard(0):
-        own = chunk_slices(rows, mesh.tp.size)[mesh.tp.rank]
+    if mesh[TP] in axes and _placements(tensor)[TP].is_shard(0):
+        own = chunk_slices(rows, mesh[TP].size)[mesh[TP].rank]
         rows = own.stop - own.start
-    own = chunk_slices(rows, mesh.dp_shard.size)[mesh.dp_shard.rank]
+    own = chunk_slices(rows, mesh[DP_SHARD].size)[mesh[DP_SHARD].rank]
     return slice(own.start * row, own.stop * row)
 
 

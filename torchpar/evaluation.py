@@ -7,6 +7,7 @@ import torch
 
 from compare.contract.communication import LOSS
 from compare.numerics.evaluation import Evaluation, evaluate
+from compare.spec.axes import BATCH
 from torchpar.on_device import autocast, to_device
 from torchpar.state import Run
 
@@ -23,7 +24,7 @@ def evaluate_weights(run: Run, step: int) -> Evaluation:
 def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
     """The mean loss of a global batch, a scalar, without gradients."""
     run.rank.at(run.state.step, "evaluation")
-    data, batch = run.mesh.data, to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
+    data, batch = run.mesh.joined(*BATCH), to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
     if run.parallel.evaluate_pipeline:
         loss = run.parallel.evaluate_pipeline(batch, functools.partial(autocast, run))
     else:

@@ -54,7 +54,7 @@ class FirstWeights:
             if local(parameter).is_meta and (chosen is None or parameter in chosen):
                 _allocate(parameter, self._mesh.device)
                 row = self._rows[name]
-                over_tp = self._mesh.tp.size > 1 and any(SPLIT.get(axis) == TP for axis in row.axes)
+                over_tp = self._mesh[TP].size > 1 and any(SPLIT.get(axis) == TP for axis in row.axes)
                 part = shard_of(row, self._mesh, over_tp=over_tp, elements=elements_of(parameter, self._mesh))
                 fill(local(parameter).detach(), part, self._weights)
 

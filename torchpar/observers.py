@@ -21,6 +21,7 @@ from compare.contract.timing import Window, merged
 from compare.host.facts import MemoryUse, cpu_seconds, versions
 from compare.numerics.evaluation import Evaluation
 from compare.numerics.stream import arrays_of_step
+from compare.spec.axes import BATCH
 from compare.spec.engines.registry import ENGINES
 from torchpar.checkpoint import state_parts
 from torchpar.comm.devices import PACKAGES, device_kind
@@ -137,7 +138,7 @@ def first_batch(run: Run) -> Mapping[str, np.ndarray]:
     """
     batch = to_device(run, arrays_of_step(run.corpus, run.experiment, run.request.first_step))
     own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]
-    shares = run.mesh.data.all_gather_objects(own)
+    shares = run.mesh.joined(*BATCH).all_gather_objects(own)
     arrays = (np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True))
     named = dict(zip(("inputs", "targets", "keys"), arrays, strict=False))
     return {name: array.view(np.uint32) if name == "keys" else array for name, array in named.items()}
@@ -153,7 +154,7 @@ class Silence(Observer):
         """Fall silent."""
         run = self._run
         if progress.step == run.request.first_step + 1:
-            fall_silent(run.mesh.axes, run.mesh.device, run.parallel.module)
+            fall_silent(list(run.mesh.axes.values()), run.mesh.device, run.parallel.module)
 
 
 def resident(run: Run, gradient_bytes: int) -> dict[str, int]:

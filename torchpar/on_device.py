@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from compare.spec.axes import BATCH
 from torchpar.state import RankBatch, Run
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,7 +22,7 @@ def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:
         run: this rank's.
         arrays: the step's global arrays (`arrays_of_step`).
     """
-    data, device = run.mesh.data, run.mesh.device
+    data, device = run.mesh.joined(*BATCH), run.mesh.device
 
     def own(array_AB: np.ndarray) -> torch.Tensor:
         share = array_AB.shape[1] // data.size

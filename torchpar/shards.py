@@ -81,7 +81,7 @@ def shard_of(
     box = [slice(0, size) for size in row.shape]
     if over_tp:
         (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
-        box[dim] = chunk_slices(row.shape[dim], mesh.tp.size)[mesh.tp.rank]
+        box[dim] = chunk_slices(row.shape[dim], mesh[TP].size)[mesh[TP].rank]
     shape = tuple(part.stop - part.start for part in box)
     size = math.prod(shape)
     return Shard(
@@ -129,7 +129,7 @@ def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh, *, of_moments: b
 
 def _replica(mesh: Mesh, over: set[str], *, is_copy: bool) -> int:
     """This rank's number among those with the same part; another stage's copy is counted after them."""
-    axes = [getattr(mesh, name) for name in AXES if name not in over]
+    axes = [mesh[name] for name in AXES if name not in over]
     number = 0
     for axis in axes:
         number = number * axis.size + axis.rank

@@ -15,6 +15,7 @@ from compare.contract.request import Request
 from compare.contract.timing import Stopwatch, merged
 from compare.numerics.evaluation import require_validation
 from compare.numerics.stream import Batches, arrays_of_step
+from compare.spec.axes import BATCH
 from torchpar.checkpoint import restore_moments
 from torchpar.comm import process_groups
 from torchpar.comm.rank import Rank
@@ -154,7 +155,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
     Returns:
         The mean loss over the global batch, a scalar.
     """
-    data = run.mesh.data
+    data = run.mesh.joined(*BATCH)
     if run.parallel.run_pipeline:
         run.rank.at(run.state.step, "forward")
         loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))

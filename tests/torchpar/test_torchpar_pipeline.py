@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
 from compare.pipeline.simulator import peak_in_flight
+from compare.spec.axes import DP_REPLICATE, PP
 from compare.spec.experiment import Layout
 from torchpar import DataParallel
 from torchpar.comm.collectives import Axis
@@ -150,19 +151,19 @@ def test_data_parallel_stages_reduce_once(rank: int) -> None:
         for sync in ("bucketed", "flat"):
             schedule = make_schedule(name, ranks=2, microbatches=4, chunks=chunks)
             whole, mine = (make_stages(2 * chunks) for _ in range(2))
-            data, own = make_data(8), own_stages(schedule, mesh.pp.rank, mine)
+            data, own = make_data(8), own_stages(schedule, mesh[PP].rank, mine)
             both = nn.ModuleList(own.values())
-            replicas = DataParallel(both, gradient_sync=sync, bucket_size_mb=1e-3, group=mesh.dp_replicate)
+            replicas = DataParallel(both, gradient_sync=sync, bucket_size_mb=1e-3, group=mesh[DP_REPLICATE])
             mesh.traffic.clear()
             pipeline = PipelineParallel(
                 own,
                 schedule=schedule,
                 loss=loss,
                 boundary=boundary,
-                group=mesh.pp,
+                group=mesh[PP],
                 no_sync=replicas.no_sync,
             )
-            share = slice(4 * mesh.dp_replicate.rank, 4 * mesh.dp_replicate.rank + 4)
+            share = slice(4 * mesh[DP_REPLICATE].rank, 4 * mesh[DP_REPLICATE].rank + 4)
             pipeline.run(data[0][share], data[1][share])
             replicas.finish_gradient_synchronization()
             expected(whole, data)

@@ -10,6 +10,7 @@ from ranks import CPU, on_ranks
 from compare.contract.request import Request
 from compare.host.json_files import write_json
 from compare.numerics.parameters import initial_parameters
+from compare.spec.axes import BATCH, PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
 from torchpar.comm.mesh import make_mesh
@@ -39,13 +40,18 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
             model, mesh=mesh, layout=layout, make_optimizer=partial(make_optimizer, experiment=experiment)
         )
         assert parallel.run_pipeline
-        rows = torch.arange(2 * 4 * 8).view(2, 4, 8).chunk(mesh.data.size, dim=1)[mesh.data.rank] % 16
+        rows = (
+            torch.arange(2 * 4 * 8)
+            .view(2, 4, 8)
+            .chunk(mesh.joined(*BATCH).size, dim=1)[mesh.joined(*BATCH).rank]
+            % 16
+        )
         for step in range(3):
             parallel.run_pipeline(RankBatch(rows, rows), nullcontext)
             parallel.finish_gradient_synchronization()
             optimizer_step(parallel, experiment.optimizer, step)
         mine = parallel.weights().get(TIED)
-        copies = [tied for tied in mesh.pp.all_gather_objects(mine) if tied is not None]
+        copies = [tied for tied in mesh[PP].all_gather_objects(mine) if tied is not None]
         assert len(copies) == 2
         assert torch.equal(copies[0], copies[1])
 

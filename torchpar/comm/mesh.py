@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from compare.spec.axes import AXES, BATCH, DP_SHARD, joined
+from compare.spec.axes import BATCH, joined
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Traffic
@@ -17,37 +17,31 @@ from torchpar.comm.process_groups import make_group
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of all ranks.
+    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*BATCH)` several of them as one.
 
     Attributes:
-        pp: the stages of a pipeline.
-        dp_replicate: groups of ranks with a replica each.
-        dp_shard: the ranks that share out one replica's state.
-        tp: the ranks that split each layer.
-        data: dp_replicate and dp_shard together, dp_replicate outermost: who has its own rows of a batch.
+        axes: along which a step communicates, by name; then those that are joined.
         world: all ranks; for what is no part of a step.
         device: where this rank computes.
         traffic: the count that all axes share.
     """
 
-    pp: Axis
-    dp_replicate: Axis
-    dp_shard: Axis
-    tp: Axis
-    data: Axis
+    axes: Mapping[str, Axis]
     world: Axis
     device: torch.device
     traffic: Traffic
 
-    @property
-    def axes(self) -> list[Axis]:
-        """Axes along which a step communicates, each once."""
-        return list(dict.fromkeys((*(getattr(self, name) for name in AXES), self.data)))
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of ranks along each axis, by name."""
-        return {axis.name: axis.size for axis in self.axes}
+    def joined(self, *names: str) -> Axis:
+        """Several axes as one, the first outermost. One of them alone where the others have one rank."""
+        real = [name for name in names if self[name].size > 1]
+        return self[joined(*real)] if real else self[names[-1]]
+
+
+JOINED = (BATCH,)
+"""Axes whose ranks communicate as one."""
 
 
 def make_mesh(layout: Layout, *, rank: int, device: torch.device, apart: bool = False) -> Mesh:
@@ -61,10 +55,9 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device, apart: bool = 
     """
     traffic, sizes = Traffic(), layout.axes
     make = partial(_make_axis, sizes=sizes, rank=rank, traffic=traffic)
-    axes = {name: make((name,), apart=apart) for name in sizes}
-    real = [name for name in BATCH if sizes[name] > 1]
-    data = make(tuple(real), apart=apart) if len(real) > 1 else axes[(*real, DP_SHARD)[0]]
-    return Mesh(**axes, data=data, world=make(tuple(sizes)), device=device, traffic=traffic)
+    several = [names for names in JOINED if all(sizes[name] > 1 for name in names)]
+    axes = {joined(*names): make(names, apart=apart) for names in [*((name,) for name in sizes), *several]}
+    return Mesh(axes, world=make(tuple(sizes)), device=device, traffic=traffic)
 
 
 def _make_axis(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.numerics.parameters import parameter_table
-from compare.spec.axes import SHARDED_FROM
+from compare.spec.axes import BATCH, SHARDED_FROM, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
@@ -100,10 +100,10 @@ def _placed(
         parameters=updated,
         finish_gradient_synchronization=finish_gradient_synchronization,
         end_evaluation=end_forwards,
-        means_of=mesh.data.size,
+        means_of=mesh.joined(*BATCH).size,
         sharded_over=axes.__getitem__,
         elements=lambda name: elements_of(updated[name], mesh),
-        gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),
+        gathers=(full_tensors, partial(restore_order, ranks=mesh[TP].size)),
     )
 
 

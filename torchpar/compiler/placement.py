@@ -30,7 +30,7 @@ Placements = tuple[Placement, ...]
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """PyTorch's mesh of the axes that have several ranks."""
-    return make_device_mesh(mesh, [name for name in ORDER if getattr(mesh, name).size > 1])
+    return make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
 
 
 def along(devices: DeviceMesh, **dims: int | None) -> Placements:

@@ -14,7 +14,7 @@ from compare.contract.faults import Ignored
 from compare.contract.inputs import starting_parameters
 from compare.contract.request import Request
 from compare.numerics.weights import Given, Weights
-from compare.spec.axes import AXES
+from compare.spec.axes import AXES, DP_SHARD
 from torchpar import dropout, setup, train
 from torchpar.comm.collectives import Axis
 from torchpar.parallel_model import local
@@ -163,7 +163,7 @@ def wrong_optimizer_shard() -> AbstractContextManager:
     def mix_up(run: Run) -> None:
         def before_update(*optimizer_and_arguments: Any) -> None:
             gradients = [p.grad for p in run.parallel.parameters.values() if p.grad is not None]
-            take_next_ranks([local(gradient).view(-1) for gradient in gradients], run.mesh.dp_shard)
+            take_next_ranks([local(gradient).view(-1) for gradient in gradients], run.mesh[DP_SHARD])
 
         run.parallel.optimizer.register_step_pre_hook(before_update)
 

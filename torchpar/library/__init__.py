@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import RECORD
-from compare.spec.axes import BATCH, DP_SHARD, TP
+from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
@@ -37,12 +37,12 @@ def parallelize(
     One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
     """
-    devices = make_device_mesh(mesh) if mesh.tp.size > 1 or layout.zero > 1 else None
-    if mesh.tp.size > 1:
+    devices = make_device_mesh(mesh) if mesh[TP].size > 1 or layout.zero > 1 else None
+    if mesh[TP].size > 1:
         assert devices is not None
         split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
-    stages = cut_each(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else {}
+    stages = cut_each(model, rank=mesh[PP].rank, layout=layout) if mesh[PP].size > 1 else {}
     models = list(stages.values()) or [model]
     if devices is not None:
         parallel = _distributed(
@@ -60,21 +60,21 @@ def _replicated(
 ) -> ParallelModel:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
     parameters = _named_parameters(models)
-    if mesh.data.size == 1:
+    if mesh.joined(*BATCH).size == 1:
         return ParallelModel(
             module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters
         )
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
-    replicas = [wrap(model, group=mesh.data.group) for model in models]
+    replicas = [wrap(model, group=mesh.joined(*BATCH).group) for model in models]
     if layout.zero:
-        make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh.dp_shard.group))
+        make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh[DP_SHARD].group))
     parallel = ParallelModel(
         module=_as_one(replicas),
         optimizer=make_optimizer(parameters),
         parameters=parameters,
         no_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
     )
-    return PartitionedStateModel(**vars(parallel), state_axis=mesh.dp_shard) if layout.zero else parallel
+    return PartitionedStateModel(**vars(parallel), state_axis=mesh[DP_SHARD]) if layout.zero else parallel
 
 
 def _distributed(
@@ -88,8 +88,8 @@ def _distributed(
 ) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
     skip_sync = nullcontext
-    if mesh.data.size > 1:
-        data = BATCH if mesh.dp_replicate.size > 1 else DP_SHARD
+    if mesh.joined(*BATCH).size > 1:
+        data = BATCH if mesh[DP_REPLICATE].size > 1 else DP_SHARD
         reshards = layout.zero == 3 and layout.reshard_after_forward
         for model in models:
             shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
@@ -108,7 +108,7 @@ def _distributed(
         end_evaluation=partial(reshard_parameters, models),
         sharded_over=axes.__getitem__,
         elements=lambda name: elements_of(parameters[name], mesh),
-        gathers=(full_tensors, partial(restore_order, ranks=mesh.tp.size)),
+        gathers=(full_tensors, partial(restore_order, ranks=mesh[TP].size)),
     )
 
 
@@ -123,7 +123,7 @@ def _pipeline(
         count=last.stages,
         schedule=layout.schedule,
         loss=last.mean_loss,
-        axis=mesh.pp,
+        axis=mesh[PP],
         device=mesh.device,
     )
 
@@ -138,7 +138,7 @@ def _pipeline(
 
     return as_pipeline(
         replace(parallel, divides_late=True),
-        axis=mesh.pp,
+        axis=mesh[PP],
         run=whole(pipeline.run),
         evaluate=whole(partial(pipeline.run, forward_only=True)),
     )

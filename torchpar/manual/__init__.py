@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
@@ -31,10 +32,10 @@ def parallelize(
     One device gets the plain module: the reference that every other run is held against.
     """
     split = None
-    if mesh.tp.size > 1:
-        split = split_layers(model, mesh.tp, sequence_parallel=layout.sequence_parallel)
+    if mesh[TP].size > 1:
+        split = split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
-    part = cut(model, rank=mesh.pp.rank, layout=layout) if mesh.pp.size > 1 else model
+    part = cut(model, rank=mesh[PP].rank, layout=layout) if mesh[PP].size > 1 else model
     if layout.zero < 2:
         fill(part)
     if layout.zero >= 2:
@@ -45,8 +46,8 @@ def parallelize(
         parallel = _replicated(part, mesh, layout, make_optimizer)
     if isinstance(part, GPTStages):
         makers = (make_runner, make_evaluation)
-        run, evaluate = (make(part, parallel, axis=mesh.pp, layout=layout) for make in makers)
-        parallel = as_pipeline(parallel, axis=mesh.pp, run=run, evaluate=evaluate)
+        run, evaluate = (make(part, parallel, axis=mesh[PP], layout=layout) for make in makers)
+        parallel = as_pipeline(parallel, axis=mesh[PP], run=run, evaluate=evaluate)
     return of_parts(parallel, split) if split else parallel
 
 
@@ -55,13 +56,13 @@ def _replicated(
 ) -> ParallelModel:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters)
-    if mesh.dp_replicate.size == 1:
+    if mesh[DP_REPLICATE].size == 1:
         return ParallelModel(module=model, optimizer=optimizer, parameters=parameters)
     replicas = DataParallel(
         model,
         gradient_sync=layout.gradient_sync,
         bucket_size_mb=layout.bucket_mb,
-        group=mesh.dp_replicate,
+        group=mesh[DP_REPLICATE],
     )
     return ParallelModel(
         module=replicas,
@@ -80,8 +81,8 @@ def _fully_sharded(
     sharded = FSDP(
         model,
         units=units_of(model),
-        group=mesh.dp_shard,
-        replicate_group=mesh.dp_replicate,
+        group=mesh[DP_SHARD],
+        replicate_group=mesh[DP_REPLICATE],
         zero=3 if layout.zero == 3 else 2,
         reshard_after_forward=layout.reshard_after_forward,
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
@@ -98,8 +99,8 @@ def _sharded_optimizer(
     full = dict(model.named_parameters())
     wrap = partial(
         ShardedOptimizer,
-        group=mesh.dp_shard,
-        replicate_group=mesh.dp_replicate,
+        group=mesh[DP_SHARD],
+        replicate_group=mesh[DP_REPLICATE],
         bucket_size_mb=layout.bucket_mb,
     )
     # Both stages that have a copy of the tied weight must cut it alike.
@@ -136,7 +137,7 @@ def _in_pieces(
         parameters=_pieces(sharding, full),
         no_sync=sharding.no_sync,
         finish_gradient_synchronization=sharding.finish_gradient_synchronization,
-        sharded_over=lambda name: (mesh.dp_shard,),
+        sharded_over=lambda name: (mesh[DP_SHARD],),
         elements=lambda name: elements[full[name]],
         gathers=(gather,),
         transient=tuple(flat.full for flat in sharding.flats if not flat.keeps_full),

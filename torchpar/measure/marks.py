@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.profiler import record_function
 
 from compare.contract.timeline import Kind
+from compare.spec.axes import PP
 from torchpar.comm.counter import Call, observers
 from torchpar.comm.rank import Rank
 from torchpar.manual.pipeline.stage import Stage
@@ -72,7 +73,7 @@ def marked(run: Run) -> Generator[None]:
         observers.append(calls)
         stack.callback(observers.remove, calls)
         stack.enter_context(_around(dist.Work, "wait", lambda work, *_: TraceMark(what="wait")))
-        for task in _pipeline_tasks(run.mesh.pp.size) if run.parallel.run_pipeline else ():
+        for task in _pipeline_tasks(run.mesh[PP].size) if run.parallel.run_pipeline else ():
             stack.enter_context(task)
         phases = _Phases(run)
         stack.callback(phases.end)

@@ -37,7 +37,7 @@ def group_names(mesh: Mesh | DeviceMesh | None) -> dict[str, str]:
     """The axis of every process group that has one, by the group's name."""
     groups = [(dist.group.WORLD, "world")] if dist.is_initialized() else []
     if isinstance(mesh, Mesh):
-        groups += [(axis.group, axis.name) for axis in mesh.axes]
+        groups += [(axis.group, axis.name) for axis in mesh.axes.values()]
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or [f"dim {dim}" for dim in range(mesh.ndim)]
         groups += [(mesh.get_group(dim), name) for dim, name in enumerate(names)]

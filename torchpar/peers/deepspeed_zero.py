@@ -20,6 +20,7 @@ from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 from compare.contract.inputs import open_stream
 from compare.contract.request import Request
 from compare.numerics.stream import Batches
+from compare.spec.axes import DP_SHARD
 from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
@@ -153,13 +154,13 @@ def train(
     model, initial_weights_sha256 = starting_model(request, mesh.device, weights)
     engine = initialize(model, request.experiment, local_rank=rank.local_rank)
     # DeepSpeed communicates in a group of its own over the same ranks.
-    shards = mesh.dp_shard
+    shards = mesh[DP_SHARD]
     group = engine.data_parallel_group
     own = Axis(shards.name, size=shards.size, rank=shards.rank, group=group, traffic=mesh.traffic)
     named = dict(model.named_parameters())
     run = Run(
         request=request,
-        mesh=dataclasses.replace(mesh, dp_shard=own),
+        mesh=dataclasses.replace(mesh, axes={**mesh.axes, DP_SHARD: own}),
         rank=rank,
         corpus=open_stream(request, batches),
         parallel=ZeRO(

@@ -10,6 +10,7 @@ from compare.contract.communication import LOSS
 from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.timing import Window
 from compare.numerics.learning_rate import learning_rate
+from compare.spec.axes import BATCH
 from torchpar import train
 from torchpar.observers import observers_of
 from torchpar.state import RankBatch, Run
@@ -63,7 +64,7 @@ class MeanLosses(Observers):
         super().steps([one._replace(loss=self._mean(one.loss)) for one in done], window)
 
     def _mean(self, loss: SupportsFloat) -> SupportsFloat:
-        data = self._run.mesh.data
+        data = self._run.mesh.joined(*BATCH)
         assert isinstance(loss, torch.Tensor)
         if data.size == 1:
             return loss
