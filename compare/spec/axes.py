@@ -1,14 +1,15 @@
 """The axes of the mesh, declared once: their names and order, what each splits, and who shares a batch.
 
-    axis           what its devices split                        rows of a batch
-    dp_replicate   nothing: each has a replica                   its own
-    pp             the layers                                    the same
-    dp_shard       a replica's state, as far as ZeRO says        its own
-    tp             heads, MLP and vocabulary of each layer       the same
+    axis           what its devices split                        rows of a batch   positions of a row
+    dp_replicate   nothing: each has a replica                   its own           all
+    pp             the layers                                    the same          all
+    dp_shard       a replica's state, as far as ZeRO says        its own           all
+    tp             heads, MLP and vocabulary of each layer       the same          all
 
-A loss, and a gradient, is a mean over the axes whose devices have rows of their own. Along the others devices
-work on one batch together: what they have of a gradient is whole, or a part of a sum.
+Rows, sequence, split and means are derived from this table: a new axis is a row of it.
 """
+
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -25,7 +26,9 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     splits: tuple[str, ...] = ()
     """Logical axes of parameters: a tensor that has one of them is split along it."""
     splits_batch: bool = False
-    """Its devices have rows of their own of each batch; loss and gradients are means over it."""
+    """Its devices have rows of their own of each batch."""
+    splits_sequence: bool = False
+    """Its devices have positions of their own of each row."""
 
 
 # Devices are numbered host after host. tp talks most, so that it is innermost: its devices are neighbours.
@@ -41,11 +44,29 @@ MESH_AXES = (
 AXES = tuple(axis.name for axis in MESH_AXES)
 """Their names, outermost first."""
 
-BATCH = tuple(axis.name for axis in MESH_AXES if axis.splits_batch)
-"""Axes whose devices have rows of their own, outermost first: those of the mean over a batch."""
+ROWS = tuple(axis.name for axis in MESH_AXES if axis.splits_batch)
+"""Axes whose devices have rows of their own, outermost first."""
+BATCH = ROWS
+
+SEQUENCE = tuple(axis.name for axis in MESH_AXES if axis.splits_sequence)
+"""Axes whose devices have positions of their own, outermost first."""
 
 SPLIT = {logical: axis.name for axis in MESH_AXES for logical in axis.splits}
 """Logical axis of a parameter -> the mesh axis that splits it."""
+
+
+def means_of(parameter: Iterable[str]) -> tuple[str, ...]:
+    """The mesh axes over which a gradient is a mean, outermost first.
+
+    Along the others devices work on one batch together: what they have of a gradient is whole, or a part of a
+    sum.
+
+    Args:
+        parameter: its logical axes. An axis that splits it holds other parameters, not other rows.
+    """
+    split = {SPLIT.get(axis) for axis in parameter}
+    return tuple(axis for axis in AXES if axis in ROWS + SEQUENCE and axis not in split)
+
 
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """What dp_shard splits besides the batch: each of these from that ZeRO stage on."""
