@@ -254,7 +254,7 @@ def bench(experiment: Experiment | str | Path = "demo", **options: Any) -> Race:
 def study(name: str, experiment: Experiment | str | Path = "demo", **options: Any) -> Answer:
     """Answer a question that is declared in compare/studies, such as "buckets": `shardpair NAME`.
 
-        study("accumulation", "demo", passes=[1, 4], rounds=2).findings.sentence
+        study("buckets", "demo", rounds=2).findings.sentence
 
     Args:
         name: the word of its command: a key of `compare.studies.registry.STUDIES`.

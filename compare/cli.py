@@ -23,17 +23,13 @@ from compare.commands.doctor import Doctor
 from compare.commands.given import flags_given
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
-from compare.commands.mirror import Mirror
 from compare.commands.overview import overview
 from compare.commands.report import Report
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
-from compare.commands.schedule import Draw
-from compare.commands.submit import Submit, behind_end, with_launcher
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.flags.arguments import FixedExperiment, Spec, defaults_for
-from compare.flags.hosts import HostFlags
 from compare.host.tensors import RecordError
 from compare.spec.engines.registry import OBJECTIONS
 from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
@@ -49,12 +45,9 @@ COMMANDS: dict[str, type] = {
     "report": Report,
     "diff": Diff,
     "doctor": Doctor,
-    "schedule": Draw,
     "lesson": ReadLesson,
-    "mirror": Mirror,
     "convert": Convert,
     "sample": Sample,
-    "submit": Submit,
 }
 DEFAULT_EXPERIMENT = {
     **{word: study.default for word, study in STUDIES.items()},
@@ -172,12 +165,6 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
         raise ExperimentError(f"{shortened(word)}: no such command{like}; see shardpair --help")
     command: Any = COMMANDS[word]
     prog = f"shardpair {word}"
-    if command is Submit:
-        own, words = behind_end(line)
-        submitted = read_line(Submit, own, prog=prog, default=None)
-        if not isinstance(parse(with_launcher(words))[0], HostFlags):
-            raise ExperimentError(f"{words[0]} starts no engine: submit a command that does, such as run")
-        return msgspec.structs.replace(submitted, words=words), "demo"
     if not issubclass(command, Spec):
         return read_line(command, line, prog=prog, default=None), "demo"
     name = _experiment_name(arguments)

@@ -6,15 +6,12 @@ _COMMANDS: dict[str, dict[str, str]] = {
     "Train and compare": {
         "report": "judge a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
-        "submit": "a run as a job of SLURM, from a login node",
     },
     "Prove": {},
     "Measure": {},
     "Read": {
         "runs": "what was run here: layout, verdict, age, size; --prune",
         "lesson": "one strategy in every engine, side by side, on a page",
-        "schedule": "draw pipeline schedules, with bubble and memory",
-        "mirror": "lines of code of each strategy in each engine",
         "list": "names of experiments, presets, faults, engines, lessons",
         "doctor": "what is installed, and what can run here",
     },

@@ -4,25 +4,19 @@ from pathlib import Path
 
 from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, Outcome, read_outcome
-from compare.studies.accumulation import Accumulation
 from compare.studies.bench import Bench
 from compare.studies.buckets import Buckets
 from compare.studies.check import Check
 from compare.studies.collectives import Collectives
-from compare.studies.counts import Counts
 from compare.studies.faults import Faults
 from compare.studies.golden import Golden
 from compare.studies.ledger import Ledger
 from compare.studies.matrix import Matrix
 from compare.studies.memory import Memory
-from compare.studies.moves import Moves
 from compare.studies.plan import Plan
-from compare.studies.precisions import Precisions
 from compare.studies.profile import Profile
-from compare.studies.recipes import Recipes
 from compare.studies.resume import Resume
 from compare.studies.run import Run
-from compare.studies.savings import Savings
 from compare.studies.sweep import Sweep
 from compare.studies.tune import Tune
 from compare.study import Question
@@ -33,22 +27,16 @@ STUDIES: dict[str, type[Question]] = {
         Run,
         Resume,
         Sweep,
-        Recipes,
         Check,
         Matrix,
         Golden,
         Faults,
-        Moves,
-        Precisions,
-        Counts,
         Bench,
         Buckets,
-        Accumulation,
         Profile,
         Ledger,
         Collectives,
         Memory,
-        Savings,
         Plan,
         Tune,
     )

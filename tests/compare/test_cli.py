@@ -88,9 +88,6 @@ def files(tmp_path, monkeypatch):
             "run check --engines jax-compiler --layout.pp 2 --layout.schedule zero_bubble",
             "jax-compiler has",
         ),
-        ("schedule --picture missing/s.png", "there is no folder missing"),
-        ("schedule --trace missing/s.json", "there is no folder missing"),
-        ("schedule --names interleaved --microbatches 6", "microbatches = 6 are not divisible by stages = 4"),
     ],
 )
 def test_refused_in_one_line(files, no_process, capsys, arguments, says):
@@ -115,13 +112,6 @@ def test_more_devices_than_gpus(files, no_process, capsys, monkeypatch):
     monkeypatch.setattr(launch, "installed_gpus", lambda: 4)
     assert main(["run", "--platform", "gpu", "--layout.dp_replicate", "2"]) == 2
     assert "needs 2 devices and 1 GPUs are visible" in capsys.readouterr().err
-
-
-def test_schedules_that_fit_are_drawn(files, capsys):
-    assert main(["schedule", "--microbatches", "6"]) == 0
-    printed = capsys.readouterr().out
-    assert "zero_bubble" in printed
-    assert "interleaved" not in printed
 
 
 def test_help_teaches(capsys):

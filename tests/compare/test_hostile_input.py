@@ -135,10 +135,6 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "--torch_python", ""], "--torch_python : no such program"),
         (["matrix", "--output", "empty_folder"], "--output empty_folder: this is a folder"),
         (["matrix", "--output", "/proc/x"], "--output /proc/x: cannot be written"),
-        (["schedule", "--picture", LONG + ".png"], "cannot be written (File name too long)"),
-        (["schedule", "--picture", "fifo/x.png"], "there is no folder fifo"),
-        (["schedule", "--trace", "fifo"], "--trace fifo: this is a named pipe (FIFO), not a file"),
-        (["schedule", "--trace", ""], "--trace .: this is a folder"),
         # Numbers.
         (["run", "--model.n_layer", "1000000"], "model.n_layer = 1000000 must be at most 10000"),
         (["run", "--model.n_layer", "0"], "model.n_layer = 0 must be at least 1"),
@@ -163,8 +159,6 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["run", "--model.n_embd", "1000000000"], "jax-compiler would need 1.15e+03 EB ("),
         (["run", "--layout.pp", "100000", "--model.n_layer", "100000"], "model.n_layer = 100000 must be at"),
         (["run", "--layout.dp_replicate", "65", "--train.batch_size", "65"], "the layout needs 65 devices"),
-        (["schedule", "--stages", "100000"], "make a schedule of 1,600,000 tasks; the most is 200,000"),
-        (["schedule", "--microbatches", "1000000000"], "make a schedule of 8,000,000,000 tasks"),
         # What would have no effect.
         (["run", "--devices", "2"], "--devices 2 without --preset has no effect"),
         (["run", "--preset", "ddp", "--devices", "0"], "--devices 0 must be at least 1"),
@@ -173,13 +167,12 @@ def folder(tmp_path, monkeypatch, no_engine):
         (["faults", "--layout.dp_replicate", "4"], "--layout.dp_replicate 4 has no effect"),
         (["faults", "--devices", "2", "--names", "stale_tied_copy"], "--devices 2 has no effect on stale"),
         (["matrix", "--layout.tp", "2", "--layouts", "ddp"], "--layout.tp 2 has no effect: --layouts"),
-        (["schedule", "--names", "1f1b", "--chunks", "3"], "--chunks 3 has no effect without interleaved"),
     ],
     ids=lambda value: ascii(" ".join(value))[1:60] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_refused_in_one_line(folder, capsys, arguments, says):
     before = sorted(folder.rglob("*"))
-    for json in [[], ["--json"]] if arguments[0] != "schedule" else [[]]:
+    for json in [[], ["--json"]]:
         assert main([*arguments, *json]) == 2
         output = capsys.readouterr()
         assert output.out == ""
@@ -259,7 +252,7 @@ def test_memory_that_runs_out_is_one_line(folder, capsys, monkeypatch):
     assert "out of memory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["schedule"], ["matrix", "--help"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["list"], ["check", "--help"], ["--help"]])
 def test_a_folder_that_is_gone(tmp_path, monkeypatch, capsys, no_engine, arguments):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

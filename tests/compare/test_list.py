@@ -60,14 +60,6 @@ def test_version_is_the_packages_own(capsys):
     assert len(printed.splitlines()) == 1
 
 
-def test_schedule_as_json(capsys):
-    assert main(["schedule", "--json", "--names", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
-    costs = json.loads(capsys.readouterr().out)
-    assert costs == {
-        "1f1b": {"makespan": 33.0, "waiting": pytest.approx(3 / 11), "activations_held": [4, 3, 2, 1]}
-    }
-
-
 @pytest.mark.parametrize("works", [True, False])
 def test_doctor_as_json(capsys, monkeypatch, works):
     found = SideReport(versions={"python": "3"}, cpu_devices="many", gpus=[])

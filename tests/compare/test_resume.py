@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoint_difference import difference
 from checkpoints import write_random
 
 from compare.checkpoint.description import CHECKPOINTS, folder_name
 from compare.contract.record import read_record
-from compare.judge.checkpoint_difference import difference
 from compare.spec.experiment import Experiment, edited, to_toml
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
