@@ -31,7 +31,6 @@ from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.execute.paths import is_utf8
 from compare.flags.arguments import FixedExperiment, Spec, defaults_for
 from compare.host.tensors import RecordError
-from compare.spec.engines.registry import OBJECTIONS
 from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.studies.registry import STUDIES
@@ -68,8 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
     def say(error: object) -> None:
         errors.print(f"shardpair: error: {printable(str(error))}", style="red")
 
-    for objection in OBJECTIONS:
-        errors.print(f"shardpair: {printable(objection)}", style="yellow")
     try:
         _require_utf8(arguments)
         if arguments[:1] == ["--version"]:

@@ -32,7 +32,7 @@ from compare.host.disk import no_room
 from compare.host.exits import describe_exit
 from compare.host.facts import MissingDevicesError, MissingPackageError
 from compare.host.signals import is_ignored, on_signals
-from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import JAX
 from compare.spec.experiment import ExperimentError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 

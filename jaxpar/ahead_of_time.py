@@ -47,7 +47,7 @@ def compile_step_ahead(request: AheadRequest) -> CompiledAhead:
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
-    ENGINES[request.engine].require(layout, platform="gpu")
+    ENGINES[request.engine].require(layout)
     if request.compiler == "tpu" and experiment.precision.dtype == "float64":
         raise ExperimentError("--compile: TPUs have no float64: choose another precision.dtype")
     devices = absent_devices(request.compiler, request.topology, request.target)

@@ -21,8 +21,7 @@ from compare.numerics.evaluation import require_validation
 from compare.numerics.parameters import SeedWeights, storage_dtype
 from compare.numerics.stream import Batches
 from compare.numerics.weights import Weights
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment, ExperimentError, Model
 from jaxpar import weights
 from jaxpar.checkpoint import place_weights
@@ -53,7 +52,7 @@ def set_up(
     if request.engine not in PARALLELIZE:
         raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
-    ENGINES[request.engine].require(layout, platform=request.platform)
+    ENGINES[request.engine].require(layout)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     remat = resolve_remat(layout)
     mesh = make_mesh(layout, platform=request.platform)

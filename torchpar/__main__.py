@@ -31,7 +31,7 @@ from compare.host.disk import no_room
 from compare.host.exits import describe_exit
 from compare.host.facts import MissingDevicesError, MissingPackageError
 from compare.host.signals import is_ignored
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import TORCH
 from compare.spec.experiment import ExperimentError
 
 STDIN_GRACE_S = 5.0

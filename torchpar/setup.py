@@ -16,7 +16,7 @@ from compare.contract.request import Request
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import Batches
 from compare.numerics.weights import OneByOne, Weights
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import TORCH
 from torchpar.comm import process_groups
 from torchpar.comm.devices import PACKAGES
 from torchpar.comm.mesh import Mesh, make_mesh

@@ -24,8 +24,7 @@ from compare.contract.communication import ring_wire_bytes
 from compare.contract.request import REQUEST, Platform
 from compare.host.disk import full_disk_named
 from compare.host.json_files import read_json
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import JAX, TORCH
 from compare.spec.experiment import ExperimentError
 
 ROWS, SIDE = "rows.jsonl", "side.json"

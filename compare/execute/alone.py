@@ -6,8 +6,7 @@ from compare.contract.rank_alone import RankAlone, RankAloneRequest
 from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing, child_environment
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.engines.registry import ENGINES, side_of
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import ENGINES, TORCH, side_of
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
 

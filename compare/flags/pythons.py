@@ -1,33 +1,22 @@
 """Arguments that say which Python runs each side: the two may live in environments of their own."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-import tyro
 from msgspec import Struct
 
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.packages import why_not_python
 from compare.execute.paths import check_python
-from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import SIDES
 
 
-def _python_flag(side: Side) -> object:
-    return Annotated[str, tyro.conf.arg(help=f"Python that runs {side.name}, if it lives elsewhere.")]
+class SidePythons(Struct, frozen=True, kw_only=True):
+    """A Python for each side."""
 
-
-if TYPE_CHECKING:
-    SidePythons = Struct
-else:
-    SidePythons = msgspec.defstruct(
-        "SidePythons",
-        [(side.python_flag, _python_flag(side), sys.executable) for side in SIDES.values()],
-        frozen=True,
-        kw_only=True,
-    )
-    """A flag for each side."""
+    jax_python: str = sys.executable
+    """Python that runs jaxpar, if it lives elsewhere."""
+    torch_python: str = sys.executable
+    """Python that runs torchpar, if it lives elsewhere."""
 
 
 def pythons_of(arguments: SidePythons) -> dict[str, str]:

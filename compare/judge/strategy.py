@@ -36,8 +36,7 @@ from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, SHARDED_FROM
 from compare.spec.engines.engine import Engine
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
 AT_REST = 0.25

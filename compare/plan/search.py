@@ -142,7 +142,7 @@ def considered(
         gradient_accumulation_steps=steps,
     )
     spec = check(candidate.of(experiment))
-    ENGINES[engine].require_experiment(spec, platform="cpu" if machine.platform == "cpu" else "gpu")
+    ENGINES[engine].require_experiment(spec)
     candidate = msgspec.structs.replace(candidate, memory=memory_of(engine, spec))
     if candidate.too_large(USABLE * machine.memory_bytes):
         return candidate, None

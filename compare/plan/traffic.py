@@ -27,8 +27,7 @@ from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import Machine
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, TP
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment, ExperimentError, edited
 
 NOTHING: Mapping[str, float] = {}

@@ -183,7 +183,7 @@ def _refusal(case: TimedCase, plain: Experiment, *, is_preset: bool, platform: s
     if why := refusal(engine, whole.layout, preset=preset, platform=platform):
         return why
     try:
-        engine.require_experiment(whole, platform=platform)
+        engine.require_experiment(whole)
     except ExperimentError as error:
         return str(error)
     chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}

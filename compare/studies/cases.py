@@ -90,7 +90,7 @@ def with_layout(experiment: Experiment, **fields: object) -> Experiment:
 def why_not(engine: str, experiment: Experiment, platform: Platform) -> str:
     """Why an engine refuses an experiment; '' if it does not."""
     try:
-        ENGINES[engine].require_experiment(experiment, platform=platform)
+        ENGINES[engine].require_experiment(experiment)
     except ExperimentError as error:
         return str(error)
     return ""

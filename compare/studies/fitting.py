@@ -29,7 +29,7 @@ def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[l
     left_out = {}
     for name in engines:
         try:
-            ENGINES[name].require(layout, platform=platform)
+            ENGINES[name].require(layout)
         except ExperimentError as error:
             left_out[name] = str(error)
     able = [name for name in engines if name not in left_out]
@@ -48,7 +48,7 @@ def refusal(engine: Engine, layout: Layout, *, preset: str, platform: str = "cpu
         platform: cpu or gpu.
     """
     try:
-        engine.require(layout, platform=platform)
+        engine.require(layout)
     except ExperimentError as reason:
         return str(reason)
     only_data_parallel = layout.dp_replicate == layout.devices > 1
@@ -65,7 +65,7 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
         EnvironmentMissing: platform gpu without one.
     """
     require_devices(experiment, platform, hosts)
-    ENGINES[engine].require_experiment(experiment, platform=platform)
+    ENGINES[engine].require_experiment(experiment)
     require_memory(engine, experiment, platform=platform)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import JAX, TORCH
 from compare.spec.experiment import load
 from compare.studies.cases import Case, engine_cases
 from compare.studies.fitting import fitting

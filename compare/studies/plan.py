@@ -38,8 +38,7 @@ from compare.plan.tables import (
 )
 from compare.plan.target import topology_of
 from compare.show.findings import Findings, table_of
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.engines.registry import JAX, REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Case
 from compare.studies.runner import new_folder

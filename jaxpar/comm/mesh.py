@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from compare.host.facts import MissingDevicesError, cpu_model
-from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import JAX
 from compare.spec.experiment import Layout
 
 

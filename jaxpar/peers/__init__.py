@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-from compare.spec.engines.jax import JAX
+from compare.spec.engines.registry import JAX
 
 MODULES = {peer.name: f"jaxpar.{peer.folder}" for peer in JAX.peers}
 

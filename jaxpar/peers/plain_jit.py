@@ -102,7 +102,7 @@ def train(
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     experiment, sizes = request.experiment, request.experiment.train
-    ENGINES[request.engine].require_experiment(experiment, platform=request.platform)
+    ENGINES[request.engine].require_experiment(experiment)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     (device,) = find_devices(1, platform=request.platform)
     remat = resolve_remat(experiment.layout)

@@ -10,8 +10,7 @@ from grid import TEXT
 from records import comparison_of
 
 from compare.judge.ladder import LADDER, RungResult, Verdict
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import STUDIED
+from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
 

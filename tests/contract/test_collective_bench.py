@@ -21,8 +21,7 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.request import REQUEST
 from compare.host.json_files import write_json
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import JAX, TORCH
 from compare.spec.experiment import ExperimentError
 
 FACTORS_OF_FOUR = {

@@ -6,7 +6,7 @@ on every rank's own part, and a shift by one. The derivative, in reverse, is the
 DTensor has no rule for a shift along a dim that is split: its `roll` gathers all stages first. Said in two
 placements, to split another dim, roll, and split the stages again, it is two all-to-alls, of twice a
 message's bytes; and on a CPU DTensor makes each of them a gather and a cut (2.13). So torch-compiler refuses
-pipelines of its own model (`compare.spec.engines.torch`), and this is to try it, with any stages.
+pipelines of its own model (`compare.spec.engines.registry`), and this is to try it, with any stages.
 
 Legend: S stages, one on each rank, M microbatches; `...` is what a microbatch has.
 """

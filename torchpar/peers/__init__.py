@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-from compare.spec.engines.torch import TORCH
+from compare.spec.engines.registry import TORCH
 
 MODULES = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 

@@ -40,8 +40,7 @@ from compare.numerics.parameters import block_parameters, end_parameters
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment, Layout
 
 WIDE = ("float64", "float32")

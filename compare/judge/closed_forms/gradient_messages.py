@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
 STACKED = "blocks."

@@ -36,8 +36,7 @@ from compare.judge.closed_forms.activations import (
 from compare.judge.closed_forms.memory import closed_form, on_one_of_tp
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.engine import Holds
-from compare.spec.engines.registry import ENGINES
-from compare.spec.engines.torch import FSDP2
+from compare.spec.engines.registry import ENGINES, FSDP2
 from compare.spec.experiment import Experiment
 
 STATE_LIMIT, ACTIVATIONS_LIMIT = 0.05, 0.10

@@ -64,8 +64,6 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """Whether it has dropout (`compare.numerics.dropout`)."""
     loss_chunks: Ability = True
     """Whether it has `train.loss_chunks` above 1."""
-    gpu: Ability = True
-    """Whether it runs on GPUs, too."""
 
 
 ALL_ABILITIES = Abilities(checkpoints=True, evaluates=True, drops=True)
@@ -164,9 +162,9 @@ class Engine(Struct, frozen=True, kw_only=True):
             return layout.remat
         return "dots" if self.holds.residuals == "scan" else "none"
 
-    def require_experiment(self, experiment: Experiment, *, platform: str = "cpu") -> None:
+    def require_experiment(self, experiment: Experiment) -> None:
         """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""
-        self.require(experiment.layout, platform=platform)
+        self.require(experiment.layout)
         if (dtype := experiment.precision.dtype) not in self.precisions.dtypes:
             have, why = ", ".join(self.precisions.dtypes), self.precisions.no_other
             raise ExperimentError(
@@ -222,11 +220,9 @@ class Engine(Struct, frozen=True, kw_only=True):
         if self.needs and not importlib.util.find_spec(self.needs):
             raise MissingPackageError(f"{self.name}: {self.not_installed}")
 
-    def require(self, layout: Layout, *, platform: str = "cpu") -> None:
+    def require(self, layout: Layout) -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
         has = self.layouts
-        if platform == "gpu" and self.can.gpu is not True:
-            raise ExperimentError(f"--platform gpu: {self.name} runs on the CPU only: {self.can.gpu}")
         if layout.zero and layout.zero not in has.zero:
             raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {has.zero or 'no stage'}")
         if layout.offload != "none" and has.offload is not True:

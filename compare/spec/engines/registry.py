@@ -1,62 +1,363 @@
-"""All sides and engines: ours, and those of installed packages that declare one.
+"""The two sides and their engines, declared: every flag, table, count and refusal comes from here.
 
-A package joins by an entry point in the group `shardpair.sides` that names its `Side`:
-
-    [project.entry-points."shardpair.sides"]
-    numpypar = "numpypar.declaration:SIDE"
-
-The module it names is imported here, so it imports the contract and nothing heavy; the package itself runs as
-`python -m numpypar RUN_DIR`, in a process of its own.
+A peer trains the same experiment with a loop of its own, as its users would write it, and leaves the same
+record. It runs when it is named, and refuses by name what it cannot express.
 """
 
-from importlib.metadata import EntryPoint, entry_points
-
-from compare.spec.engines.engine import Engine, Side
-from compare.spec.engines.jax import JAX
-from compare.spec.engines.torch import TORCH
-
-GROUP = "shardpair.sides"
-
-
-def read_declarations(ours: tuple[Side, ...], others: list[EntryPoint]) -> tuple[dict[str, Side], list[str]]:
-    """The sides by name, and why others that are declared are left out, a line each.
-
-    A package that is broken, or takes a name that is taken, must not keep the rest from running.
-    """
-    sides, objections = {side.name: side for side in ours}, []
-    for point in sorted(others, key=lambda point: point.name):
-        what = f"the side {point.name} ({point.value}) is left out"
-        try:
-            side = point.load()
-        except Exception as error:
-            objections.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
-            continue
-        if why := _objection(side, sides):
-            objections.append(f"{what}: {why}")
-        else:
-            sides[side.name] = side
-    return sides, objections
+from compare.spec.axes import SHARDED_FROM
+from compare.spec.engines.engine import (
+    ALL_ABILITIES,
+    LOSS_SCALED,
+    Engine,
+    Holds,
+    Layouts,
+    Observed,
+    Precisions,
+    Side,
+)
+from compare.spec.experiment import Layout
 
 
-def _objection(side: object, sides: dict[str, Side]) -> str:
-    if not isinstance(side, Side):
-        return f"it is a {type(side).__name__}, and no compare.spec.engines.engine.Side"
-    taken = {engine.name for other in sides.values() for engine in (*other.engines, *other.peers)}
-    if side.name in sides or side.python_flag in {other.python_flag for other in sides.values()}:
-        return f"its name {side.name} or its flag {side.python_flag} is taken"
-    for engine in (*side.engines, *side.peers):
-        if engine.name in taken:
-            return f"its engine {engine.name} has a name that is taken"
-        if engine.side != side.name or engine.is_reference:
-            return f"its engine {engine.name} must have side = {side.name} and not be the reference"
+def _one_device(layout: Layout) -> str:
+    if layout.devices > 1:
+        return f"it trains on one device, and the layout has {layout.devices}: give --preset single"
     return ""
 
 
-SIDES, OBJECTIONS = read_declarations((JAX, TORCH), list(entry_points(group=GROUP)))
+def _one_device_eager(layout: Layout) -> str:
+    return _one_device(layout) or _nothing_recomputed(layout)
+
+
+def _nothing_recomputed(layout: Layout) -> str:
+    if layout.remat in ("dots", "full"):
+        return f"it recomputes nothing in backward (layout.remat = {layout.remat}): choose none or auto"
+    return ""
+
+
+def _only_zero(layout: Layout) -> str:
+    if layout.dp_shard == 1:
+        return "it is here for ZeRO: give layout.dp_shard = 2 or more, and layout.zero = 1, 2 or 3"
+    if layout.dp_replicate > 1:
+        return f"it shards over all ranks (layout.dp_replicate = {layout.dp_replicate}): leave it at 1"
+    if not layout.reshard_after_forward:
+        return (
+            "it decides by itself how long gathered parameters stay (layout.reshard_after_forward = false): "
+            "leave it true"
+        )
+    return _nothing_recomputed(layout)
+
+
+TORCH_PEERS = (
+    Engine(
+        name="nanogpt-loop",
+        side="torchpar",
+        folder="peers.nanogpt_loop",
+        gradient_sync=("none",),
+        decides="one device: a plain loop in nanoGPT's style, on PyTorch's own threads",
+        layouts=Layouts(refuses=_one_device_eager),
+    ),
+    Engine(
+        name="nanogpt-loop-compiled",
+        side="torchpar",
+        folder="peers.nanogpt_loop_compiled",
+        gradient_sync=("none",),
+        decides="the same loop, its model compiled by torch.compile",
+        layouts=Layouts(refuses=_one_device_eager),
+    ),
+    Engine(
+        name="deepspeed",
+        side="torchpar",
+        folder="peers.deepspeed_zero",
+        needs="deepspeed",
+        gradient_sync=("zero",),
+        decides="DeepSpeed: ZeRO-1, 2 and 3 by deepspeed.initialize",
+        layouts=Layouts(zero=(1, 2, 3), refuses=_only_zero),
+        precisions=Precisions(
+            dtypes=("float32",),
+            no_other="DeepSpeed keeps its own copy of the weights in float32, and its bfloat16 is another "
+            "recipe than nanoGPT's",
+        ),
+    ),
+)
+JAX_PEERS = (
+    Engine(
+        name="plain-jit",
+        side="jaxpar",
+        folder="peers.plain_jit",
+        gradient_sync=("none",),
+        decides="one device: jax.jit of value_and_grad and optax, without mesh or sharding",
+        layouts=Layouts(refuses=_one_device),
+    ),
+)
+
+
+JAX_OBSERVED = Observed(
+    timeline=True,
+    work=True,
+    silent_twin="a collective is an operation of XLA's program: to leave it out makes another program",
+)
+SCANNED = Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=2)
+BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
+NOTHING_TO_CLEAR = {"kept_gradients": "gradients are values of a function: there is nothing to clear"}
+SYNC_FAULTS = ("ignored_gradient_sync", "ignored_bucket_mb")
+PLACEMENT_FAULTS = (
+    "doubled_row_bias",
+    "missing_norm_psum",
+    "norm_counts_replicas_twice",
+    "wrong_optimizer_shard",
+    "stale_tied_copy",
+    "same_dropout_on_every_rank",
+)
+SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
+INSERTED_BY_XLA = (
+    "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
+)
+
+
+JAX = Side(
+    name="jaxpar",
+    python_flag="jax_python",
+    packages=("jax", "flax", "optax"),
+    converts=("orbax",),
+    # Huge pages: XLA allocates and frees its buffers every step, and page faults dominated (measured
+    # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
+    environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    environment_on_cpu={"JAX_PLATFORMS": "cpu"},
+    before_first_step="setting up and compiling",  # the record is opened before that
+    peers=JAX_PEERS,
+    engines=(
+        Engine(
+            name="jax-compiler",
+            side="jaxpar",
+            folder="compiler",
+            decides="XLA: jit with Mesh and NamedSharding",
+            checks="nobody: XLA makes each sum that the places of the arrays need, and says nothing",
+            gradient_sync=("xla",),
+            sends_by="xla",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                offload=True,
+                schedules=("gpipe", "interleaved"),
+                no_other_schedule=f"under jit {BY_AUTODIFF}",
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=JAX_OBSERVED,
+            holds=SCANNED,
+            impossible_faults={
+                **NOTHING_TO_CLEAR,
+                "ignored_schedule": "it has one schedule, GPipe",
+                **dict.fromkeys(SYNC_FAULTS, "XLA buckets gradients as it likes"),
+                **dict.fromkeys(
+                    ("dropped_all_reduce", "sum_for_mean", "dropped_tp_all_reduce", "overwritten_microbatch"),
+                    INSERTED_BY_XLA,
+                ),
+                **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
+            },
+        ),
+        Engine(
+            name="jax-explicit",
+            side="jaxpar",
+            folder="explicit",
+            decides="types: where an array lives is part of it, and each cast says what moves",
+            checks="its types: a contraction over a dim that is split is a ShardingTypeError when the step "
+            "is traced, until it is said what becomes of the sum",
+            gradient_sync=("once",),
+            sends_by="types",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                offload=True,
+                schedules=("gpipe", "interleaved"),
+                no_other_schedule=BY_AUTODIFF,
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=JAX_OBSERVED,
+            holds=SCANNED,
+            impossible_faults={
+                **NOTHING_TO_CLEAR,
+                "ignored_schedule": "it has one schedule, GPipe",
+                "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
+                **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
+                **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
+            },
+        ),
+        Engine(
+            name="jax-manual",
+            side="jaxpar",
+            folder="manual",
+            decides="we do: shard_map and lax collectives",
+            checks="JAX's check_vma, in part: it follows along which axes a value varies, and refuses a "
+            "result that is declared equal on all devices and is not known to be",
+            gradient_sync=("naive", "flat", "bucketed"),
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                offload=True,
+                schedules=("gpipe", "1f1b", "interleaved"),
+                no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one "
+                "of these",
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=JAX_OBSERVED,
+            holds=Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=3),
+            impossible_faults=NOTHING_TO_CLEAR,
+        ),
+    ),
+)
+
+
+TORCH_OBSERVED = Observed(timeline=True, work=True, silent_twin=True)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+FSDP2 = "fsdp2"
+"""What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
+
+
+def _not_in_pytorch(layout: Layout) -> str:
+    """Limits of torch.distributed.pipelining (2.13) beside a schedule, found out by running it."""
+    if layout.pp == 1 or layout.schedule != "zero_bubble":
+        return ""
+    if layout.data_parallel > 1:
+        return (
+            "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
+            "word, and FSDP2 not at all: choose another schedule"
+        )
+    if layout.tp > 1:
+        return "layout.schedule = zero_bubble cannot halve the backward of a DTensor: choose another schedule"
+    if layout.remat == "dots":
+        return (
+            "layout.schedule = zero_bubble goes through the graph twice, which selective recomputation does "
+            "not allow: choose layout.remat = none or full"
+        )
+    return ""
+
+
+def _not_compiled(layout: Layout) -> str:
+    """Limits of torch.compile over DTensors (2.13), found out by running it."""
+    if (
+        layout.compile in ("aot_eager", "merged", "inductor")
+        and layout.remat == "full"
+        and layout.devices > 1
+    ):
+        return (
+            f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
+            "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
+            "or layout.compile = none"
+        )
+    return ""
+
+
+TORCH = Side(
+    name="torchpar",
+    python_flag="torch_python",
+    one_process_a_device=True,
+    packages=("torch",),
+    converts=("nanogpt",),
+    environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
+    peers=TORCH_PEERS,
+    engines=(
+        Engine(
+            name="torch-manual",
+            side="torchpar",
+            folder="manual",
+            decides="we do: torch.distributed collectives",
+            checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
+            "through forward, on one process without ranks; a forgotten f or g is an error with its line",
+            gradient_sync=("naive", "flat", "overlapped", "bucketed"),
+            is_reference=True,  # on one device: the plain module, no container, no collective
+            layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=Observed(timeline=True, work=True, silent_twin=True, counts_own_calls=True),
+            # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
+            holds=Holds(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
+        ),
+        Engine(
+            name="torch-library",
+            side="torchpar",
+            folder="library",
+            decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
+            checks="nobody before it runs: what no wrapper is told of, such as a norm's gradient under "
+            "sequence parallelism, shows in the ladder alone",
+            gradient_sync=("ddp",),
+            sends_by="pytorch",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                no_zero_with_tp={
+                    1: "torch-library's ZeRO-1 is ZeroRedundancyOptimizer beside DistributedDataParallel, "
+                    "which takes no DTensor: choose layout.zero = 2 or 3"
+                },
+                gradient_sync_with_tp=FSDP2,
+                schedules=SCHEDULES,
+                offload="PyTorch moves moments to the host only along with parameters, gradients and update "
+                "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
+                refuses=_not_in_pytorch,
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=TORCH_OBSERVED,
+            holds=Holds(
+                # fully_shard: gathered for the step, and never whole between two
+                sharded_from=SHARDED_FROM | {"parameters": 2},
+                # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
+                residuals="autograd",
+                logits=4,
+                logits_with_tp=5,
+                logits_with_pp=4,
+                buckets=True,
+                gathers_ahead=True,
+            ),
+            impossible_faults={
+                "doubled_row_bias": "PyTorch adds the bias, not we",
+                "ignored_gradient_sync": "DDP has one way",
+                "ignored_offload": "it offloads no moments",
+            },
+        ),
+        Engine(
+            name="torch-compiler",
+            side="torchpar",
+            folder="compiler",
+            decides="DTensor: placements on a DeviceMesh",
+            checks="nobody: DTensor makes each sum; an operator without a rule is an error where it runs",
+            gradient_sync=("dtensor",),
+            sends_by="dtensor",
+            layouts=Layouts(
+                zero=(1, 2, 3),
+                tp=True,
+                no_other_schedule="DTensor has no shift along a dim that is split: to tell the next stage it "
+                "gathers all of them, on a CPU even between two placements: set layout.pp = 1",
+                offload="moments are DTensors, which live on the device of their mesh: leave torch-compiler "
+                "out of --engines",
+                refuses=_not_compiled,
+            ),
+            precisions=LOSS_SCALED,
+            can=ALL_ABILITIES,
+            observed=TORCH_OBSERVED,
+            # Gradients accumulate whole, and are scattered when the last pass is done.
+            holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}),
+            impossible_faults={
+                "doubled_row_bias": "DTensor makes every sum that a product over split dims needs",
+                **dict.fromkeys(
+                    ("overwritten_microbatch", "stale_tied_copy", "ignored_schedule"), "it has no pipeline"
+                ),
+                **dict.fromkeys(
+                    ("ignored_gradient_sync", "ignored_bucket_mb"), "each gradient is reduced by itself"
+                ),
+                "ignored_offload": "it offloads no moments",
+            },
+        ),
+    ),
+)
+
+SIDES = {side.name: side for side in (JAX, TORCH)}
 STUDIED: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.engines}
-"""The engines that this is about: what a command runs by default, and what tables and counts are of."""
+"""The six engines: a command runs them by default, and tables and counts are of them."""
 PEERS: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.peers}
-"""What others use for the same, to be run beside them when it is named."""
+"""Others' ways to train the same, beside ours when they are named."""
 ENGINES = STUDIED | PEERS
 """All that can be named."""
 (REFERENCE,) = (engine.name for engine in ENGINES.values() if engine.is_reference)
