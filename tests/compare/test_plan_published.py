@@ -1,57 +1,50 @@
-"""Published rows: what they say of themselves, and what the null model says of them."""
+"""Published tables of Megatron, MaxText and torchtitan: the planner's errors of step time may not grow.
 
-import statistics
-import tomllib
+No constant of the planner was fitted to a row. The null model says the median utilisation of its table for
+every row, and has seen the rows: the planner beats it on the A100 alone.
+"""
 
 import msgspec
 import pytest
-
-from compare.plan.published import FILE, PublishedRow, held_rows, null_errors, read_tables
+from published import PublishedRow, held_rows, mean_error, null_errors, read_tables, worst_error
 
 TABLES = {table.name: table for table in read_tables()}
 WEIGHTS = {"M": 1e6, "B": 1e9, "T": 1e12}
+ERRORS = {
+    "Megatron-LM, H100": (0.134, 0.278, 0.050),
+    "Megatron, A100": (0.055, 0.121, 0.150),
+    "MaxText, v5e": (0.120, 0.266, 0.069),
+    "MaxText, v5p": (0.121, 0.238, 0.066),
+    "torchtitan, H100": (0.387, 0.519, 0.113),
+}
+"""Mean and worst error of the planner, and the null model's mean, as docs/plan.md has them."""
 
 
-def settings(table) -> list[PublishedRow]:
-    return [msgspec.convert({**table.common, **row}, PublishedRow) for row in table.rows]
+def test_errors_do_not_grow():
+    for name, (mean, worst, null) in ERRORS.items():
+        rows = held_rows(TABLES[name])
+        errors = [row.error for row in rows]
+        assert mean_error(errors) <= mean + 0.0006, name
+        assert worst_error(errors) <= worst + 0.0006, name
+        assert mean_error(null_errors(rows)) == pytest.approx(null, abs=0.0006), name
+    assert TABLES.keys() == ERRORS.keys()
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_row_is_of_the_size_that_it_is_named_for(table):
+def test_every_row_is_of_the_size_that_it_is_named_for():
     """Weights of blocks, embedding and head, against the name: 16B. That tells whether the two are tied."""
-    for row in settings(table):
-        word = row.name.replace(",", "").split()[0]
-        named = float(word[:-1]) * WEIGHTS[word[-1]]
-        ends = (1 if row.tied else 2) * row.vocabulary * row.width
-        held = row.layers * row.shape.block_parameters + ends
-        assert held == pytest.approx(named, rel=0.05), row.name
+    for table in TABLES.values():
+        for row in (msgspec.convert({**table.common, **row}, PublishedRow) for row in table.rows):
+            word = row.name.replace(",", "").split()[0]
+            named = float(word[:-1]) * WEIGHTS[word[-1]]
+            ends = (1 if row.tied else 2) * row.vocabulary * row.width
+            held = row.layers * row.shape.block_parameters + ends
+            assert held == pytest.approx(named, rel=0.05), row.name
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_row_uses_its_devices_and_is_predicted(table):
-    held = held_rows(table)
-    assert len(held) == sum(len(row.repeat) for row in settings(table))
-    for row in held:
-        assert 0 < row.measured_mfu < 0.75
-        assert 0 < row.prediction.mfu < 1
-        assert row.error == pytest.approx(row.measured_mfu / row.prediction.mfu - 1)
-
-
-def test_measured_figures_are_those_of_the_file():
+def test_measured_figures_are_those_of_the_sources():
     """TFLOP/s of Megatron's README, and seconds of arXiv 2205.05198: 22B is 1.10 s, or 41.5 % of the peak."""
-    (h100,) = (held_rows(TABLES[name]) for name in ("Megatron-LM, H100",))
+    h100 = held_rows(TABLES["Megatron-LM, H100"])
     assert h100[-1].measured_mfu == pytest.approx(459.9 / 989.5)
     assert h100[-1].devices == 6144
     a100 = {row.name: row for row in held_rows(TABLES["Megatron, A100"])}
     assert a100["22B selective"].measured_mfu == pytest.approx(0.415, abs=0.005)
-    assert a100["1T selective"].measured_mfu == pytest.approx(0.563, abs=0.005)
-    titan = held_rows(TABLES["torchtitan, H100"])
-    assert (titan[0].measured_mfu, titan[1].measured_mfu) == pytest.approx((0.337, 0.390), abs=0.002)
-
-
-def test_the_null_model_says_the_median():
-    file = tomllib.loads(FILE.read_text())["tables"]
-    table = next(table for table in file if table["name"] == "MaxText, v5e")
-    mfus = [mfu for row in table["rows"] for mfu in row["mfus"]]
-    errors = null_errors(held_rows(TABLES["MaxText, v5e"]))
-    assert errors == pytest.approx([mfu / statistics.median(mfus) - 1 for mfu in mfus])

@@ -1,4 +1,4 @@
-"""Predictions of published rows, each from its own settings, with the same constants: `published.toml`.
+"""Predictions of published rows, each from its own settings, with the same constants: `tests/data/published.toml`.
 
 The null model says the median utilisation of a table for each of its rows: a planner must beat it.
 """
@@ -27,7 +27,7 @@ from compare.plan.work import Shape
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train, revalidate
 
-FILE = Path(__file__).with_suffix(".toml")
+FILE = Path(__file__).parents[1] / "data" / "published.toml"
 ENGINE = REFERENCE
 """Whose closed forms: each rank sends what it needs to, as by hand."""
 FORM_BYTES = 4.0
