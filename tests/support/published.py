@@ -1,4 +1,4 @@
-"""Predictions of published rows, each from its own settings, with the same constants: `tests/data/published.toml`.
+"""Predictions of published rows, each from its own settings, with the same constants: data/published.toml.
 
 The null model says the median utilisation of a table for each of its rows: a planner must beat it.
 """
