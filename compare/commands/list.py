@@ -12,7 +12,6 @@ from compare.execute.packages import missing_package
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Experiment, Layout, load, named_experiments
-from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.known_faults import FAULTS
 from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS, preset_layout
@@ -45,7 +44,6 @@ class List(Struct, frozen=True, kw_only=True):
             "experiments": experiments(),
             "presets": presets(),
             "faults": faults(),
-            "harness_faults": harness_faults(),
             "engines": engines(),
             "peers": peers(),
             "lessons": lessons(),
@@ -91,14 +89,6 @@ def faults() -> list[Entry]:
     return [
         Entry(name=fault.name, description=fault.description, facts={"caught_at": fault.rung})
         for fault in FAULTS.values()
-    ]
-
-
-def harness_faults() -> list[Entry]:
-    """Records that are not what was asked for (`shardpair faults --harness`), with the rung that says so."""
-    return [
-        Entry(name=fault.name, description=fault.description, facts={"caught_at": fault.rung})
-        for fault in HARNESS_FAULTS.values()
     ]
 
 

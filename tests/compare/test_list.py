@@ -14,7 +14,6 @@ from compare.execute.host_report import SideReport
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import named_experiments
 from compare.studies.faults import FAULTS
-from compare.studies.harness_faults import HARNESS_FAULTS
 from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS
 
@@ -25,7 +24,7 @@ def test_list_names_everything_a_line_each(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first_words = [line.split()[0] for line in lines if line.strip()]
-    for name in (*named_experiments(), *PRESETS, *FAULTS, *HARNESS_FAULTS, *STUDIED, *PEERS, *LESSONS):
+    for name in (*named_experiments(), *PRESETS, *FAULTS, *STUDIED, *PEERS, *LESSONS):
         assert first_words.count(name) == 1, name
     assert all(len(line) <= 160 for line in lines)
 
@@ -37,7 +36,6 @@ def test_list_as_json(capsys):
         "experiments": named_experiments(),
         "presets": PRESETS,
         "faults": FAULTS,
-        "harness_faults": HARNESS_FAULTS,
         "engines": STUDIED,
         "peers": PEERS,
         "lessons": LESSONS,
