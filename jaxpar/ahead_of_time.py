@@ -18,19 +18,15 @@ from compare.contract.ahead_of_time import AheadRequest, CompiledAhead, Compiler
 from compare.contract.timing import Stopwatch
 from compare.host.facts import MissingPackageError, versions
 from compare.numerics.parameters import storage_dtype
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 from jaxpar.comm.mesh import mesh_over
-from jaxpar.compilation import compile_step
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import SCALAR, axis_of, communications
 from jaxpar.measure.usage import PACKAGES, planned_memory, resident_bytes
 from jaxpar.optimizer import state_like
 from jaxpar.placement import Placement
-from jaxpar.remat import resolve_remat
-from jaxpar.setup import PARALLELIZE, sharded_step
-from jaxpar.state import TrainState
-from jaxpar.training_step import ShardedStep
+from jaxpar.step import ShardedStep, TrainState, compile_step
+from jaxpar.train import require_engine, sharded_step
 
 COMPILERS: dict[Compiler, str] = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
 """The package that each comes with."""
@@ -44,10 +40,8 @@ def compile_step_ahead(request: AheadRequest) -> CompiledAhead:
             does not fit, in the compiler's words.
         MissingPackageError: the compiler is not installed.
     """
-    if request.engine not in PARALLELIZE:
-        raise ExperimentError(f"engine = {request.engine}: jaxpar runs {', '.join(PARALLELIZE)}")
     experiment, layout = request.experiment, request.experiment.layout
-    ENGINES[request.engine].require(layout)
+    require_engine(request.engine, layout)
     if request.compiler == "tpu" and experiment.precision.dtype == "float64":
         raise ExperimentError("--compile: TPUs have no float64: choose another precision.dtype")
     devices = absent_devices(request.compiler, request.topology, request.target)
@@ -58,7 +52,7 @@ def compile_step_ahead(request: AheadRequest) -> CompiledAhead:
     mesh = mesh_over(devices, layout)
     clock = Stopwatch()
     with clock:
-        sharded, optimizer = sharded_step(request.engine, experiment, mesh=mesh, remat=resolve_remat(layout))
+        sharded, optimizer = sharded_step(request.engine, experiment, mesh=mesh)
         state = _state_like(sharded, optimizer, experiment)
         try:
             step = compile_step(sharded, state, experiment)

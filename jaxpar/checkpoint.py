@@ -1,47 +1,40 @@
-"""The full state in checkpoints: every device's part of it goes out, and comes in, as its placement says.
+"""Weights and the full state, between the devices and canonical tensors.
 
-The files and their meaning: `compare.checkpoint`. They know nothing of the layout, so that a state
-comes back on any other one, and on any other engine.
+Checkpoints (`compare.checkpoint`) know nothing of the layout: a state comes back on any other one, and on any
+other engine. Every process writes what its devices hold.
 """
 
-import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.saver import Part
-from compare.numerics.boxes import Box
-from compare.numerics.weights import Weights
+from compare.numerics.parameters import Parameter
+from compare.numerics.shards import Shard
 from compare.spec.experiment import Model
+from jaxpar.comm.hosts import spread
 from jaxpar.optimizer import moments
-from jaxpar.shards import held, leaf_parts
-from jaxpar.state import TrainState
-from jaxpar.training_step import ShardedStep
-from jaxpar.weights import STACKED, parameters_by_path
+from jaxpar.placement import Placement
+from jaxpar.step import ShardedStep, TrainState
+from jaxpar.weights import STACKED, parameters_by_path, stacked
 
-
-def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterator[Part]:
-    """Weights and moments as this process's devices hold them: copies, one at a time."""
-    trees = {WEIGHTS: state.params, **moments(state.opt_state)}
-    for group, tree in trees.items():
-        for shard, array in held(tree, sharded.placements, model):
-            if not shard.replica:
-                yield group, shard, np.array(array)  # a CPU device's array may be the device's memory
+Index = tuple[int | slice, ...]
 
 
 def place_weights(
-    weights: Weights, *, placements: Any, shardings: Any, model: Model, dtype: np.dtype
+    weights: Mapping[str, np.ndarray], *, placements: Any, shardings: Any, model: Model, dtype: np.dtype
 ) -> dict[str, Any]:
-    """Weights or moments on the devices, one leaf after the other: only what this process's devices hold.
+    """Weights or moments on the devices, one leaf after the other.
 
     Args:
-        weights: whole tensors by canonical name, in `dtype`: drawn, read or given.
-        placements: how leaves are padded, and their layers ordered; padding is zero.
+        weights: full tensors by canonical name: drawn, read or given.
+        placements: how leaves are padded, and their layers ordered.
         shardings: where they are to live.
         model: the sizes.
         dtype: of all.
@@ -52,24 +45,59 @@ def place_weights(
     Raises:
         CheckpointError: a checkpoint cannot be read.
     """
-    how, where, placed = flatten_dict(placements), flatten_dict(shardings), {}
+    how, where = flatten_dict(placements), flatten_dict(shardings)
+    return unflatten_dict(
+        {
+            path: spread(how[path].pad(stacked(weights, path, parameters).astype(dtype)), where[path])
+            for path, parameters in parameters_by_path(model).items()
+        }
+    )
+
+
+def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterator[Part]:
+    """Weights and moments as this process's devices hold them: copies, one at a time."""
+    trees = {WEIGHTS: state.params, **moments(state.opt_state)}
+    for group, tree in trees.items():
+        for shard, array in local_shards(tree, sharded.placements, model):
+            if not shard.replica:
+                yield group, shard, np.array(array)  # a CPU device's array may be the device's memory
+
+
+def local_shards(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.ndarray]]:
+    """This process's shards of every canonical tensor, without padding, each with its values.
+
+    Args:
+        tree: placed weights, gradients or moments, with the parameters' structure.
+        placements: of its leaves.
+        model: the sizes.
+    """
+    leaves, how = flatten_dict(tree), flatten_dict(placements)
     for path, parameters in parameters_by_path(model).items():
-        stored, sharding = how[path].stored_shape, where[path]
-        part = sharding.shard_shape(stored)
-        on = {device: np.zeros(part, dtype) for device in sharding.addressable_devices}
-        wanted: dict[str, dict[Box, list[np.ndarray]]] = {}  # a tensor is read once, whoever has what of it
-        for shard, device, at in leaf_parts(parameters, how[path], sharding, is_stacked=path[0] == STACKED):
-            if device in on and math.prod(shard.shape):
-                box = Box(shard.offset, shard.shape)
-                wanted.setdefault(shard.name, {}).setdefault(box, []).append(on[device][at])
-        for name, targets in wanted.items():
-            for copies, values in zip(targets.values(), weights.boxes(name, list(targets)), strict=True):
-                for target in copies:
-                    target[...] = values
-        kind = sharding.memory_kind  # perhaps the host's
-        arrays = [
-            jax.device_put(array, SingleDeviceSharding(device, memory_kind=kind))
-            for device, array in on.items()
-        ]
-        placed[path] = jax.make_array_from_single_device_arrays(stored, sharding, arrays)
-    return unflatten_dict(placed)
+        leaf = leaves[path]
+        on = {part.device: np.asarray(part.data) for part in leaf.addressable_shards}
+        for shard, device, index in _shards_of(
+            parameters, how[path], leaf.sharding, is_stacked=path[0] == STACKED
+        ):
+            if device in on:
+                yield shard, on[device][index]
+
+
+def _shards_of(
+    parameters: list[Parameter], p: Placement, sharding: NamedSharding, *, is_stacked: bool
+) -> Iterator[tuple[Shard, jax.Device, Index]]:
+    """The shards of one leaf's parameters, and where in a device's array each lies."""
+    stored, layers = p.stored_shape, p.stored_layers() if is_stacked else [0]
+    parts_of = sharding.devices_indices_map(stored)
+    holders: Counter[tuple] = Counter()
+    for number, device in enumerate(sharding.mesh.devices.flat):
+        ranges = [part.indices(size)[:2] for part, size in zip(parts_of[device], stored, strict=True)]
+        replica = holders[tuple(ranges)]
+        holders[tuple(ranges)] += 1
+        first_dim = int(is_stacked)
+        true = [p.true_range(dim, *ranges[dim]) for dim in range(first_dim, len(stored))]
+        offset, shape = tuple(start for start, _ in true), tuple(stop - start for start, stop in true)
+        within = tuple(slice(size) for size in shape)
+        for place, layer in enumerate(layers[slice(*ranges[0])] if is_stacked else layers):
+            name = parameters[layer].name
+            shard = Shard(name=name, device=number, offset=offset, shape=shape, replica=replica)
+            yield shard, device, (place, *within) if is_stacked else within

@@ -36,14 +36,13 @@ from compare.contract.progress import Progress
 from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment, Layout
-from jaxpar import compilation, dropout, manual, optimizer, setup, train
+from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import replicas
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
-from jaxpar.remat import Remat, resolve_remat
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 
@@ -136,26 +135,22 @@ def moved_weight() -> AbstractContextManager:
         named[MOVED].flat[0] += BY
         return Given(named)
 
-    return patch.object(setup, "starting_parameters", moved)
+    return patch.object(train, "starting_parameters", moved)
 
 
-@contextmanager
-def ignored(setting: Ignored) -> Generator[None]:
+def ignored(setting: Ignored) -> AbstractContextManager:
     """A setting that is not done as asked; the record repeats the request."""
-    prepare = setup.prepare
+    prepare = train.prepare
 
-    def wrong(engine: str, experiment: Experiment, *, remat: Remat, **options: Any) -> tuple:
-        done = setting.edit(experiment)
-        remat = resolve_remat(done.layout) if "remat" in setting.instead.get("layout", {}) else remat
-        return prepare(engine, done, remat=remat, **options)
+    def wrong(engine: str, experiment: Experiment, **options: Any) -> tuple:
+        return prepare(engine, setting.edit(experiment), **options)
 
-    with patch.object(setup, "prepare", wrong):
-        yield
+    return patch.object(train, "prepare", wrong)
 
 
 def skipped_last_update() -> AbstractContextManager:
     """The last step's learning rate is 0."""
-    right = compilation.device_scalars
+    right = train.device_scalars
 
     def wrong(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
         scalars = right(experiment, progress)
@@ -178,7 +173,7 @@ def changed_update(change: Callable[[jax.Array, jax.Array], jax.Array]) -> Abstr
 
         return optax.GradientTransformationExtraArgs(right.init, update)
 
-    return patch.object(setup, "make_optimizer", wrong)
+    return patch.object(train, "make_optimizer", wrong)
 
 
 def _to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:

@@ -153,8 +153,13 @@ class Embedding(nnx.Module):
         self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
         self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.token[...][tokens_BT] + self.position[...][: tokens_BT.shape[1]]
+    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
+        return self.token[...][tokens_BT] + self.of_positions(tokens_BT, positions_T)
+
+    def of_positions(self, tokens_BT: jax.Array, positions_T: jax.Array | None) -> jax.Array:
+        """Vectors (T, C) of these positions; of the first T, a slice, without them."""
+        table = self.position[...]
+        return table[: tokens_BT.shape[1]] if positions_T is None else table[positions_T]
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) from the residual stream."""
@@ -191,7 +196,7 @@ class GPT(nnx.Module):
         self.loss_chunks = loss_chunks
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.scan_layers = scan_layers
-        self.cross_entropy = cross_entropy
+        self.cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
         self.embedding = Embedding(config, dtypes)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
         self.norm = layer_norm(config, dtypes)
@@ -206,9 +211,11 @@ class GPT(nnx.Module):
         """
         return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
 
-    def embed(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
-        """The residual stream before the first block."""
-        return self.dropout(self.embedding(tokens_BT), Noise.of(keys_B2))
+    def embed(
+        self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None, positions_T: jax.Array | None = None
+    ) -> jax.Array:
+        """The residual stream (B, T, C) before the first block."""
+        return self.dropout(self.embedding(tokens_BT, positions_T), Noise.of(keys_B2))
 
     def layers(self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0) -> jax.Array:
         """The residual stream after all blocks; `first` is the number of the first of them."""
@@ -243,10 +250,14 @@ class GPT(nnx.Module):
         return lax.map(lambda part: loss_of_part(*part), tuple(parts)).mean()
 
     def loss(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B2: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        keys_B2: jax.Array | None = None,
+        positions_T: jax.Array | None = None,
     ) -> jax.Array:
         """Mean cross-entropy in nats of the targets, a scalar."""
-        x_BTC = self.layers(self.embed(tokens_BT, keys_B2), keys_B2)
+        x_BTC = self.layers(self.embed(tokens_BT, keys_B2, positions_T), keys_B2)
         return self.head_loss(x_BTC, targets_BT)
 
 

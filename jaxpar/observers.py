@@ -18,12 +18,11 @@ from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window
 from compare.host.facts import MemoryUse, cpu_seconds, versions
-from compare.numerics.evaluation import Evaluation
+from compare.numerics.evaluation import Evaluation, evaluate
 from compare.numerics.stream import arrays_of_step
 from jaxpar.checkpoint import state_parts
 from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
-from jaxpar.evaluation import make_evaluation
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.listing import listing
 from jaxpar.measure.profile import StepProfiler
@@ -35,8 +34,8 @@ from jaxpar.measure.usage import (
     resident_bytes,
     threads,
 )
-from jaxpar.state import Run, TrainState, canonical
-from jaxpar.training_step import ShardedStep
+from jaxpar.run import Run
+from jaxpar.step import ShardedStep, TrainState, compile_evaluation, device_scalars
 
 
 def observers_of(run: Run, recorder: Recorder | None, folder: Path, *, started_utc: str) -> Observers:
@@ -62,7 +61,8 @@ class RunSide:
         self.devices: Collection[int] = [
             number for number, device in enumerate(run.devices) if device.process_index == process
         ]
-        self._evaluate = make_evaluation(run) if run.experiment.train.eval_interval else None
+        evaluates = run.experiment.train.eval_interval > 0
+        self._loss = compile_evaluation(run.sharded, run.state, run.experiment) if evaluates else None
 
     def memory(self) -> MemoryUse:
         return memory_in_use(self._run.devices[min(self.devices)])
@@ -87,11 +87,17 @@ class RunSide:
                 tree = run.moments(state.opt_state)[MOMENTS[rung]]
             case _:
                 tree = state.params
-        return canonical(run.sharded, tree, run.experiment)
+        return run.canonical(tree)
 
     def evaluate(self, step: int) -> Evaluation:
-        assert self._evaluate, "an experiment that evaluates nothing"
-        return self._evaluate(step)
+        run, state, loss = self._run, self._run.state, self._loss
+        assert loss, "an experiment that evaluates nothing"
+
+        def loss_of(inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> jax.Array:
+            placed = spread({"inputs": inputs_ABT, "targets": targets_ABT}, run.sharded.batch)
+            return loss(state.params, state.opt_state, placed, device_scalars(run.experiment, state))
+
+        return evaluate(run.experiment, run.corpus, step, loss_of)
 
     def is_to_stop(self) -> bool:
         return any(gathered([StopRequest.came]))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxpar.optimizer import moments, with_moments
-from jaxpar.training_step import ShardedStep
+from jaxpar.step import ShardedStep
 
 HOST = "pinned_host"
 

@@ -1,9 +1,20 @@
-"""Stages that are a dim of the arrays: whose turn is what, and where microbatches wait.
+"""Stages that are a dim of the arrays: the tick loop of the pipelines of jax-compiler and jax-explicit.
 
-What the pipelines of jax-compiler and jax-explicit share: nothing here moves data.
+One array holds a microbatch for each stage, and pp splits its first dim. A tick is one function on all
+stages, `vmap`ped; then a shift by one along that dim, the network. A scan over ticks is the pipeline.
+Its derivative, in reverse, is the backward pipeline: all forwards, then all backwards, as in GPipe. Autodiff
+orders the backward, so there is no 1F1B. With several chunks a device has stages r, r + p, r + 2p, ..., and a
+microbatch goes round the ring as often.
 
-Legend: A gradient accumulation, B batch, M microbatches, S stages at work at once, N chunks of each, K = M/S
-lanes, rounded up.
+Microbatches wait in lanes across the stages, one of each lane on each stage. A lane rolls towards stage 0,
+which takes the next microbatch from it and puts a finished one in its place. So every stage embeds its share
+of the microbatches, and makes its share of the logits, which no device ever has all of.
+
+Sources: GSPMD (arXiv 2105.04663, section 3.3), praxis and MaxText for stages as a dim; Megatron-LM (arXiv
+2104.04473, section 2.2) for the order in which microbatches go through chunks.
+
+Legend: A gradient accumulation, B batch, M microbatches, S stages at work at once, one on each device of pp,
+N chunks of each, L layers of a chunk, K = M/S lanes, rounded up; `...` is what a microbatch has: (b, T, C).
 """
 
 from collections.abc import Callable
@@ -11,10 +22,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpar.problem import Pieces
 from jaxpar.remat import IsGather, Remat, apply_remat
+from jaxpar.step import same
+from jaxpar.weights import STACKED
 
 Tree = Any
 
@@ -27,25 +42,55 @@ class Turn(NamedTuple):
     microbatch: jax.Array
 
 
-Stage = Callable[[Tree, jax.Array, Turn], jax.Array]
-"""(layers_N, x, turn) -> x, of one device's layers (N, L, ...)."""
+def run_ticks(
+    all_stages: Callable[[jax.Array, Turn], jax.Array],
+    x_SK: jax.Array,
+    *,
+    shift: Callable[[jax.Array, int], jax.Array],
+    microbatches: int,
+    chunks: int = 1,
+    placed: Callable[[jax.Array], jax.Array] = same,
+) -> jax.Array:
+    """Take microbatches through all stages.
 
+    Args:
+        all_stages: (x_S, turn_S) -> x_S: a tick of all devices.
+        x_SK: (S, K, ...), placed as `lanes` says: what enters.
+        shift: (x_S, by): each stage's x becomes that of the stage `by` places before it, around the ring.
+        microbatches: how many places of `x_SK` have one.
+        chunks: N.
+        placed: says that the first dim stays split over pp.
 
-def one_pass(batch: Tree, *, microbatches: int) -> Tree:
-    """(A, B, ...) -> (1, M, b, ...): the microbatches of all accumulated passes, which share one schedule.
-
-    Microbatch i of a pass has the sequences i, i + M/A, ...: of a B that is split over devices each device
-    keeps its own.
+    Returns:
+        (S, K, ...): what leaves, placed as `lanes` says.
     """
+    stages, lanes = x_SK.shape[:2]
+    stage_S = np.arange(stages)
 
-    def cut(x_AB: jax.Array) -> jax.Array:
-        passes, size, *rest = x_AB.shape
-        if size % microbatches:
-            raise ValueError(f"layout.microbatches = {microbatches} does not divide {size} rows of a pass")
-        x_AbM = x_AB.reshape(passes, size // microbatches, microbatches, *rest)
-        return x_AbM.swapaxes(1, 2).reshape(passes * microbatches, size // microbatches, *rest)[None]
+    def exchange(x_S: jax.Array, x_SK: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
+        """The first stage takes a microbatch from the lane, and puts the one that it has in its place."""
+        lane = tick // (stages * chunks) % lanes
+        lane_S = lax.dynamic_index_in_dim(x_SK, lane, axis=1, keepdims=False)
+        # Between its turns a lane rolls on: S times is none.
+        takes_S = (stage_S == 0) & (tick // stages % chunks == 0)
+        takes_S = takes_S.reshape(-1, *(1,) * (x_S.ndim - 1))
+        x_S, lane_S = jnp.where(takes_S, lane_S, x_S), jnp.where(takes_S, x_S, lane_S)
+        x_SK = lax.dynamic_update_index_in_dim(x_SK, shift(lane_S, -1), lane, axis=1)
+        return placed(x_S), placed(x_SK)
 
-    return jax.tree.map(cut, batch)
+    def step(carry: tuple[jax.Array, jax.Array], tick: jax.Array):
+        x_S, x_SK = carry
+        begun_S = tick - stage_S  # negative, or beyond the last: the stage is idle
+        chunk_S = begun_S // stages % chunks
+        microbatch_S = begun_S // (stages * chunks) * stages + begun_S % stages
+        turn_S = Turn(chunk_S, chunk_S * stages + stage_S, jnp.clip(microbatch_S, 0, microbatches - 1))
+        return exchange(shift(all_stages(x_S, turn_S), 1), x_SK, tick + 1), None
+
+    x_SK = placed(x_SK)
+    # Idle stages begin with what each has anyway: from zeros a layer might make NaN, and 0 * NaN is NaN.
+    start = exchange(lax.stop_gradient(x_SK[:, 0]), x_SK, 0)
+    (_, x_SK), _ = lax.scan(step, start, jnp.arange(microbatches * chunks + stages - 1))
+    return x_SK
 
 
 def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -68,30 +113,58 @@ def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.nd
     return enters_SK, leaves_SK, counts_SK
 
 
-def make_stage(
-    chunk: Callable[[Tree, jax.Array, Turn], jax.Array],
+def one_pass(batch: Tree, *, microbatches: int) -> Tree:
+    """(A, B, ...) -> (1, M, b, ...): the microbatches of all accumulated passes, which share one schedule.
+
+    Microbatch i of a pass has the sequences i, i + M/A, ...: of a B that is split over devices each device
+    keeps its own.
+    """
+
+    def cut(x_AB: jax.Array) -> jax.Array:
+        passes, size, *rest = x_AB.shape
+        x_AbM = x_AB.reshape(passes, size // microbatches, microbatches, *rest)
+        return x_AbM.swapaxes(1, 2).reshape(passes * microbatches, size // microbatches, *rest)[None]
+
+    return jax.tree.map(cut, batch)
+
+
+def run_stage(
+    pieces: Pieces,
+    params: Tree,
+    batch: Tree,
+    x: jax.Array,
+    turn: Turn,
     *,
-    chunks: int,
     remat: Remat,
     is_gather: IsGather | None,
-) -> Stage:
-    """The function of a device at a tick: it picks the chunk whose turn it is, and applies it.
+) -> jax.Array:
+    """A device's work at a tick: the blocks of the chunk whose turn it is, on a microbatch x (b, T, C).
 
     Args:
-        chunk: (layers, x, turn) -> x, with layers (layers of a chunk, ...) and x (B, ...) of a microbatch.
-        chunks, remat, is_gather: see `pipelined`.
+        pieces: the model.
+        params: this device's; the blocks' leaves are (N, L, ...).
+        batch: all microbatches, (M, b, ...).
+        x, turn: the task.
+        remat: what forward may keep of a chunk, if it picks or gathers its layers.
+        is_gather: tells operations that gather layers: their results last one tick.
     """
+    chunks, of_chunk = jax.tree.leaves(params[STACKED])[0].shape[:2]
+
+    def run(layers: Tree, x: jax.Array, turn: Turn) -> jax.Array:
+        microbatch = jax.tree.map(lambda x: x[turn.microbatch], batch)
+        return pieces.layers({**params, STACKED: layers}, x, microbatch, turn.stage * of_chunk)
+
     if chunks == 1 and is_gather is None:
-        return lambda layers_N, x, turn: chunk(jax.tree.map(lambda w_N: w_N[0], layers_N), x, turn)
+        return run(jax.tree.map(lambda w_N: w_N[0], params[STACKED]), x, turn)
 
     # A lone chunk that gathers its layers is picked, too: JAX takes out of the loop what is the same at every
     # tick, and forward would gather all layers of a stage before it begins.
-    def stage(layers_N: Tree, x: jax.Array, turn: Turn) -> jax.Array:
+    def pick_and_run(layers_N: Tree, x: jax.Array, turn: Turn) -> jax.Array:
         pick = partial(lax.dynamic_index_in_dim, index=turn.chunk, keepdims=False)
-        return chunk(jax.tree.map(pick, layers_N), x, turn)
+        return run(jax.tree.map(pick, layers_N), x, turn)
 
     def is_copy(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-        """Makes a tick's own copy of parameters, which is not to be kept: there would be one for each.
+        """Makes a tick's copy of parameters, which is not to be kept: there would be one for each.
 
         `vmap` makes a gather of picking by an index. (A layer's own gathers are computed anew, no more.)
         """
@@ -99,4 +172,4 @@ def make_stage(
             is_gather is not None and is_gather(primitive, *arguments, **parameters)
         )
 
-    return apply_remat(stage, remat, is_gather=is_copy)
+    return apply_remat(pick_and_run, remat, is_gather=is_copy)(params[STACKED], x, turn)

@@ -1,4 +1,4 @@
-"""The training loop that both engines share."""
+"""Training: set up a run, and loop. All three engines share it."""
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -6,18 +6,41 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.observers import FinishedStep, Observer
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
+from compare.numerics.evaluation import require_validation
+from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
 from compare.numerics.stream import Batches, arrays_of_step
-from jaxpar.comm.hosts import spread
-from jaxpar.compilation import device_scalars
+from compare.numerics.weights import Weights
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout
+from jaxpar import compiler, explicit, manual, weights
+from jaxpar.checkpoint import place_weights
+from jaxpar.comm.hosts import meet, spread
+from jaxpar.comm.mesh import make_mesh
+from jaxpar.measure.work import work_of
 from jaxpar.observers import observers_of
-from jaxpar.setup import set_up
-from jaxpar.state import Run
+from jaxpar.offload import with_moments_on_host
+from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
+from jaxpar.problem import Problem
+from jaxpar.run import Run
+from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
 
+PARALLELIZE = {
+    "jax-compiler": compiler.parallelize,
+    "jax-explicit": explicit.parallelize,
+    "jax-manual": manual.parallelize,
+}
+FEW_STEPS = 4
+"""A ladder's run of so few has one program: compiling another takes longer than returning gradients."""
 Take = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 
 
@@ -31,14 +54,6 @@ def train(
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
     """Train the request's experiment and write its record.
-
-        from pathlib import Path
-        from compare.numerics.data import open_corpus
-        from compare.spec.experiment import load
-        from compare.numerics.parameters import initial_parameters
-        from compare.contract.record import Recorder, read_record
-        from compare.contract.request import Request
-        from jaxpar.configuration import configure_jax
 
         experiment, folder = load("check"), Path("mine")
         folder.mkdir()
@@ -75,7 +90,8 @@ def train(
     def take(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         state, scalars = run.state, device_scalars(run.experiment, run.state)
         outputs = run.program(state.step)(state.params, state.opt_state, batch, scalars)
-        state.params, state.opt_state, metrics, state.gradients = outputs
+        state.params, state.opt_state, metrics, gradients = outputs
+        state.gradients = gradients if state.step == request.first_step else None
         return metrics
 
     run_loop(run, take, observers_of(run, recorder, folder, started_utc=started_utc), progress=progress)
@@ -121,3 +137,106 @@ def train_steps(run: Run, take: Take, tell: Observer) -> None:
         tell.gradients(first)
         state.gradients = None
     tell.steps(done, clock.window(steps))
+
+
+def set_up(
+    request: Request,
+    recorder: Recorder | None,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+    progress: Callable[..., None],
+) -> Run:
+    """Check the request, place its state on the devices, and compile its step. As of `train`."""
+    experiment, layout = request.experiment, request.experiment.layout
+    require_engine(request.engine, layout)
+    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
+    mesh = make_mesh(layout, platform=request.platform)
+    corpus = open_stream(request, batches)
+    require_validation(experiment, corpus)
+    initial = starting_parameters(request, weights)  # of a checkpoint nothing is read before it is asked for
+    checkpoint = CheckpointReader(Path(request.resume.checkpoint)) if request.resume else None
+    progress()
+
+    sharded, state = prepare(request.engine, experiment, mesh=mesh, initial=initial, checkpoint=checkpoint)
+    state.loss_scale = request.first_loss_scale
+    clock, has_one_program = Stopwatch(), request.ladder and request.steps <= FEW_STEPS
+    with clock:
+        step = compile_step(
+            sharded,
+            state,
+            experiment,
+            with_gradients=has_one_program,
+            see=lambda program: recorder.work(work_of(program, sharded.ticks)) if recorder else None,
+        )
+    progress()
+    needs_another = request.ladder and not has_one_program
+    run = Run(
+        request=request,
+        corpus=corpus,
+        devices=list(mesh.devices.flat),
+        sharded=sharded,
+        state=state,
+        step=step,
+        compile_s=clock.wall_s,
+        initial_weights_sha256=request.init_sha256 if jax.process_count() > 1 else "",
+        first=compile_step(sharded, state, experiment, with_gradients=True) if needs_another else None,
+    )
+    if jax.process_index() == 0 and not run.initial_weights_sha256:
+        # As the devices hold them; of several hosts, that nothing is sent, as they were given.
+        held = run.canonical(state.params) if jax.process_count() == 1 else initial
+        run.initial_weights_sha256 = fingerprint(held)
+    meet("all have compiled")
+    return run
+
+
+def require_engine(engine: str, layout: Layout) -> None:
+    """Refuse an engine that this side does not have, and a layout that the engine does not have."""
+    if engine not in PARALLELIZE:
+        raise ExperimentError(f"engine = {engine}: jaxpar runs {', '.join(PARALLELIZE)}")
+    ENGINES[engine].require(layout)
+
+
+def prepare(
+    engine: str,
+    experiment: Experiment,
+    *,
+    mesh: Mesh,
+    initial: Weights | None = None,
+    checkpoint: CheckpointReader | None = None,
+) -> tuple[ShardedStep, TrainState]:
+    """The engine's step for an experiment, and the state to begin with, placed on the devices.
+
+    Args:
+        initial: weights by canonical name; by default the seed's.
+        checkpoint: a full state, to go on from.
+    """
+    sharded, optimizer = sharded_step(engine, experiment, mesh=mesh)
+    at_rest = sharded.moments_at_rest or sharded.moments
+    dtype = storage_dtype(experiment)
+
+    def placed(named: Mapping[str, np.ndarray], shardings: object) -> dict:
+        placements, model = sharded.placements, experiment.model
+        return place_weights(named, placements=placements, shardings=shardings, model=model, dtype=dtype)
+
+    if checkpoint:
+        params, description = placed(checkpoint.group(WEIGHTS), sharded.params), checkpoint.description
+        empty = jax.eval_shape(optimizer.init, params)
+        saved = {group: placed(checkpoint.group(group), at_rest) for group in moments(empty)}
+        opt_state, step, updates = with_moments(empty, saved), description.step, description.updates
+        return sharded, TrainState(params=params, opt_state=opt_state, step=step, updates=updates)
+    params = placed(SeedWeights(experiment) if initial is None else initial, sharded.params)
+    opt_state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, at_rest))(params)
+    return sharded, TrainState(params=params, opt_state=opt_state)
+
+
+def sharded_step(
+    engine: str, experiment: Experiment, *, mesh: Mesh
+) -> tuple[ShardedStep, optax.GradientTransformationExtraArgs]:
+    """The engine's step for an experiment, and its optimizer; nothing is placed on any device."""
+    decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
+    optimizer = make_optimizer(experiment.optimizer, decay=decay)
+    sharded = PARALLELIZE[engine](Problem(experiment), optimizer, mesh=mesh)
+    if experiment.layout.offload == "optimizer":
+        sharded = with_moments_on_host(sharded)
+    return sharded, optimizer

@@ -22,14 +22,16 @@ STACKED = "blocks"
 
 def from_canonical(named: Mapping[str, np.ndarray], model: Model) -> dict[str, Any]:
     """The state tree, as NumPy arrays: (L, ...) of the stacked layers, from (...) of each canonical name."""
-    return unflatten_dict(
-        {
-            path: np.stack([named[parameter.name] for parameter in parameters])
-            if path[0] == STACKED
-            else named[parameters[0].name]
-            for path, parameters in parameters_by_path(model).items()
-        }
-    )
+    paths = parameters_by_path(model)
+    return unflatten_dict({path: stacked(named, path, parameters) for path, parameters in paths.items()})
+
+
+def stacked(
+    named: Mapping[str, np.ndarray], path: tuple[str, ...], parameters: list[Parameter]
+) -> np.ndarray:
+    """One leaf of the state tree, from its canonical parameters."""
+    tensors = [named[parameter.name] for parameter in parameters]
+    return np.stack(tensors) if path[0] == STACKED else tensors[0]
 
 
 def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from compare.host.facts import MissingDevicesError, cpu_model
-from compare.spec.engines.registry import JAX
 from compare.spec.experiment import Layout
 
 
@@ -38,21 +37,6 @@ def mesh_over(devices: Sequence[jax.Device], layout: Layout) -> Mesh:
 def typed(mesh: Mesh) -> Mesh:
     """The same devices, with every axis Explicit: where an array lives along it is part of its type."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-
-
-def require_layout(layout: Layout, mesh: Mesh, *, folder: str) -> None:
-    """Refuse a layout that the engine of this folder has not, and a mesh of another shape.
-
-    Raises:
-        ExperimentError: a schedule, or another part of the layout, as the engine's declaration says.
-        ValueError: the mesh, and how to make the right one.
-    """
-    next(engine for engine in JAX.engines if engine.folder == folder).require(layout)
-    if dict(mesh.shape) != layout.axes:
-        raise ValueError(
-            f"the mesh has axes {dict(mesh.shape)}, and the layout {layout.axes}: make it with "
-            f"jaxpar.comm.mesh.make_mesh(layout, platform=...)"
-        )
 
 
 def find_devices(count: int, *, platform: str) -> list[jax.Device]:

@@ -1,74 +1,62 @@
 """The engine jax-compiler: arrays are placed, and XLA decides what moves.
 
-`parallelize` composes the strategies: the step is written as for one device, and each strategy has its say
-about where its arguments live.
+`parallelize` composes the strategies: the step is written as for one device, and each strategy says where
+its arrays live.
 """
 
 from functools import partial
 from typing import Any
 
-import jax
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import BATCH
-from compare.spec.experiment import Layout
-from jaxpar.comm.mesh import require_layout
+from compare.spec.axes import ROWS
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
-from jaxpar.optimizer import global_norm, moments
+from jaxpar.optimizer import global_norm
+from jaxpar.placement import shardings
 from jaxpar.problem import Edit, Loss, Problem
-from jaxpar.tracing.edits import require_edits
-from jaxpar.training_step import ShardedStep, accumulated_gradients, passes_of, shardings
+from jaxpar.stages import one_pass
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, same
+from jaxpar.weights import STACKED
 
 
 def parallelize(
-    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh, layout: Layout
+    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
     """The training step of a problem, as the compiler partitions it.
 
     Args:
-        problem: the training problem.
-        optimizer: of the form of `jaxpar.optimizer.make_optimizer`'s: it takes `grad_norm` and `scalars`.
-        mesh: has the axes of `layout.axes`.
-        layout: all of it but gradient_sync, which is the compiler's own choice.
-
-    Raises:
-        ExperimentError: the engine has no such schedule, or another part of the layout.
-        TypeError: the optimizer's state is of another form than `make_optimizer`'s.
-        ValueError: a mesh of another shape; a pipeline, and a problem without pieces. And from the step,
-            when it is traced: the loss uses parameters past the edits (`jaxpar.tracing.edits`).
+        problem: the training problem; gradient_sync of its layout is the compiler's own choice.
+        optimizer: of `jaxpar.optimizer.make_optimizer`.
+        mesh: has the axes of the layout.
     """
-    require_layout(layout, mesh, folder="compiler")
-    moments(jax.eval_shape(optimizer.init, problem.shapes))
-    placements = problem.place(layout, split=tensor_parallel.SPLIT)
-    loss = _loss(problem, placements, mesh=mesh, layout=layout)
+    layout, placements = problem.layout, problem.placements()
+    loss = _loss(problem, placements, mesh=mesh)
     shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)
-    # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
-    late = BATCH if layout.zero < 2 else (data_parallel.AXIS,)
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
-    gathers_layers = _gathers_layers(problem, layout)
 
-    def gradients_of(params: Any, batch: Any, *, of: Loss):
-        if layout.pp > 1:
-            batch = pipeline_parallel.one_pass(batch, microbatches=layout.microbatches)
-        return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else _same)
-
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        require_edits(problem, placements, batch, layout=layout, gathers_layers=gathers_layers)
+    def gradients_of(params: Any, batch: Any, scalars: Any) -> Any:
         parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
+        of = scaled(loss, scalars, parts=parts)
+
+        def accumulate(params: Any, batch: Any) -> Any:
+            if layout.pp > 1:
+                batch = one_pass(batch, microbatches=layout.microbatches)
+            return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else same)
+
+        # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
+        late = ROWS if layout.zero < 2 else (data_parallel.AXIS,)
         value, gradients = data_parallel.synchronize_gradients(
-            partial(gradients_of, of=scaled(loss, scalars, parts=parts)),
-            params,
-            batch,
-            mesh=mesh,
-            axes=late,
-            loops=layout.pp > 1,
+            accumulate, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
         )
         gradients = shard(lax.with_sharding_constraint(gradients, accumulated))
-        gradients = unscaled(gradients, scalars, parts=parts)
+        return value, unscaled(gradients, scalars, parts=parts)
+
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+        value, gradients = gradients_of(params, batch, scalars)
         grad_norm = global_norm(gradients)
         params = shard(params)
         updates, moved = optimizer.update(gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars)
@@ -89,54 +77,23 @@ def parallelize(
     )
 
 
-def _loss(problem: Problem, placements: Any, *, mesh: Mesh, layout: Layout) -> Loss:
+def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
+    layout, is_gather = problem.layout, None
     edits: list[Edit] = []
-    stacked, is_gather = problem.stacked, None
     if layout.tp > 1:
-        edits.append(
-            tensor_parallel.split_layers(
-                problem, placements, mesh=mesh, sequence_parallel=layout.sequence_parallel
-            )
-        )
-    if _gathers_layers(problem, layout):
-        stages = pipeline_parallel.AXIS if layout.pp > 1 else None
-        is_gather = fully_sharded.gather_of_layer(placements[stacked], mesh=mesh, stages=stages)
-        edits.append(
-            fully_sharded.gather_layers(
-                placements[stacked],
-                mesh=mesh,
-                remat=problem.remat,
-                reshard_after_forward=layout.reshard_after_forward,
-                is_gather=is_gather,
-            )
-        )
+        edits.append(tensor_parallel.split_layers(problem, mesh=mesh))
+    if problem.gathers_in_layers:
+        edit, is_gather = fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh)
+        edits.append(edit)
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
-            problem.edited_pieces(edits),
-            mesh=mesh,
-            stacked=stacked,
-            chunks=layout.chunks,
-            remat=problem.remat,
-            is_gather=is_gather,
+            problem.pieces(edits), mesh=mesh, chunks=layout.chunks, remat=problem.remat, is_gather=is_gather
         )
     else:
-        loss = problem.edited(edits)
+        loss = problem.loss(edits)
     if layout.zero == 3:
-        return fully_sharded.gather_non_layer_parameters(
-            loss, placements, mesh=mesh, stacked=stacked, layers_too=layout.pp > 1 and not is_gather
+        return fully_sharded.gather_first(
+            loss, placements, mesh=mesh, layers_too=not problem.gathers_in_layers
         )
     return lambda params, batch: loss(fully_sharded.unpad(params, placements), batch)
-
-
-def _gathers_layers(problem: Problem, layout: Layout) -> bool:
-    """True if layers are stored as shards that each gathers for itself.
-
-    A pipeline's layers run at every tick: what is to be kept of them is gathered up front, with the rest.
-    """
-    up_front = layout.pp > 1 and not layout.reshard_after_forward
-    return layout.zero == 3 and problem.stacked in problem.shapes and not up_front
-
-
-def _same(tree: Any) -> Any:
-    return tree

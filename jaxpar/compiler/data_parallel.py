@@ -1,8 +1,18 @@
 """Data parallelism by the compiler: say where things live, and XLA inserts the communication.
 
-Every device holds all parameters and a share of the batch. The loss is a mean over the whole batch: that
-it needs a sum over devices, and its gradients too, is for the partitioner to find out. It puts that sum
-where a gradient is made: inside the backward loop over layers, and inside a loop over microbatches, too.
+    parameters   P()              every device has all of them
+    batch        P(None, ROWS)    every device has a share of the rows
+    loss         the mean over all rows, as on one device
+
+That is all of it:
+
+    @partial(jax.jit, in_shardings=(whole, batch_sharding(mesh)), out_shardings=(whole, whole))
+    def step(params, batch):
+        return jax.value_and_grad(loss)(params, batch)
+
+The loss needs a sum over devices, and its gradients too: the partitioner finds out. It puts that sum where a
+gradient is made: inside the backward loop over layers, and inside a loop over microbatches, too. There it
+would reduce at every turn. `synchronize_gradients` makes it one reduction.
 """
 
 import math
@@ -14,14 +24,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import BATCH, DP_REPLICATE
+from compare.spec.axes import DP_REPLICATE, ROWS
 
 AXIS = DP_REPLICATE
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch (A, B, ...): B is split, replicas outermost."""
-    return NamedSharding(mesh, P(None, BATCH))
+    return NamedSharding(mesh, P(None, ROWS))
 
 
 def synchronize_gradients(
@@ -35,24 +45,23 @@ def synchronize_gradients(
 ) -> tuple[jax.Array, Any]:
     """Mean loss and gradients over a batch that is split over devices, reduced once, after accumulation.
 
-    Without a loop over microbatches XLA does all of it. In a loop it would reduce at every turn: there is no
-    "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, the loop makes a
-    gradient for each replica, and the mean over that dim after it is the one reduction. Each device holds its
-    own replica's slice: no more memory than before.
+    There is no "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, the loop
+    makes a gradient for each replica, and the mean over that dim after it is the one reduction. Each device
+    has its own replica's slice: no more memory than before.
 
     Args:
         gradients_of: (params, batch) -> (mean loss, gradients), accumulating over A.
         params: any pytree.
         batch: a pytree of (A, B, ...), B split as `batch_sharding` says. With A = 1 XLA does as it likes.
         mesh: has `axes`.
-        axes: the mesh axes that become a dim, the first ones of `BATCH`.
+        axes: the mesh axes that become a dim, the first ones of those that split rows.
         loops: `gradients_of` loops over parts of each of the A, too: a pipeline over its microbatches.
     """
     replicas = math.prod(mesh.shape[axis] for axis in axes)
     accumulation = jax.tree.leaves(batch)[0].shape[0]
     if replicas == 1 or (accumulation == 1 and not loops):
         return gradients_of(params, batch)
-    inner = tuple(axis for axis in BATCH if axis not in axes and axis in mesh.shape)
+    inner = tuple(axis for axis in ROWS if axis not in axes and axis in mesh.shape)
 
     def with_replica_dim(x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], replicas, x.shape[1] // replicas, *x.shape[2:])

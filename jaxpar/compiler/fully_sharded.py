@@ -18,11 +18,11 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from compare.spec.axes import DP_SHARD
-from jaxpar.placement import one_layer
-from jaxpar.problem import Edit, Loss
-from jaxpar.remat import IsGather, Remat, apply_remat
-from jaxpar.training_step import shardings
+from compare.spec.axes import DP_SHARD, PP
+from jaxpar.placement import one_layer, shardings
+from jaxpar.problem import Edit, Loss, Problem, without_layers
+from jaxpar.remat import IsGather, apply_remat
+from jaxpar.weights import STACKED
 
 AXIS = DP_SHARD
 
@@ -38,7 +38,61 @@ def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     return unpad(gathered, placements)
 
 
-def gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+def unpad(params: Any, placements: Any) -> Any:
+    """Parameters without what only makes shards equal in size."""
+    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
+
+
+def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edit, IsGather]:
+    """Stage 3: every scanned block wants its own parameters whole; and what tells a remat policy of it.
+
+    Args:
+        problem: the training problem.
+        placements: of the stacked blocks' leaves.
+        mesh: has an axis dp_shard.
+    """
+    placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
+    in_front = (PP,) if problem.layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
+    leaves = jax.tree.leaves(shardings(mesh, placements, sharded=False))
+    gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
+
+    def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+        return (
+            primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
+        )
+
+    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def gathering(x: Any, shards: Any) -> Any:
+            return layer(x, gather(shards, placements, mesh=mesh))
+
+        return apply_remat(gathering, problem.remat, is_gather=is_gather, keep_gathered=keep)
+
+    def edit(model: Any) -> None:
+        model.wrap_layer = wrap_layer
+
+    return edit, is_gather
+
+
+def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:
+    """The loss over shards, all but the blocks gathered up front, and kept.
+
+    Args:
+        loss: over whole parameters, blocks aside.
+        placements: of all leaves.
+        mesh: has an axis dp_shard.
+        layers_too: gather the blocks up front as well: they do not gather themselves.
+    """
+
+    def gathering(params: Any, batch: Any) -> jax.Array:
+        params = {**params, **gather(without_layers(params), without_layers(placements), mesh=mesh)}
+        if layers_too:
+            params[STACKED] = _gather_before_loop(params[STACKED], placements[STACKED], mesh=mesh)
+        return loss(params, batch)
+
+    return gathering
+
+
+def _gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     """`gather`, for a loop that accumulates gradients: these are split again.
 
     The derivative of saying "whole" says it of the gradient, too, which would accumulate whole.
@@ -55,83 +109,9 @@ def gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     return unpad(whole(params), placements)
 
 
-def unpad(params: Any, placements: Any) -> Any:
-    """Parameters without what only makes shards equal in size."""
-    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
-
-
-def gather_of_layer(placements: Any, *, mesh: Mesh, stages: str | None = None) -> IsGather:
-    """True if an operation makes a parameter of a scanned layer whole, for remat policies.
-
-    Args:
-        placements: of the stacked layers' leaves.
-        mesh: has an axis dp_shard.
-        stages: the mesh axis of a pipeline that maps layers over its stages.
-    """
-    in_front = () if stages is None else (stages,)  # `vmap` adds it to what a layer says
-    leaves = jax.tree.leaves(shardings(mesh, one_layer(placements), sharded=False))
-    gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
-
-    def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-        return (
-            primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
-        )
-
-    return is_gather
-
-
-def gather_layers(
-    placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool, is_gather: IsGather
-) -> Edit:
-    """An edit of the model: every scanned layer wants its own parameters whole.
-
-    Args:
-        placements: of the stacked layers' leaves.
-        mesh: has an axis dp_shard.
-        remat: what forward keeps besides gathered parameters.
-        reshard_after_forward: gather again in backward; false keeps what forward gathered.
-        is_gather: `gather_of_layer`.
-    """
-    placements = one_layer(placements)
-
-    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-        def gathering(x: Any, shards: Any) -> Any:
-            return layer(x, gather(shards, placements, mesh=mesh))
-
-        return apply_remat(gathering, remat, is_gather=is_gather, keep_gathered=not reshard_after_forward)
-
-    def edit(model: Any) -> None:
-        model.wrap_layer = wrap_layer
-
-    return edit
-
-
 def _split_dims(spec: Iterable[Any]) -> tuple[Any, ...]:
     """A PartitionSpec without the dims at its end that are not split: these go without saying."""
     dims = tuple(spec)
     while dims and dims[-1] is None:
         dims = dims[:-1]
     return dims
-
-
-def gather_non_layer_parameters(
-    loss: Loss, placements: Any, *, mesh: Mesh, stacked: str, layers_too: bool = False
-) -> Loss:
-    """The loss of a model whose layers gather themselves: all else is gathered up front, and kept.
-
-    Args:
-        loss: over whole parameters, layers aside.
-        placements: of all leaves.
-        mesh: has an axis dp_shard.
-        stacked: the key of the layers.
-        layers_too: gather the layers up front as well: the loss does not do it itself.
-    """
-
-    def gathering(params: Any, batch: Any) -> jax.Array:
-        rest = {key: p for key, p in placements.items() if key != stacked}
-        params = {**params, **gather({key: params[key] for key in rest}, rest, mesh=mesh)}
-        if layers_too:
-            params[stacked] = gather_before_loop(params[stacked], placements[stacked], mesh=mesh)
-        return loss(params, batch)
-
-    return gathering

@@ -1,14 +1,13 @@
 """Tensor parallelism by the compiler: one table says which dims are split, and XLA does Megatron's split.
 
-The parameters' placement follows from the table. The code says beyond it where activations live at both ends
-of a region of split work; what XLA would do without each of these lines, docs/compilers.md measures. It also
-says that padded logits do not count, where the vocabulary does not divide.
+The parameters' placement follows from the table of axes (`compare.spec.axes`). Beyond it the code says where
+activations live at both ends of a region of split work; docs/compilers.md says what XLA does without these
+lines. It also says that padded logits do not count, where the vocabulary does not divide.
 
 Legend: B batch, T position, C n_embd, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,57 +17,46 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import Embedding, Linear
+from jaxpar.model import GPT, Embedding, Linear
 from jaxpar.problem import Edit, Problem
-from jaxpar.tracing.sites import Site, find_sites
 
 AXIS = TP
-SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
-"""Logical axis -> mesh axis: what is split, in every leaf that has it."""
-
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
-POSITION_DIM = 1
+POSITION_DIM, HIDDEN_DIM = 1, 2
+"""Of (B, T, C); of the MLP's (B, T, 4C), and of the heads' (B, T, H, D)."""
+HEADS_DIM = 3
+"""Of q, k and v: (B, T, 3, H, D)."""
 
 
-def split_layers(problem: Problem, placements: Any, *, mesh: Mesh, sequence_parallel: bool) -> Edit:
-    """An edit of the model: activations at both ends of a region of split work say where they live.
+def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
+    """An edit of the model: activations at both ends of a region of split work say where they live."""
+    between = POSITION_DIM if problem.layout.sequence_parallel else None
 
-    Args:
-        problem: the training problem.
-        placements: of its leaves.
-        mesh: has an axis tp.
-        sequence_parallel: between the regions, positions are split.
-    """
-    where: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
-
-    def edit(model: Any) -> None:
-        for site in find_sites(model, problem, placements):
-            is_table = isinstance(site.module, Embedding)
-            module = PlacedEmbedding(site.module, **where) if is_table else PlacedLinear(site, **where)
-            site.replace(model, module)
-        if problem.vocab_size:
-            model.cross_entropy = without_padding(model.cross_entropy, vocab_size=problem.vocab_size)
+    def edit(model: GPT) -> None:
+        attention, mlp = model.blocks.attention, model.blocks.mlp
+        attention.qkv = PlacedLinear(attention.qkv, mesh, split=(None, HEADS_DIM))
+        attention.out = PlacedLinear(attention.out, mesh, split=(HIDDEN_DIM, between))
+        mlp.up = PlacedLinear(mlp.up, mesh, split=(None, HIDDEN_DIM))
+        mlp.down = PlacedLinear(mlp.down, mesh, split=(HIDDEN_DIM, between))
+        model.embedding = PlacedEmbedding(model.embedding, mesh, between=between)
+        vocab_size = problem.experiment.model.vocab_size
+        model.cross_entropy = without_padding(model.cross_entropy, vocab_size=vocab_size)
 
     return edit
 
 
 class PlacedLinear(Linear):
-    """A Linear that says where its input and output live."""
+    """A Linear that says which dim of its input, and which of its output, tp splits."""
 
-    def __init__(self, site: Site, *, mesh: Mesh, sequence_parallel: bool):
-        linear = site.module
+    def __init__(self, linear: Linear, mesh: Mesh, *, split: tuple[int | None, int | None]):
         self.contracted, self.compute = linear.contracted, linear.compute
         self.weight, self.bias = linear.weight, linear.bias
-        self.mesh, self.sequence_parallel = mesh, sequence_parallel
-        self.splits_inputs, self.dim = site.splits_inputs, site.dim
+        self.mesh, self.split = mesh, split
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        of_batch = x.ndim - self.contracted  # dims of x in front of those that are contracted
-        if self.splits_inputs:
-            y = super().__call__(placed(x, self.mesh, split=of_batch + self.dim))
-            return placed(y, self.mesh, split=POSITION_DIM if self.sequence_parallel else None)
-        y = super().__call__(placed(x, self.mesh))
-        return placed(y, self.mesh, split=of_batch + self.dim - self.contracted)
+        of_input, of_output = self.split
+        y = super().__call__(placed(x, self.mesh, split=of_input))
+        return placed(y, self.mesh, split=of_output)
 
     def product(self, x: jax.Array) -> jax.Array:
         """x (..., N) times the weight, dim by dim: joining a split dim with another would gather it."""
@@ -78,13 +66,12 @@ class PlacedLinear(Linear):
 class PlacedEmbedding(Embedding):
     """An Embedding that says where its activations live."""
 
-    def __init__(self, embedding: Embedding, *, mesh: Mesh, sequence_parallel: bool):
+    def __init__(self, embedding: Embedding, mesh: Mesh, *, between: int | None):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
-        self.mesh, self.sequence_parallel = mesh, sequence_parallel
+        self.mesh, self.between = mesh, between
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTC = super().__call__(tokens_BT)
-        return placed(x_BTC, self.mesh, split=POSITION_DIM if self.sequence_parallel else None)
+    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
+        return placed(super().__call__(tokens_BT, positions_T), self.mesh, split=self.between)
 
     def enter_head(self, x_BTC: jax.Array) -> jax.Array:
         return placed(x_BTC, self.mesh)

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import BATCH, DP_REPLICATE
+from compare.spec.axes import DP_REPLICATE, ROWS
 from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
 from jaxpar.placement import specs
 from jaxpar.problem import Loss
@@ -28,7 +28,7 @@ AXIS = DP_REPLICATE
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch (A, B, ...): B is split, replicas outermost."""
-    return NamedSharding(mesh, P(None, BATCH))
+    return NamedSharding(mesh, P(None, ROWS))
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:

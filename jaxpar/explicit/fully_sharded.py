@@ -20,8 +20,8 @@ from jax.sharding import Mesh, reshard
 from compare.spec.axes import DP_SHARD
 from jaxpar.explicit.replicas import own_copy, reduced, unreduced
 from jaxpar.placement import one_layer, specs
-from jaxpar.problem import Edit, Loss
-from jaxpar.remat import Remat, apply_remat
+from jaxpar.problem import Edit, Loss, Problem
+from jaxpar.remat import apply_remat
 
 AXIS = DP_SHARD
 
@@ -53,16 +53,15 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return any(AXIS in sharding.spec.reduced for sharding in types)
 
 
-def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_forward: bool) -> Edit:
-    """An edit of the model: every scanned layer gathers its own parameters.
+def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
+    """An edit of the model: every scanned block gathers its own parameters.
 
     Args:
-        placements: of the stacked layers' leaves.
+        problem: what is trained.
+        placements: of the stacked blocks' leaves.
         mesh: has an axis dp_shard.
-        remat: what forward may keep, gathered parameters aside.
-        reshard_after_forward: gather again in backward; false keeps what forward gathered.
     """
-    placements = one_layer(placements)
+    placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
 
     def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
         def gathering(x: Any, shards: Any) -> Any:
@@ -71,7 +70,7 @@ def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_fo
             own = jax.tree.map(lambda w: own_copy(w, of_replica), whole)
             return layer(x, unpad(own, placements))
 
-        return apply_remat(gathering, remat, is_gather=is_gather, keep_gathered=not reshard_after_forward)
+        return apply_remat(gathering, problem.remat, is_gather=is_gather, keep_gathered=keep)
 
     def edit(model: Any) -> None:
         model.wrap_layer = wrap_layer
@@ -79,14 +78,8 @@ def gather_layers(placements: Any, *, mesh: Mesh, remat: Remat, reshard_after_fo
     return edit
 
 
-def gather_non_layer_parameters(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
-    """The loss of a model whose layers gather themselves: all else is gathered up front, and kept.
-
-    Args:
-        loss: over whole parameters, reduced, layers aside.
-        placements: of what is to be gathered, by key.
-        mesh: has an axis dp_shard.
-    """
+def gather_first(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
+    """A loss that begins by gathering what these placements have, and keeps it."""
 
     def gathering(params: Any, batch: Any) -> jax.Array:
         rest = {key: params[key] for key in placements}

@@ -4,10 +4,10 @@
     {U:dp}   unreduced: each device has a part of a sum
     [R@dp]   a dim of replicas, split over dp: each device has its own entry
 
-A cast to {R:dp} moves nothing. Its derivative is a sum over dp, and it runs where the cast is written. A rule
-of types for every operation of a model there is not: rows that are split over dp cannot be added to a bias
-that is {R:dp}. So the model is `vmap`ped over replicas, and never sees dp: each replica has a copy of the
-parameter, and the copies' gradient is {U:dp} again.
+A cast to {R:dp} moves nothing. Its derivative is a sum over dp, and it runs where the cast is written. Some
+operations have no typing rule: adding a bias {R:dp} to rows split over dp is an error. So the model is
+`vmap`ped over replicas, and never sees dp: each replica has a copy of the parameter, and the copies' gradient
+is {U:dp} again.
 
 Source: "Autodiff and sharding" in JAX's documentation, which says that unreduced is such a dim in effect.
 
@@ -26,13 +26,13 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import BATCH, PP
+from compare.spec.axes import PP, ROWS
 from jaxpar.placement import Placement
 
 
 def axes_of_replicas(mesh: Mesh) -> tuple[str, ...]:
     """The axes that split a batch, but for those of one device."""
-    return tuple(axis for axis in BATCH if mesh.shape[axis] > 1)
+    return tuple(axis for axis in ROWS if mesh.shape[axis] > 1)
 
 
 def axes_in(spec: P) -> set[str]:
@@ -71,7 +71,7 @@ def copies(w: jax.Array) -> jax.Array:
     neither: the gradient of what is reduced is unreduced.
     """
     reduced = jax.typeof(w).sharding.spec.reduced
-    groups = [tuple(axis for axis in group if axis in reduced) for group in (BATCH, (PP,))]
+    groups = [tuple(axis for axis in group if axis in reduced) for group in (ROWS, (PP,))]
     return _copies(w, tuple(filter(None, groups)))
 
 

@@ -23,36 +23,25 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import Embedding, Linear
+from jaxpar.model import GPT, Embedding, Linear
 from jaxpar.problem import Edit, Problem
-from jaxpar.tracing.sites import find_sites
 
 AXIS = TP
-SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
-"""Logical axis -> mesh axis: what is split, in every leaf that has it."""
-
 REDUCED, UNREDUCED = P(reduced={AXIS}), P(unreduced={AXIS})
 
 
-def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
-    """An edit of the model: casts at both ends of a region of split work.
+def split_layers(problem: Problem) -> Edit:
+    """An edit of the model: casts at both ends of a region of split work."""
+    between = P(None, AXIS) if problem.layout.sequence_parallel else P()
 
-    Args:
-        problem: what is trained.
-        placements: of its leaves.
-        sequence_parallel: between the regions, positions are split.
-    """
-    between = P(None, AXIS) if sequence_parallel else P()
-
-    def edit(model: Any) -> None:
-        for site in find_sites(model, problem, placements):
-            if isinstance(site.module, Embedding):
-                site.replace(model, TypedEmbedding(site.module, between=between))
-            else:
-                split = RowParallelLinear if site.splits_inputs else ColumnParallelLinear
-                site.replace(model, split(site.module, between=between))
-        if problem.vocab_size:
-            model.cross_entropy = split_cross_entropy(vocab_size=problem.vocab_size)
+    def edit(model: GPT) -> None:
+        attention, mlp = model.blocks.attention, model.blocks.mlp
+        attention.qkv = ColumnParallelLinear(attention.qkv, between=between)
+        attention.out = RowParallelLinear(attention.out, between=between)
+        mlp.up = ColumnParallelLinear(mlp.up, between=between)
+        mlp.down = RowParallelLinear(mlp.down, between=between)
+        model.embedding = TypedEmbedding(model.embedding, between=between)
+        model.cross_entropy = split_cross_entropy(vocab_size=problem.experiment.model.vocab_size)
 
     return edit
 
@@ -93,9 +82,9 @@ class TypedEmbedding(Embedding):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
         self.between = between
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
         x_BTC = self.token[...].at[tokens_BT].get(out_sharding=P())
-        return reshard(x_BTC + self.position[...][: tokens_BT.shape[1]], self.between)
+        return reshard(x_BTC + self.of_positions(tokens_BT, positions_T), self.between)
 
     def enter_head(self, x_BTC: jax.Array) -> jax.Array:
         return reshard(x_BTC, REDUCED)

@@ -1,16 +1,11 @@
 """Data parallelism by hand: every device differentiates its share of the batch, then gradients are averaged.
 
-To be called inside `shard_map`, on gradients that are each device's own (`collectives.to_varying` on the
-parameters before differentiating). Works for any pytree:
+    parameters    marked varying: the gradient of what is each device's own stays local
+    gradients     leaves of all blocks are finished together, when backward's scan ends
+    buckets       small leaves are copied end to end, and one all-reduce sums them; large ones go as they are
 
-    def gradients_of(params, batch):            # batch: this device's rows
-        local = to_varying(params, AXIS)
-        value, gradients = jax.value_and_grad(loss)(local, batch)
-        return all_reduce_mean(value, AXIS), synchronize_gradients(gradients, method="bucketed", bucket_mb=25)
-
-    step = jax.jit(per_device(gradients_of, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P()))
-
-Compile with `collectives.KEEP_COLLECTIVES_APART`, or XLA merges what naive and bucketed keep apart.
+Runs inside `shard_map`, compiled with `collectives.KEEP_COLLECTIVES_APART`: XLA would merge what naive and
+bucketed keep apart.
 """
 
 import itertools
@@ -24,14 +19,27 @@ import jax.numpy as jnp
 
 from compare.contract.communication import GRADIENTS
 from compare.spec.axes import DP_REPLICATE
+from compare.spec.experiment import Layout
 from jaxpar.comm import collectives
+from jaxpar.placement import map_alike
+from jaxpar.step import Strategy
 
 AXIS = DP_REPLICATE
 BYTES_PER_MB = 1_000_000
-METHODS = ("naive", "flat", "bucketed")
 SENT_AS_IT_IS = 1 / 4
 """Of a bucket: a leaf as large as that has a message of its own. In a bucket it would save one message, and
 be copied twice. JAX has no reduction of several arrays that stay where they are."""
+
+
+def strategy(placements: Any, layout: Layout) -> Strategy:
+    """Gradients stay local until all passes are accumulated."""
+    method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
+    synchronize = partial(synchronize_gradients, method=method, bucket_mb=layout.bucket_mb)
+    return Strategy(
+        mark=partial(collectives.to_varying, axis=AXIS),
+        # A bucket has leaves of one placement: joined with a split one, a repeated one would count as split.
+        reduce=partial(map_alike, synchronize, placements),
+    )
 
 
 def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.0, axis: str = AXIS) -> Any:
@@ -41,20 +49,14 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.
         gradients: any pytree of arrays that vary along `axis`.
         method: naive, one all-reduce per leaf; flat, one for all of them (per dtype); bucketed, one per
             `bucket_mb`, beginning with the last leaves, whose gradients backward finishes first.
-        bucket_mb: the size of a bucket in MB (1e6 bytes): it is closed before it would pass that. Leaves of
-            a quarter of it or more are sent as they are.
+        bucket_mb: the size of a bucket in MB (1e6 bytes).
         axis: the mesh axis of the replicas.
 
     Returns:
         A pytree of the same structure, equal on all devices of the axis.
-
-    Raises:
-        ValueError: no such method.
     """
     leaves, structure = jax.tree.flatten(gradients)
-    if method not in METHODS:
-        raise ValueError(f"method = {method}: choose from {', '.join(METHODS)}")
-    limit = {"naive": 0, "flat": math.inf}.get(method, bucket_mb * BYTES_PER_MB)
+    limit = {"naive": 0, "flat": math.inf, "bucketed": bucket_mb * BYTES_PER_MB}[method]
     mean = list(leaves)
     for bucket in bucket_plan([(leaf.dtype, leaf.nbytes) for leaf in leaves], limit=limit):
         summed = _all_reduce_together([leaves[index] for index in bucket], axis=axis)
@@ -67,24 +69,22 @@ def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[lis
     """Buckets as plain data: which leaves go into which bucket.
 
     Args:
-        leaves: kind and bytes of each; a bucket has leaves of one kind.
+        leaves: dtype and bytes of each; a bucket has leaves of one dtype.
         limit: bytes; a bucket is closed before it would pass this, and a leaf of `SENT_AS_IT_IS` of it or
             more has its own. 0 gives every leaf its own.
 
     Returns:
-        Per bucket, indices of leaves. Last leaves first: backward finishes them first, so that the first
-        bucket can leave while backward goes on. (Leaves that stack scanned layers are all finished
-        together, when the scan ends: buckets of those overlap nothing.)
+        Per bucket, indices of leaves; last leaves first.
     """
     buckets: list[list[int]] = []
     unfinished: dict[Hashable, list[int]] = {}
-    for index, (kind, size) in reversed(list(enumerate(leaves))):
+    for index, (dtype, size) in reversed(list(enumerate(leaves))):
         if size >= SENT_AS_IT_IS * limit:
             buckets.append([index])
             continue
-        members = unfinished.get(kind)
+        members = unfinished.get(dtype)
         if members is None or sum(leaves[member][1] for member in members) + size > limit:
-            members = unfinished[kind] = []
+            members = unfinished[dtype] = []
             buckets.append(members)
         members.append(index)
     return buckets

@@ -7,12 +7,12 @@
 
 Stage 1 could all-reduce and let each device take its slice; the reduce_scatter is half of that all-reduce,
 and the slice is all that the optimizer needs. Stages 2 and 3 reduce once a microbatch, so that no device
-holds a whole accumulated gradient. Under stage 3 the transpose of the all_gather is the reduce_scatter:
-autodiff writes it. A gathered layer must not be kept until backward, or the whole model would be there by the
+holds a full accumulated gradient. Under stage 3 the transpose of the all_gather is the reduce_scatter:
+autodiff writes it. A gathered layer must not be kept until backward, or the full model would be there by the
 end of forward: a remat policy refuses it, unless reshard_after_forward is false.
 
-To be called inside `shard_map`, on leaves placed by `jaxpar.placement`. A leaf without dims to split is
-whole everywhere, and its gradient is all-reduced.
+Runs inside `shard_map`, on leaves placed by `jaxpar.placement`: a short shard is padded. A function that is
+given the placements of some keys of a tree leaves the others as they are.
 """
 
 from collections.abc import Callable
@@ -26,53 +26,89 @@ from compare.contract.communication import GRADIENTS, PARAMETERS
 from compare.spec.axes import DP_SHARD
 from jaxpar.comm import collectives
 from jaxpar.placement import Placement, map_repeated, one_layer
-from jaxpar.problem import Edit, Loss
+from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.remat import Remat, apply_remat
+from jaxpar.step import Strategy
+from jaxpar.weights import STACKED
 
 AXIS = DP_SHARD
 
 
+def strategy(problem: Problem, placements: Any, *, remat: Remat) -> Strategy:
+    """Blocks gather themselves under stage 3; gradients that were scattered are sums over n devices."""
+    own = partial(collectives.to_varying, axis=AXIS)
+    mark = partial(map_repeated, own, AXIS, placements) if problem.layout.zero == 3 else own
+    found = Strategy(mark=mark, reduce=partial(mean_gradients, placements=placements))
+    if not problem.gathers_in_layers:
+        return found
+    keep = not problem.layout.reshard_after_forward
+    return found._replace(edit=gather_layers(placements[STACKED], remat=remat, keep_gathered=keep))
+
+
+# Stages 1 and 2: parameters are full on every device; the optimizer updates shards of them.
+
+
 def shard_parameters(params: Any, placements: Any) -> Any:
-    """This device's shards of parameters that are whole on every device (stages 1 and 2)."""
+    """This device's shards of full parameters."""
     return _along_split_dims(collectives.own_shard, params, placements)
 
 
-def all_gather_parameters(shards: Any, placements: Any) -> Any:
-    """Whole parameters of stored size after an update of the shards (stages 1 and 2)."""
-    join = partial(collectives.all_gather_equal, purpose=PARAMETERS)
-    return _along_split_dims(join, shards, placements)
-
-
-def gather(shards: Any, placements: Any) -> Any:
-    """Whole parameters from this device's shards; differentiable: gradients arrive summed, as shards."""
-    return unpad(gather_stored(shards, placements), placements)
-
-
-def gather_stored(shards: Any, placements: Any) -> Any:
-    """Parameters of stored size, each device's own copy: for gradients that `scatter_gradients` reduces."""
-    join = partial(collectives.all_gather, purpose=PARAMETERS)
-    return _along_split_dims(join, shards, placements)
-
-
 def scatter_gradients(gradients: Any, placements: Any) -> Any:
-    """This device's shards of the sums, over dp_shard, of whole gradients of stored size."""
+    """This device's shards of the sums, over dp_shard, of gradients of stored size."""
     scatter = partial(collectives.reduce_scatter, purpose=GRADIENTS)
     return _along_split_dims(scatter, gradients, placements)
 
 
 def mean_gradients(gradients: Any, placements: Any) -> Any:
     """Means over dp_shard from scattered sums; what could not be scattered is reduced now."""
-    n = collectives.axis_size(AXIS)
     reduce = partial(collectives.all_reduce, axis=AXIS, purpose=GRADIENTS)
     sums = map_repeated(reduce, AXIS, placements, gradients)
-    return jax.tree.map(lambda g: g / n, sums)
+    return jax.tree.map(lambda g: g / collectives.axis_size(AXIS), sums)
 
 
-def mark_varying(params: Any, placements: Any, *, stage: int) -> Any:
-    """Mark parameters that are whole on every device as each device's own: their gradients stay local."""
-    if stage < 3:
-        return collectives.to_varying(params, AXIS)
-    return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
+def all_gather_parameters(shards: Any, placements: Any) -> Any:
+    """Full parameters of stored size, after an update of the shards."""
+    join = partial(collectives.all_gather_equal, purpose=PARAMETERS)
+    return _along_split_dims(join, shards, placements)
+
+
+# Stage 3: parameters are shards, and each block gathers its own in the loop over blocks.
+
+
+def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit:
+    """An edit of the model: every scanned block gathers its own parameters.
+
+    Args:
+        placements: of the stacked blocks' leaves.
+        remat: what forward keeps besides gathered parameters.
+        keep_gathered: keep what forward gathered; otherwise it is gathered again in backward.
+    """
+    placements = one_layer(placements)
+
+    def edit(model: Any) -> None:
+        def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
+            def gathering(x: Any, shards: Any) -> Any:
+                return layer(x, unpad(gather(shards, placements), placements))
+
+            return apply_remat(gathering, remat, is_gather=_is_gather, keep_gathered=keep_gathered)
+
+        model.wrap_layer = wrap_layer
+
+    return edit
+
+
+def gather_first(loss: Loss, placements: Any) -> Loss:
+    """A loss that begins by gathering what these placements have: embeddings and the last norm.
+
+    They are needed first and last: gathered once, kept in between.
+    """
+    return lambda shards, batch: loss(unpad(gather(shards, placements), placements), batch)
+
+
+def gather(shards: Any, placements: Any) -> Any:
+    """Parameters of stored size from this device's shards; differentiable: gradients arrive as shards."""
+    join = partial(collectives.all_gather, purpose=PARAMETERS)
+    return _along_split_dims(join, shards, placements)
 
 
 def unpad(params: Any, placements: Any) -> Any:
@@ -80,47 +116,13 @@ def unpad(params: Any, placements: Any) -> Any:
 
     def cut(p: Placement, x: jax.Array) -> jax.Array:
         dim = p.dims.get(AXIS)
-        if dim is None:
-            return x
-        return lax.slice_in_dim(x, 0, p.part(dim, sharded=False), axis=dim)
+        return x if dim is None else lax.slice_in_dim(x, 0, p.parts(dim)[1], axis=dim)
 
-    return jax.tree.map(cut, placements, params)
+    return _map_placed(cut, params, placements)
 
 
-def gather_layers(placements: Any, *, remat: Remat, reshard_after_forward: bool) -> Edit:
-    """An edit of the model: every scanned layer gathers its own parameters.
-
-    Args:
-        placements: of the stacked layers' leaves.
-        remat: what forward keeps besides gathered parameters.
-        reshard_after_forward: gather again in backward; false keeps what forward gathered.
-    """
-    placements = one_layer(placements)
-
-    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-        def gathering(x: Any, shards: Any) -> Any:
-            return layer(x, gather(shards, placements))
-
-        return apply_remat(gathering, remat, is_gather=_is_gather, keep_gathered=not reshard_after_forward)
-
-    def edit(model: Any) -> None:
-        model.wrap_layer = wrap_layer
-
-    return edit
-
-
-def gather_non_layer_parameters(loss: Loss, placements: Any, *, stacked: str) -> Loss:
-    """The loss over shards of a model whose layers gather themselves: all else is gathered up front.
-
-    Embeddings and the last norm are one unit, needed first and last: gathered once, kept in between.
-    """
-
-    def gathering(shards: Any, batch: Any) -> jax.Array:
-        rest = {key: p for key, p in placements.items() if key != stacked}
-        whole = gather({key: shards[key] for key in rest}, rest)
-        return loss({**shards, **whole}, batch)
-
-    return gathering
+def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    return primitive.name == "all_gather" and AXIS in parameters["axis_name"]
 
 
 def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any) -> Any:
@@ -129,8 +131,9 @@ def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any
     def moved(p: Placement, x: jax.Array) -> jax.Array:
         return move(x, AXIS, dim=p.dims[AXIS]) if AXIS in p.dims else x
 
-    return jax.tree.map(moved, placements, tree)
+    return _map_placed(moved, tree, placements)
 
 
-def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-    return primitive.name == "all_gather" and AXIS in parameters["axis_name"]
+def _map_placed(f: Callable[[Placement, jax.Array], jax.Array], tree: Any, placements: Any) -> Any:
+    placed = {key: jax.tree.map(f, placements[key], tree[key]) for key in tree if key in placements}
+    return {**tree, **placed}

@@ -34,18 +34,41 @@ from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIEN
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import split_rows
-from jaxpar.model import Embedding, Linear
+from jaxpar.model import GPT, Embedding, Linear
 from jaxpar.placement import map_repeated
-from jaxpar.problem import Edit, Problem
-from jaxpar.tracing.sites import find_sites
+from jaxpar.step import Strategy
 
 AXIS = TP
 POSITION_DIM = 1
-SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
-"""Logical axis -> mesh axis: what is split, in every leaf that has it."""
 
 RegionMapping = Callable[[jax.Array], jax.Array]
 """Into a region, or out of one."""
+
+
+def strategy(placements: Any, *, sequence_parallel: bool, vocab_size: int) -> Strategy:
+    """The model's linear maps, embedding and loss work on this device's part."""
+
+    def edit(model: GPT) -> None:
+        f = all_gather_to_region if sequence_parallel else copy_to_region
+        g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
+        attention, mlp = model.blocks.attention, model.blocks.mlp
+        attention.qkv = ColumnParallelLinear(attention.qkv, f=f)
+        attention.out = RowParallelLinear(attention.out, g=g)
+        mlp.up = ColumnParallelLinear(mlp.up, f=f)
+        mlp.down = RowParallelLinear(mlp.down, g=g)
+        model.embedding = VocabParallelEmbedding(model.embedding, f=f, g=g)
+        model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
+        split_rows(model, own_part, sequence_parallel=sequence_parallel)
+
+    if not sequence_parallel:
+        return Strategy(edit)
+    own = partial(collectives.to_varying, axis=AXIS)
+    total = partial(collectives.all_reduce, axis=AXIS, purpose=REPLICATED_GRADIENTS)
+    return Strategy(
+        edit,
+        mark=partial(map_repeated, own, AXIS, placements),
+        reduce=partial(map_repeated, total, AXIS, placements),
+    )
 
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:
@@ -66,26 +89,6 @@ def all_gather_to_region(x_BTC: jax.Array) -> jax.Array:
 def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
     """g under sequence parallelism: a reduce-scatter of positions; its transpose is an all-gather."""
     return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
-
-
-def split_layers(problem: Problem, placements: Any, *, sequence_parallel: bool) -> Edit:
-    """An edit of the model: its linear layers, embeddings and loss work on this device's part."""
-
-    def edit(model: Any) -> None:
-        f = all_gather_to_region if sequence_parallel else copy_to_region
-        g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
-        for site in find_sites(model, problem, placements):
-            if isinstance(site.module, Embedding):
-                site.replace(model, VocabParallelEmbedding(site.module, f=f, g=g))
-            elif site.splits_inputs:
-                site.replace(model, RowParallelLinear(site.module, g=g))
-            else:
-                site.replace(model, ColumnParallelLinear(site.module, f=f))
-        split_rows(model, own_part, sequence_parallel=sequence_parallel)
-        if problem.vocab_size:
-            model.cross_entropy = partial(cross_entropy, vocab_size=problem.vocab_size)
-
-    return edit
 
 
 def own_part() -> jax.Array:
@@ -125,11 +128,11 @@ class VocabParallelEmbedding(Embedding):
         self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
         self.f, self.g = f, g
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
         row_BT, mine_BT = own_rows(tokens_BT, self.token.shape[0])
         partial_BTC = jnp.where(mine_BT[..., None], self.token[...][row_BT], 0)
         x_BTC = self.g(partial_BTC)
-        position_TC = self.position[...][: tokens_BT.shape[1]]
+        position_TC = self.of_positions(tokens_BT, positions_T)
         if x_BTC.shape[POSITION_DIM] < position_TC.shape[0]:  # sequence parallel
             position_TC = collectives.own_shard(position_TC, AXIS, dim=0)
         return x_BTC + position_TC
@@ -163,14 +166,3 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: i
     picked_BT = jnp.take_along_axis(logits_BTV, row_BT[..., None], axis=-1)[..., 0]
     target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS, purpose=LOSS)
     return (jnp.log(total_BT) + top_BT - target_BT).mean()
-
-
-def mark_varying(params: Any, placements: Any) -> Any:
-    """Sequence parallel: mark what tp does not split as each device's own, so that gradients stay partial."""
-    return map_repeated(lambda x: collectives.to_varying(x, AXIS), AXIS, placements, params)
-
-
-def sum_partial_gradients(gradients: Any, placements: Any) -> Any:
-    """Sequence parallel: the sums over tp of gradients of what tp does not split."""
-    add_up = partial(collectives.all_reduce, axis=AXIS, purpose=REPLICATED_GRADIENTS)
-    return map_repeated(add_up, AXIS, placements, gradients)

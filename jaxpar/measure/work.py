@@ -4,10 +4,8 @@ The traced program and not XLA's: XLA on a CPU multiplies 16 bits as float32, wh
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import jax
 from jax import lax
@@ -15,7 +13,6 @@ from jax import lax
 from compare.contract.work import Again, ObservedWork, name_of
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
-from jaxpar.manual import pipeline_parallel
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 AGAIN = "rematted_computation"
@@ -33,13 +30,8 @@ class Operation(NamedTuple):
     scopes: str
 
 
-def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> ObservedWork:
-    """Observed work of a traced step.
-
-    Args:
-        program: `jax.jit(step).trace(...).jaxpr`.
-        ticks: the tables that its pipelines were given (`noted_ticks`).
-    """
+def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
+    """Observed work of a traced step, `jax.jit(step).trace(...).jaxpr`, and of the pipeline in it."""
     products, again, positions = Counter[str](), set[Again](), set[int]()
     for equation, scopes in operations(program.jaxpr):
         name, is_of_head = equation.primitive.name, HEAD in scopes
@@ -49,13 +41,13 @@ def work_of(program: Any, ticks: Sequence[Ticks] = ()) -> ObservedWork:
                 positions.add(equation.invars[0].aval.shape[-2])
         if AGAIN in scopes and not is_of_head:
             again |= {"products"} if name == PRODUCT else {"activations"} if name in GELUS else set()
-    if any(not one.kept_slots for one in ticks):  # backward begins with the forward of its stage
+    if ticks and not ticks.kept_slots:  # backward begins with the forward of its stage
         again |= {"products", "activations"}
     return ObservedWork(
         products=dict(products),
         again=sorted(again),
         logits_positions=sorted(positions),
-        tasks=[tasks for one in ticks[:1] for tasks in tasks_of(one)],
+        tasks=tasks_of(ticks) if ticks else [],
     )
 
 
@@ -84,20 +76,6 @@ def tasks_of(ticks: Ticks) -> list[list[str]]:
         ]
         for rank in range(ticks.ranks)
     ]
-
-
-@contextmanager
-def noted_ticks() -> Generator[list[Ticks]]:
-    """The tables that pipelines are given while this is entered, in which steps are traced."""
-    noted: list[Ticks] = []
-    run = pipeline_parallel.run_pipeline
-
-    def noting(pieces: Any, ticks: Ticks, *arguments: Any, **options: Any) -> Any:
-        noted.append(ticks)
-        return run(pieces, ticks, *arguments, **options)
-
-    with patch.object(pipeline_parallel, "run_pipeline", noting):
-        yield noted
 
 
 def _dtype_of(product: Any) -> str:

@@ -22,18 +22,16 @@ from compare.numerics.optimizer import CLIP_EPS
 from compare.numerics.parameters import fingerprint
 from compare.numerics.stream import Batches, arrays_of_step
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Layout, Optimizer
+from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
 from jaxpar.measure.work import work_of
 from jaxpar.observers import observers_of
 from jaxpar.optimizer import global_norm
 from jaxpar.problem import Loss, Problem
-from jaxpar.remat import resolve_remat
-from jaxpar.setup import make_problem
-from jaxpar.state import Run, TrainState, canonical
+from jaxpar.run import Run
+from jaxpar.step import ShardedStep, TrainState, accumulated_gradients
 from jaxpar.train import run_loop
-from jaxpar.training_step import ShardedStep, accumulated_gradients
 
 
 def make_optimizer(config: Optimizer, *, decay: Any) -> optax.GradientTransformation:
@@ -105,9 +103,8 @@ def train(
     ENGINES[request.engine].require_experiment(experiment)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
     (device,) = find_devices(1, platform=request.platform)
-    remat = resolve_remat(experiment.layout)
-    problem = make_problem(experiment, remat=remat)
-    loss = problem.build(lambda model: None)
+    problem = Problem(experiment)
+    loss = problem.loss()
     decay = names.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     corpus, initial = open_stream(request, batches), starting_parameters(request, weights)
@@ -134,9 +131,10 @@ def train(
         state=state,
         step=compiled,
         compile_s=clock.wall_s,
-        initial_weights_sha256=fingerprint(canonical(sharded, params, experiment)),
+        initial_weights_sha256="",
         moments=moments,
     )
+    run.initial_weights_sha256 = fingerprint(run.canonical(params))
     if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
         gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])
         state.gradients = gradients(params, arrays_of_step(corpus, experiment, 0))
@@ -158,7 +156,7 @@ def _on_one_device(
     whole = jax.tree.map(lambda leaf: here, params)
     return ShardedStep(
         step=step,
-        placements=problem.place(Layout(), split={}),
+        placements=problem.placements(),
         params=whole,
         moments=whole,
         accumulated=whole,

@@ -13,10 +13,10 @@ from compare.judge.closed_forms.communication import data_parallel
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.compilation import compile_step
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
-from jaxpar.setup import prepare
+from jaxpar.step import compile_step
+from jaxpar.train import prepare
 
 GRID = {"dp": 2, "tp": 2}
 CASES = {
@@ -251,7 +251,7 @@ def test_data_parallel_closed_form(gradient_sync):
         layout=Layout(dp_replicate=4, gradient_sync=gradient_sync, bucket_mb=0.01),
     )
     mesh = make_mesh(experiment.layout, platform="cpu")
-    sharded, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
+    sharded, state = prepare("jax-manual", experiment, mesh=mesh)
     compiled = compile_step(sharded, state, experiment)
     found = {entry.purpose: entry for entry in entries(compiled.as_text(), mesh.shape)}
     (size,) = data_parallel("jax-manual", experiment).values()
@@ -273,6 +273,6 @@ def test_nothing_is_reduced_over_axes_of_one_device(layout):
         model=Model(n_layer=2, n_head=2, n_embd=16, block_size=8), train=Train(batch_size=4), layout=layout
     )
     mesh = make_mesh(layout, platform="cpu")
-    sharded, state = prepare("jax-manual", experiment, mesh=mesh, remat="dots")
+    sharded, state = prepare("jax-manual", experiment, mesh=mesh)
     hlo = compile_step(sharded, state, experiment).as_text()
     assert all(max(map(len, found.groups)) > 1 for found in collectives(hlo, mesh.shape))

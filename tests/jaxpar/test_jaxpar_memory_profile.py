@@ -9,9 +9,9 @@ from compare.contract.memory_profile import Peak
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.compilation import compile_step
 from jaxpar.measure.usage import memory_profile, planned_memory, resident_bytes
-from jaxpar.setup import prepare
+from jaxpar.step import compile_step
+from jaxpar.train import prepare
 
 MODEL = Model(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=512, bias=True)
 LAYOUTS = {
@@ -36,7 +36,7 @@ def peak_of(engine: str, layout: Layout, dtype: str) -> tuple[Experiment, Peak]:
         layout=layout,
     )
     mesh = make_mesh(layout, platform="cpu")
-    sharded, state = prepare(engine, experiment, mesh=mesh, remat=layout.remat)
+    sharded, state = prepare(engine, experiment, mesh=mesh)
     step = compile_step(sharded, state, experiment)
     devices = list(mesh.devices.flat)
     trees = {"parameters": state.params, "optimizer": state.opt_state}

@@ -8,10 +8,10 @@ from flax import nnx
 from scipy.special import erf
 
 from compare.numerics.parameters import initial_parameters
-from compare.spec.experiment import Experiment, Model, Precision
+from compare.spec.experiment import Experiment, Layout, Model, Precision
 from jaxpar import weights
-from jaxpar.functional import make_loss
 from jaxpar.model import GPT, cross_entropy
+from jaxpar.problem import Problem
 
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
@@ -23,6 +23,10 @@ def random_parameters(config: Model, dtype: str = "float64") -> dict[str, np.nda
     generator = np.random.default_rng(0)
     initial = initial_parameters(experiment)
     return {n: w + generator.normal(0, 0.3, w.shape).astype(w.dtype) for n, w in initial.items()}
+
+
+def problem(config: Model, precision: Precision = F64, remat: str = "dots") -> Problem:
+    return Problem(Experiment(model=config, precision=precision, layout=Layout(remat=remat)))
 
 
 def random_batch(config: Model, size: int = 3) -> dict[str, np.ndarray]:
@@ -68,7 +72,7 @@ def test_loss_equals_numpy(bias, activation):
         n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=bias, activation=activation
     )
     named, batch = random_parameters(config), random_batch(config)
-    loss, _ = make_loss(config, precision=F64, remat="dots")
+    loss = problem(config).loss()
     # Measured 2e-16 to 9e-16; gelu against gelu_tanh differs by 1e-4 and eps 1e-6 by 1e-6.
     assert abs(loss(weights.from_canonical(named, config), batch) - numpy_loss(config, named, batch)) < 1e-13
 
@@ -88,11 +92,21 @@ def test_no_token_sees_a_later_one():
     np.testing.assert_array_equal(reaches_TS, np.tri(SPEC.block_size, dtype=bool))
 
 
+def test_positions_are_an_argument():
+    """Every second row of the table, as a device that has some of the positions."""
+    params = weights.from_canonical(random_parameters(SPEC), SPEC)
+    batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
+    loss, taken = problem(SPEC).loss(), jnp.array([0, 2, 4])
+    table = params["embedding"]["position"]
+    moved = params | {"embedding": params["embedding"] | {"position": table[[0, 2, 4, 1, 3, 5]]}}
+    assert loss(params, batch | {"positions": taken}) == loss(moved, batch) != loss(params, batch)
+
+
 def test_recomputation_changes_no_gradient():
     params, batch = weights.from_canonical(random_parameters(SPEC), SPEC), random_batch(SPEC)
     gradients = {}
     for remat in ("none", "dots", "full"):
-        loss, _ = make_loss(SPEC, precision=F64, remat=remat)
+        loss = problem(SPEC, remat=remat).loss()
         gradients[remat] = jax.jit(jax.grad(loss))(params, batch)
     for remat in ("dots", "full"):
         for one, other in zip(*map(jax.tree.leaves, (gradients["none"], gradients[remat])), strict=True):
@@ -102,19 +116,19 @@ def test_recomputation_changes_no_gradient():
 def test_bfloat16_is_mixed_precision():
     named, batch = random_parameters(SPEC, "float32"), random_batch(SPEC)
     params = jax.tree.map(jnp.asarray, weights.from_canonical(named, SPEC))
-    mixed, abstract = make_loss(SPEC, precision=Precision(dtype="bfloat16"), remat="dots")
-    assert {leaf.dtype for leaf in jax.tree.leaves(abstract)} == {jnp.dtype("float32")}
-    value, gradients = jax.jit(jax.value_and_grad(mixed))(params, batch)
+    mixed = problem(SPEC, Precision(dtype="bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(mixed.shapes)} == {jnp.dtype("float32")}
+    value, gradients = jax.jit(jax.value_and_grad(mixed.loss()))(params, batch)
     assert value.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    full, _ = make_loss(SPEC, precision=Precision(dtype="float32"), remat="dots")
+    full = problem(SPEC, Precision(dtype="float32")).loss()
     difference = abs(float(full(params, batch)) - float(value))
     assert 0 < difference < 2e-2  # bfloat16 has 8 bits: it must show, and no more than that
 
 
 def test_float64_is_float64_throughout():
     """One float32 operation anywhere (a library's softmax was one) would round by 1e-8."""
-    loss, _ = make_loss(SPEC, precision=F64, remat="dots")
+    loss = problem(SPEC).loss()
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, random_batch(SPEC)))
     assert "f64[" in jaxpr

@@ -12,8 +12,8 @@ from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model, Optimizer, Precision
 from jaxpar import weights
-from jaxpar.compilation import device_scalars
 from jaxpar.optimizer import global_norm, make_optimizer, moments
+from jaxpar.step import device_scalars
 
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 TABLE = parameter_table(SPEC)

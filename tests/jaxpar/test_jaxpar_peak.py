@@ -9,8 +9,8 @@ import pytest
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.compilation import compile_step
-from jaxpar.setup import prepare
+from jaxpar.step import compile_step
+from jaxpar.train import prepare
 
 SHARDS, DEPTHS = 4, (4, 12)
 ACTIVATIONS = 0.1
@@ -24,11 +24,9 @@ def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -
         train=Train(batch_size=SHARDS, gradient_accumulation_steps=1),
         optimizer=Optimizer(name="sgd", momentum=0.0),
         precision=Precision(dtype="float32"),
-        layout=Layout(dp_shard=SHARDS, zero=3, reshard_after_forward=reshard_after_forward, remat="full"),
+        layout=Layout(dp_shard=SHARDS, zero=3, reshard_after_forward=reshard_after_forward),
     )
-    sharded, state = prepare(
-        engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"), remat="full"
-    )
+    sharded, state = prepare(engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"))
     analysis = compile_step(sharded, state, experiment).memory_analysis()
     table = parameter_table(experiment.model)
     layer = sum(p.size for p in table if p.name.startswith("blocks.0.")) * 4

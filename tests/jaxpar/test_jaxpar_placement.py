@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from compare.numerics.parameters import parameter_table
 from compare.present.lesson.holdings import WHOLE, part_of, sides_of
-from compare.spec.axes import DP_SHARD, LAYER, PP, TP
-from compare.spec.experiment import load
+from compare.spec.axes import DP_SHARD, LAYER, TP
+from compare.spec.experiment import Layout, load
 from compare.studies.presets import spread
-from jaxpar.placement import one_layer, place, split_axes
+from jaxpar.placement import one_layer, place
 
-SPLIT = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
 AXES = ("vocab", "embed", "heads", "mlp", "position")
 
 
@@ -25,7 +24,7 @@ AXES = ("vocab", "embed", "heads", "mlp", "position")
 )
 def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
     shape, axes = tuple(size for size, _ in dims), tuple(axis for _, axis in dims)
-    p = place(shape, axes, split=SPLIT, degrees={TP: tp, DP_SHARD: shards})
+    p = place(shape, axes, Layout(tp=tp, dp_shard=shards))
     x = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
     stored = p.pad(x)
     np.testing.assert_array_equal(p.unpad(stored), x)
@@ -33,16 +32,17 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
     assert stored.sum() == x.sum()  # padding is zero
     for dim, size in enumerate(stored.shape):
         degree = (tp if dim == p.dims.get(TP) else 1) * (shards if dim == p.dims.get(DP_SHARD) else 1)
-        assert size == degree * p.part(dim, sharded=True)
+        assert size % degree == 0
+        assert size - shape[dim] < degree + tp * shards
 
 
 @given(st.integers(1, 12), st.integers(2, 4), st.integers(2, 4))
 def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
     """A device's part along tp does not depend on how dp_shard cuts it."""
-    p = place((size,), ("mlp",), split=SPLIT, degrees={TP: tp, DP_SHARD: shards})
+    p = place((size,), ("mlp",), Layout(tp=tp, dp_shard=shards))
     assert p.dims == {TP: 0, DP_SHARD: 0}
     x = np.arange(1.0, size + 1)
-    alone = place((size,), ("mlp",), split=SPLIT, degrees={TP: tp})
+    alone = place((size,), ("mlp",), Layout(tp=tp))
     parts = p.pad(x).reshape(tp, -1)
     for part, expected in zip(parts, alone.pad(x).reshape(tp, -1), strict=True):
         np.testing.assert_array_equal(part[: len(expected)], expected)
@@ -51,7 +51,7 @@ def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
 
 @given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 4))
 def test_a_device_s_range_is_what_is_true_of_it_before_its_padding(size, tp, shards):
-    p = place((size,), ("mlp",), split=SPLIT, degrees={TP: tp, DP_SHARD: shards})
+    p = place((size,), ("mlp",), Layout(tp=tp, dp_shard=shards))
     x = np.arange(1.0, size + 1)
     stored = p.pad(x)
     for devices in (tp, tp * shards if DP_SHARD in p.dims else tp):  # at rest without dp_shard, and with it
@@ -65,24 +65,19 @@ def test_a_device_s_range_is_what_is_true_of_it_before_its_padding(size, tp, sha
 def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, shards):
     """Stage s of the model is on device s mod pp of the pipeline, as its chunk s // pp."""
     length = pp * chunks * layers
-    p = place(
-        (length, 8),
-        (LAYER, "mlp"),
-        split=SPLIT,
-        degrees={TP: tp, DP_SHARD: shards, PP: pp},
-        chunks=chunks if pp > 1 else 1,
-    )
+    layout = Layout(tp=tp, dp_shard=shards, pp=pp, chunks=chunks if pp > 1 else 1)
+    p = place((length, 8), (LAYER, "mlp"), layout)
     x = np.arange(length * 8.0).reshape(length, 8)
     stored = p.pad(x)
     np.testing.assert_array_equal(p.unpad(stored), x)
     if pp > 1:
-        assert split_axes(p)[0] == p.spec(sharded=False)[0] == "pp"
-        assert p.part(0, sharded=True) == chunks * layers
+        assert p.axes[0] == p.spec(sharded=False)[0] == "pp"
+        assert p.parts(0) == (pp, chunks * layers, chunks * layers)
         of_devices = stored.reshape(pp, chunks, layers, 8)
         for stage, of_stage in enumerate(x.reshape(pp * chunks, layers, 8)):
             np.testing.assert_array_equal(of_devices[stage % pp, stage // pp], of_stage)
     (layer,) = one_layer([p])
-    assert split_axes(layer) == split_axes(p)[1 if pp > 1 else 0 :]
+    assert layer.axes == p.axes[1 if pp > 1 else 0 :]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,7 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
     ],
 )
 def test_which_dim(shape, axes, shards, expected):
-    p = place(shape, axes, split=SPLIT, degrees={TP: 2, DP_SHARD: shards})
+    p = place(shape, axes, Layout(tp=2, dp_shard=shards))
     assert p.dims.get(DP_SHARD) == expected
     if axes[:1] == (LAYER,) and expected is not None:
         (layer,) = one_layer([p])
@@ -111,9 +106,9 @@ def test_the_lessons_picture_cuts_matrices_where_they_are_placed(preset):
     """The same side along tp, and as large a share, for every parameter of the table."""
     experiment = spread(load("check"), preset, 4 if preset != "single" else 1)
     for parameter in parameter_table(experiment.model):
-        p = place(parameter.shape, parameter.axes, split=SPLIT, degrees=experiment.layout.axes)
+        p = place(parameter.shape, parameter.axes, experiment.layout)
         drawn = part_of(parameter, "parameters", "jax-manual", experiment, 0)
-        held = math.prod(p.part(dim, sharded=True) for dim in range(len(p.shape)))
+        held = math.prod(p.stored_shape) / math.prod(p.degrees[axis] for axis in p.axes)
         assert drawn.share == held / parameter.size, parameter.name
         rows, _ = sides_of(parameter)
         if TP in p.dims and DP_SHARD not in p.dims:

@@ -1,13 +1,17 @@
-"""Profiles made by hand: whose event it was, when it was over, in which turn of a loop, and as which span."""
+"""Profiles made by hand: whose event it was, when it was over, and as which span."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from compare.contract.timeline import Span
-from jaxpar.measure.merging import LIMIT, SMALLEST_GAP_US, merged
-from jaxpar.measure.nesting import Turns, places
-from jaxpar.measure.profile_events import Execution, UnreadableProfileError, read_events
+from jaxpar.measure.profile import (
+    GAP_US,
+    Execution,
+    Executions,
+    UnreadableProfileError,
+    make_timeline,
+    read_events,
+)
 
 HLO = """HloModule jit_step, num_partitions=2
 
@@ -24,8 +28,15 @@ HLO = """HloModule jit_step, num_partitions=2
   %choice = f32[8]{0} conditional(%p, %q, %q), branch_computations={%left, %right}
 }
 
+%c (q: f32[8]) -> pred[] {
+  %t = pred[] constant(true)
+}
+
 ENTRY %main (p: f32[8]) -> f32[8] {
-  %before = f32[8]{0} negate(%p)
+  %before = f32[8]{0} negate(%p), metadata={op_name="jit(step)/neg"}
+  %sum = f32[8]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+  %back = f32[8]{0} negate(%p), metadata={op_name="jit(step)/transpose(jvp())/neg"}
+  %after = f32[8]{0} negate(%p), metadata={op_name="jit(step)/mul"}
   %loop = f32[8]{0} while(%p), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
 }
 """
@@ -80,62 +91,25 @@ def test_on_a_gpu_a_plane_is_a_device_and_its_streams_are_read_once():
     assert found.events == [Execution(0, "add.1", 1, 4)]
 
 
-def test_the_turn_of_a_loop_follows_from_what_stands_in_its_body():
-    found = places(HLO)
-    assert set(found) == {"before", "loop", "each", "choice", "in_branch", "inner"}
-    assert (found["each"].trips, found["each"].marker) == (3, "each")
-    assert (found["in_branch"].loop, found["in_branch"].marker) == ("loop", "choice")
-    assert found["in_branch"].op_name == "jit(step)/jvp()/neg"
-    assert found["before"].loop == ""
-
-    events = [Execution(0, "before", 0, 1)]
-    for turn in range(3):
-        begin = 10.0 * (turn + 1)
-        events += [Execution(0, "each", begin, begin + 1), Execution(0, "choice", begin + 1, begin + 9)]
-    nested = [
-        Execution(0, "in_branch", begin, begin + 0.5) for begin in (12, 13, 14, 33)
-    ]  # an inner loop, too
-    turns = Turns(events + nested, found)
-    assert [turns.of(event) for event in nested] == [0, 0, 0, 2]
-    assert [turns.of(event) for event in events if event.name == "each"] == [0, 1, 2]
-    assert turns.of(events[0]) == -1
-
-
-def test_a_loop_that_did_not_turn_as_often_as_xla_says_tells_nothing():
-    events = [Execution(0, "each", 10, 11), Execution(0, "each", 20, 21)]
-    turns = Turns(events, places(HLO))
-    assert [turns.of(event) for event in events] == [-1, -1]
-
-
-def span(begin_us: float, duration_us: float = 1, kind="forward", microbatch: int = -1) -> Span:
-    return Span(kind=kind, name=kind, begin_us=begin_us, duration_us=duration_us, microbatch=microbatch)
-
-
 def test_work_that_goes_on_is_one_span_and_communication_parts_it():
-    lane = [
-        span(0),
-        span(2, 5),
-        span(3),  # on another thread
-        span(8, microbatch=1),
-        span(10, kind="communication"),
-        span(11, microbatch=1),
-        span(12, kind="backward"),
-        span(13 + SMALLEST_GAP_US + 1, kind="backward"),
+    events = [
+        Execution(0, "before", 0, 1),
+        Execution(0, "in_branch", 2, 7),
+        Execution(0, "each", 3, 4),  # in a loop, and of XLA's making: it goes with what was before
+        Execution(0, "sum", 8, 10),
+        Execution(0, "each", 11, 12),
+        Execution(0, "back", 12, 13),
+        Execution(0, "back", 14 + GAP_US, 15 + GAP_US),
+        Execution(0, "after", 30, 31),
     ]
-    (found,), gap = merged([lane])
-    assert gap == SMALLEST_GAP_US
-    assert [(s.kind, s.begin_us, s.end_us) for s in found] == [
+    timeline = make_timeline(Executions(events, 1.0), HLO, {"dp": 2}, 3)
+    assert [(s.kind, s.begin_us, s.end_us) for s in timeline.lanes[0].spans] == [
         ("forward", 0, 7),
-        ("forward", 8, 9),
-        ("communication", 10, 11),
+        ("communication", 8, 10),
         ("forward", 11, 12),
         ("backward", 12, 13),
-        ("backward", 24, 25),
+        ("backward", 14 + GAP_US, 15 + GAP_US),
+        ("update", 30, 31),
     ]
-
-
-def test_gaps_are_closed_until_a_picture_can_show_the_lane():
-    lane = [span(30.0 * number) for number in range(2 * LIMIT)]
-    (found,), gap = merged([lane])
-    assert gap == 4 * SMALLEST_GAP_US
-    assert (len(found), found[0].end_us) == (1, lane[-1].end_us)
+    assert (timeline.step, timeline.wall_us) == (3, 31)
+    assert "50% passed until the last device had come" in timeline.method

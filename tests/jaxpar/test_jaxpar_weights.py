@@ -7,9 +7,9 @@ import pytest
 from compare.contract.request import Request
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Layout, Model, Precision
-from jaxpar import setup, weights
+from jaxpar import train, weights
 from jaxpar.faults import plant
-from jaxpar.functional import make_loss
+from jaxpar.problem import Problem
 
 # More than ten layers: sorted as text, blocks.10 would come before blocks.2.
 SPEC = Model(n_layer=11, n_head=2, n_embd=8, block_size=6, vocab_size=11)
@@ -36,9 +36,8 @@ def test_layers_keep_their_order():
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("spec", [SPEC, BIASED])
 def test_tree_is_the_models_own(spec, dtype):
-    precision = Precision(dtype=dtype)
-    tree = weights.from_canonical(initial_parameters(Experiment(model=spec, precision=precision)), spec)
-    _, abstract = make_loss(spec, precision=precision, remat="dots")
+    experiment = Experiment(model=spec, precision=Precision(dtype=dtype))
+    tree, abstract = weights.from_canonical(initial_parameters(experiment), spec), Problem(experiment).shapes
     assert jax.tree.structure(tree) == jax.tree.structure(abstract)
     for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(abstract), strict=True):
         assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
@@ -66,8 +65,8 @@ def test_moved_weight_is_planted_in_one_weight():
     experiment = Experiment(model=BIASED, precision=Precision(dtype="float64"))
     request = Request(engine="jax-compiler", experiment=experiment)
     with plant("moved_weight", engine="jax-compiler", layout=Layout()):
-        moved = setup.starting_parameters(request)
+        moved = train.starting_parameters(request)
     changes = {name: moved[name] - weight for name, weight in initial_parameters(experiment).items()}
     (change,) = [change for change in changes.values() if change.any()]
     assert change[change != 0] == pytest.approx([1e-3])
-    assert fingerprint(setup.starting_parameters(request)) != fingerprint(moved)  # and it is gone
+    assert fingerprint(train.starting_parameters(request)) != fingerprint(moved)  # and it is gone

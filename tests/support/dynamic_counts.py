@@ -13,7 +13,7 @@ from msgspec import Struct
 from compare.spec.axes import PP
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import key_of
-from jaxpar.measure.profile_events import Execution
+from jaxpar.measure.profile import Execution
 
 
 class Counted(Struct, frozen=True, kw_only=True):

@@ -7,11 +7,9 @@ from compare.numerics.data import open_corpus
 from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import Data, Experiment, Model, Train
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.compilation import compile_step, device_scalars
-from jaxpar.measure.profile import recorded
-from jaxpar.measure.profile_events import Executions
-from jaxpar.remat import resolve_remat
-from jaxpar.setup import prepare
+from jaxpar.measure.profile import Executions, recorded
+from jaxpar.step import compile_step, device_scalars
+from jaxpar.train import prepare
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=4, n_head=4, n_embd=16, block_size=8, vocab_size=65, bias=True),
@@ -24,7 +22,7 @@ def watch(engine: str, experiment: Experiment) -> tuple[Executions, str]:
     """Two steps in this process, the second of them watched; and the HLO that ran. JAX has its devices."""
     layout = experiment.layout
     mesh = make_mesh(layout, platform="cpu")
-    sharded, state = prepare(engine, experiment, mesh=mesh, remat=resolve_remat(layout))
+    sharded, state = prepare(engine, experiment, mesh=mesh)
     compiled, corpus = compile_step(sharded, state, experiment), open_corpus(experiment)
     hlo = compiled.as_text()
     assert hlo

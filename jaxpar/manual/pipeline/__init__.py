@@ -1,1 +1,0 @@
-"""Helpers of the pipeline by hand: one stage, and the table of ticks."""

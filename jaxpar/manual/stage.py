@@ -1,0 +1,162 @@
+"""One stage of a pipeline at work on one microbatch: forward, and backward as the chain rule by hand.
+
+A stage is some of the model's blocks; the first stage begins with the embedding, the last one ends with the
+loss. Backward needs the stage's residuals. Either forward keeps them, but for parameters, which are there
+anyway; or backward computes forward anew from the stage's input.
+
+Autodiff sees each piece by itself, never a `lax.cond`: differentiated, that would write zeros on every device
+in place of the last one's residuals, logits among them. So the pieces are joined here, and an end is computed
+only on the device that has it.
+
+Legend: B sequences of a microbatch, T positions, C n_embd. x, y and g, its gradient, are (B, T, C).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.problem import Pieces
+from jaxpar.weights import STACKED
+
+FIRST, LAST = 0, -1
+"""The ranks at the ends of a pipeline."""
+
+
+class EndSums(NamedTuple):
+    """Sums over microbatches at the two ends of a pipeline."""
+
+    loss: jax.Array
+    """Loss of the last stage, ()."""
+    gradients: Any
+    """Gradients of all parameters outside the blocks: embedding on the first stage, loss on the last."""
+
+
+class Residuals(NamedTuple):
+    """What a forward keeps for its backward."""
+
+    y: jax.Array
+    """Output of the blocks, input of the last stage's loss."""
+    arrays: list[jax.Array]
+    """Residuals of autodiff's backward of the blocks, without what is made of parameters alone."""
+
+
+class Stage(NamedTuple):
+    """A stage and its current microbatch."""
+
+    pieces: Pieces
+    layers: Any
+    """Parameters of the stage's blocks: leaves (layers of a stage, ...)."""
+    rest: dict[str, Any]
+    """All other parameters."""
+    batch: Any
+    """The microbatch: leaves (B, ...)."""
+    first_layer: jax.Array
+    """The number of its first block in the model, (); `is_first` and `is_last` are scalars, too."""
+    is_first: jax.Array
+    is_last: jax.Array
+    keeps: bool
+    """Whether forward keeps residuals."""
+    accumulate: Callable[[Any, Any], Any]
+    """(sums, gradients of `rest` for this microbatch) -> sums."""
+    end_scope: Callable[[int], AbstractContextManager]
+    """A scope around the computations of one end alone, given FIRST or LAST, for the ledger."""
+
+    def forward(self, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Output y for the next stage, and `Residuals`, or (). The first stage ignores x."""
+        start = self.start(x)
+        if not self.keeps:
+            return self.run_layers(self.layers, start), ()
+        y, back = jax.vjp(self.run_layers, self.layers, start)
+        arrays = zip(jax.tree.leaves(back), self.grows_with_rows(start), strict=True)
+        return y, Residuals(y, [array for array, grows in arrays if grows])
+
+    def backward(
+        self, x: jax.Array, kept: Any, g: jax.Array, sums: EndSums
+    ) -> tuple[jax.Array, Any, EndSums]:
+        """The chain rule from the loss to the embedding.
+
+        Args:
+            x: the stage's input.
+            kept: what its forward kept.
+            g: gradient of its output; the last stage ignores it.
+            sums: of the microbatches before.
+
+        Returns:
+            Gradients of the stage's input, and of its blocks; the new sums.
+        """
+        y, back = self.restored(kept) if self.keeps else self.again(x)
+        g, sums = lax.cond(self.is_last, self.loss_backward, lambda y, g, sums: (g, sums), y, g, sums)
+        of_layers, of_x = back(g)
+        sums = lax.cond(self.is_first, self.embed_backward, lambda g, sums: sums, of_x, sums)
+        return of_x, of_layers, sums
+
+    def again(self, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+        """Output y, and the blocks' backward: g -> gradients of (layers, input)."""
+        return jax.vjp(self.run_layers, self.layers, self.start(x))
+
+    def restored(self, kept: Residuals) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+        """The same from residuals."""
+        # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
+        start = jnp.zeros_like(kept.y)
+        _, back = jax.vjp(self.run_layers, self.layers, start)
+        arrays, structure = jax.tree.flatten(back)
+        residuals = iter(kept.arrays)
+        grows = self.grows_with_rows(start)
+        arrays = [next(residuals) if of_x else a for a, of_x in zip(arrays, grows, strict=True)]
+        return kept.y, jax.tree.unflatten(structure, arrays)
+
+    def grows_with_rows(self, x: jax.Array) -> list[bool]:
+        """For each residual of the blocks: whether twice the rows make it larger.
+
+        If not, it is made of parameters alone. Nothing is computed.
+        """
+
+        def residuals(layers: Any, x: jax.Array, batch: Any) -> list[jax.Array]:
+            run = self._replace(batch=batch).run_layers
+            return jax.tree.leaves(jax.vjp(run, layers, x)[1])
+
+        twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), (x, self.batch))
+        sizes = (jax.eval_shape(residuals, self.layers, *rows) for rows in ((x, self.batch), twice))
+        return [one.shape != two.shape for one, two in zip(*sizes, strict=True)]
+
+    def start(self, x: jax.Array) -> jax.Array:
+        """Input of the blocks: the embedding on the first stage, x on the others."""
+
+        def embed(x: jax.Array) -> jax.Array:
+            with self.end_scope(FIRST):
+                return self.pieces.embed(self.params(self.rest), self.batch)
+
+        return lax.cond(self.is_first, embed, lambda x: x, x)
+
+    def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
+        """Output y of the blocks."""
+        return self.pieces.layers({**self.rest, STACKED: layers}, x, self.batch, self.first_layer)
+
+    def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
+        """Gradient of the loss by y; g is ignored."""
+
+        def loss(rest: Any, y: jax.Array) -> jax.Array:
+            return self.pieces.loss(self.params(rest), y, self.batch)
+
+        with self.end_scope(LAST):
+            value, (of_rest, of_y) = jax.value_and_grad(loss, argnums=(0, 1))(self.rest, y)
+            return of_y, EndSums(sums.loss + value, self.accumulate(sums.gradients, of_rest))
+
+    def embed_backward(self, g: jax.Array, sums: EndSums) -> EndSums:
+        """Add the embedding's gradients to the sums, given g, the gradient of its output."""
+
+        def embed(rest: Any) -> jax.Array:
+            return self.pieces.embed(self.params(rest), self.batch)
+
+        with self.end_scope(FIRST):
+            _, back = jax.vjp(embed, self.rest)
+            (of_rest,) = back(g)
+            return sums._replace(gradients=self.accumulate(sums.gradients, of_rest))
+
+    def params(self, rest: Any) -> Any:
+        """The whole tree, as the pieces take it."""
+        return {**rest, STACKED: self.layers}

@@ -1,0 +1,215 @@
+"""The training step that an engine makes, the strategies that it is made of, and compiling it.
+
+Legend: A gradient accumulation, B batch, T position.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Sharding
+from msgspec.structs import asdict
+
+from compare.contract.progress import Progress
+from compare.numerics.optimizer import step_scalars
+from compare.numerics.parameters import storage_dtype
+from compare.numerics.stream import shapes_of_step
+from compare.pipeline.ticks import Ticks
+from compare.spec.experiment import Experiment
+from jaxpar.comm.hosts import fetch
+from jaxpar.model import GPT
+from jaxpar.problem import Edit, Loss
+
+
+def same(tree: Any) -> Any:
+    """The tree as it is."""
+    return tree
+
+
+def as_it_is(model: GPT) -> None:
+    """The edit that leaves the model alone."""
+
+
+class Strategy(NamedTuple):
+    """What one axis of the mesh adds to a step. An engine composes them in one order."""
+
+    edit: Edit = as_it_is
+    """Puts into the model what moves activations, or gathers parameters."""
+    mark: Callable[[Any], Any] = same
+    """Of the parameters before differentiating: whose gradients stay each device's own."""
+    reduce: Callable[[Any], Any] = same
+    """Of the gradients after accumulation: reduces those that are parts along the axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedStep:
+    """One training step over a mesh, and where its arguments live."""
+
+    step: Callable[..., Any]
+    """step(params, opt_state, batch, scalars) -> (params, opt_state, {"loss", "grad_norm"}, gradients).
+
+    `batch` is a dict of (A, B, T); `gradients` are synchronised and unclipped: only a ladder asks for them.
+    """
+    placements: Any
+    """A tree of `Placement`s like the parameters: how true arrays are padded into stored ones."""
+    params: Any
+    """A tree of shardings like the parameters."""
+    moments: Any
+    """Shardings of each moment, and of the gradients that the step returns."""
+    accumulated: Any
+    """Shardings of gradients as they accumulate over a batch, before the optimizer."""
+    batch: Sharding
+    """Sharding of each (A, B, T) array of the batch."""
+    scalars: Sharding
+    moments_at_rest: Any = None
+    """Like `moments`: where they are between two steps, if that is elsewhere."""
+    ticks: Ticks | None = None
+    """The schedule of a pipeline by hand."""
+    compiler_options: dict[str, Any] = field(default_factory=dict)
+
+    def unpad(self, tree: Any) -> Any:
+        """Stored arrays, fetched to the host, without their padding."""
+        return jax.tree.map(lambda p, x: p.unpad(x), self.placements, fetch(tree))
+
+
+@dataclass(kw_only=True)
+class TrainState(Progress):
+    """Weights, moments, and how far training has come.
+
+    Attributes:
+        params, opt_state: trees that live on the devices; a step donates them.
+        gradients: of the first step, for the ladder, synchronised and unclipped; else None.
+    """
+
+    params: Any
+    opt_state: Any
+    gradients: Any = None
+
+
+def passes_of(batch: Any) -> int:
+    """A: how many passes are accumulated over a batch of (A, B, ...)."""
+    (passes,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    return passes
+
+
+def accumulated_gradients(
+    loss: Loss,
+    params: Any,
+    batch: Any,
+    *,
+    reduce: Callable[[Any], Any] = same,
+    finish: Callable[[Any], Any] = same,
+    like: Any = None,
+) -> tuple[jax.Array, Any]:
+    """Mean loss and its gradients over the A microbatches of a batch, one at a time.
+
+    Args:
+        loss: see `Loss`.
+        params: any pytree.
+        batch: a pytree of arrays (A, B, ...).
+        reduce: applied to the gradients of each microbatch before they are added up.
+        finish: applied to their sum, before it is divided.
+        like: a pytree like what `reduce` returns; `params` by default.
+
+    Returns:
+        The loss, and gradients as `finish` leaves them: sums over A divided by A.
+    """
+    value_and_grad = jax.value_and_grad(loss)
+    accumulation = passes_of(batch)
+    if accumulation == 1:
+        value, gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+        return value, finish(reduce(gradients))
+
+    def add(total: Any, microbatch: Any) -> tuple[Any, jax.Array]:
+        value, gradients = value_and_grad(params, microbatch)
+        return jax.tree.map(lax.add, total, reduce(gradients)), value
+
+    zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
+    total, losses_A = lax.scan(add, zeros, batch)
+    return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, finish(total))
+
+
+def compile_step(
+    sharded: ShardedStep,
+    state: TrainState,
+    experiment: Experiment,
+    *,
+    with_gradients: bool = False,
+    see: Callable[[Any], None] = lambda program: None,
+) -> jax.stages.Compiled:
+    """Compile the sharded step ahead of time, its state donated.
+
+    Args:
+        with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.
+        see: called with the traced program (a ClosedJaxpr) before XLA has it.
+    """
+
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+        params, opt_state, metrics, gradients = sharded.step(params, opt_state, batch, scalars)
+        return params, opt_state, metrics, gradients if with_gradients else None
+
+    gradients = sharded.moments if with_gradients else None
+    outputs = (sharded.params, _shardings(state.opt_state), sharded.scalars, gradients)
+    batch = batch_like(experiment)
+    return _compile(
+        step, sharded, state, experiment, batch, see, out_shardings=outputs, donate_argnums=(0, 1)
+    )
+
+
+def compile_evaluation(
+    sharded: ShardedStep, state: TrainState, experiment: Experiment
+) -> jax.stages.Compiled:
+    """Compile the loss alone, without dropout; called as the step is.
+
+    It is the training step of which only the loss is asked for: XLA leaves out the rest of it.
+    """
+
+    def loss(params: Any, opt_state: Any, batch: Any, scalars: Any) -> jax.Array:
+        _, _, metrics, _ = sharded.step(params, opt_state, batch, scalars)
+        return metrics["loss"]
+
+    batch = batch_like(experiment)
+    batch.pop("keys", None)
+    return _compile(loss, sharded, state, experiment, batch, out_shardings=sharded.scalars)
+
+
+def _compile(
+    function: Callable[..., Any],
+    sharded: ShardedStep,
+    state: TrainState,
+    experiment: Experiment,
+    batch: Any,
+    see: Callable[[Any], None] = lambda program: None,
+    **options: Any,
+) -> jax.stages.Compiled:
+    """Compile a function of the step's arguments, which live where the step's do."""
+    in_shardings = (sharded.params, _shardings(state.opt_state), sharded.batch, sharded.scalars)
+    jitted = jax.jit(function, in_shardings=in_shardings, **options)
+    traced = jitted.trace(state.params, state.opt_state, batch, device_scalars(experiment, state))
+    see(traced.jaxpr)
+    return traced.lower().compile(compiler_options=sharded.compiler_options)
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of one step's arrays, without data."""
+    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes_of_step(experiment).items()}
+
+
+def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
+    """The next step's scalars: the optimizer's, and the loss scale if there is one.
+
+    Rounded once to the dtype of the weights.
+    """
+    scalars = asdict(step_scalars(experiment.optimizer, progress.updates))
+    if progress.loss_scale:
+        scalars["loss_scale"] = progress.loss_scale.scale
+    dtype = storage_dtype(experiment)
+    return {name: np.asarray(value, dtype) for name, value in scalars.items()}

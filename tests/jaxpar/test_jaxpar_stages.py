@@ -1,0 +1,95 @@
+"""Stages as a dim of the arrays: any model against a plain scan, on a mesh and on one device."""
+
+from math import lcm
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from compare.contract.communication import summed
+from compare.spec.axes import AXES, PP
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError, Layout
+from jaxpar.compiler.pipeline_parallel import pipelined
+from jaxpar.measure.ledger import communications
+from jaxpar.placement import Placement
+from jaxpar.problem import Pieces
+from jaxpar.stages import lanes
+
+WIDTH = 6
+
+
+def layer(x, w):
+    """Not finite at zero, which no idle stage must be given."""
+    return jnp.tanh(x @ w) + x / jnp.linalg.norm(x, axis=-1, keepdims=True), None
+
+
+PIECES = Pieces(
+    embed=lambda params, batch: batch["x"] @ params["first"],
+    layers=lambda params, x, batch, first: jax.lax.scan(layer, x, params["blocks"])[0],
+    loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
+)
+
+
+def plain(params, batch):
+    """All of the batch, without a pipeline."""
+    joined = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
+    return PIECES.loss(params, PIECES.layers(params, PIECES.embed(params, joined), joined, 0), joined)
+
+
+# stages, microbatches, chunks: as many as stages, more, fewer, and numbers that do not divide
+SHAPES = [(1, 2, 1), (2, 1, 1), (2, 5, 1), (4, 3, 1), (2, 4, 2), (2, 2, 3)]
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), SHAPES)
+def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
+    mesh = jax.make_mesh((stages,), ("pp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:stages])
+    layers = lcm(stages * chunks, 4)
+    draw = np.random.default_rng(0).standard_normal
+    params = {"first": draw((3, WIDTH)), "blocks": draw((layers, WIDTH, WIDTH))}
+    batch = {"x": draw((microbatches, 2, 3)), "y": draw((microbatches, 2, 3))}
+    value, gradients = jax.value_and_grad(plain)(params, batch)
+
+    degrees = dict.fromkeys(AXES, 1) | {PP: stages}
+    place = Placement(shape=params["blocks"].shape, dims={PP: 0}, degrees=degrees, chunks=chunks)
+    spread = NamedSharding(mesh, P("pp"))
+    stored = {"first": params["first"], "blocks": jax.device_put(place.pad(params["blocks"]), spread)}
+    loss = pipelined(PIECES, mesh=mesh, chunks=chunks)
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(stored, batch).compile()
+    found, of_stored = compiled(stored, batch)
+
+    np.testing.assert_allclose(found, value, rtol=1e-13)
+    np.testing.assert_allclose(of_stored["first"], gradients["first"], rtol=1e-12)
+    np.testing.assert_allclose(place.unpad(np.asarray(of_stored["blocks"])), gradients["blocks"], atol=1e-13)
+    rows = summed(communications(compiled.as_text(), mesh.shape))
+    ledger = {(row.kind, row.purpose): (row.calls, row.bytes) for row in rows}
+    if stages > 1:  # a roll of the stages and one of a lane at every tick, and the lane's first
+        rolls = 2 * (microbatches * chunks + stages - 1) + 1
+        moved = (rolls, rolls * 8 * 2 * WIDTH)
+        assert ledger["permute", "activations"] == ledger["permute", "activation gradients"] == moved
+        assert ledger["all_reduce", "gradients"][0] == 1  # of what every stage has, once
+        assert len(ledger) <= 4
+
+
+def test_every_microbatch_enters_and_leaves_once():
+    for stages in range(1, 9):
+        for microbatches in range(1, 17):
+            enters, leaves, counts = lanes(microbatches, stages)
+            assert enters.T.ravel()[:microbatches].tolist() == list(range(microbatches))
+            assert sorted(leaves[counts]) == list(range(microbatches))
+            if microbatches % stages == 0:  # then lanes have rolled all the way round
+                assert (np.roll(leaves, -1, axis=1) == enters).all()
+
+
+def test_backward_has_no_order_of_its_own():
+    refused = {
+        "jax-compiler": "1f1b: .*gpipe, interleaved.*autodiff",
+        "jax-manual": "gpipe, 1f1b, interleaved",
+    }
+    for engine, words in refused.items():
+        schedule = "1f1b" if engine == "jax-compiler" else "zero_bubble"
+        with pytest.raises(ExperimentError, match=words):
+            ENGINES[engine].require(Layout(pp=2, schedule=schedule, microbatches=2))
