@@ -1,8 +1,7 @@
 """`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; under srun or
 torchrun, or with --coordinator, as one of several processes, each with a part of the devices.
-`--collectives RUN_DIR` times collectives instead (`compare.contract.collective_bench`). Or a question:
-`--doctor`, `--ceiling JSON` (`compare.contract.ceiling`), `--compile JSON` (`.ahead_of_time`),
-`--sample JSON` (`compare.numerics.sampling`), `--convert FROM TO`.
+`--collectives RUN_DIR` times collectives instead (`compare.contract.collective_bench`). Or a question, which
+`questions` answers: `--doctor`, `--ceiling`, `--compile`, `--sample`, `--convert`.
 
 Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
 lacks what it needs; 4 it was asked to end early, and saved its state; 143 SIGTERM. Other than 0,
@@ -14,8 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOP
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, Recorder, clear_record, leave_failure, write_failure
-from compare.contract.request import Request, read_request
+from compare.contract.request import read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
 from compare.host.exits import describe_exit
@@ -38,152 +36,103 @@ from jaxpar.watchdog import Watchdog, exit_with_stdin
 
 
 def main() -> int:
-    """Run, and return the exit code."""
+    """Run, and return the exit code. Every failure ends as one line, and in RUN_DIR/error.json.
+
+    Of several processes the first holds the folder, and the first that fails leaves the word.
+    """
     # Python runs its own Ctrl-C handler only when XLA's C++ returns, which a compilation does not do soon.
     if not is_ignored(signal.SIGINT):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = _parse_arguments()
     if arguments.exit_with_stdin:
         exit_with_stdin()
-    if _is_question(arguments):
-        return _answer(arguments)
     try:
-        process = find_process(arguments, os.environ)
-    except ExperimentError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return BAD_REQUEST
-    work = time_collectives if arguments.collectives else train
-    return run(arguments.run_dir, partial(work, process=process), process=process)
+        if _asks(arguments):
+            from jaxpar.questions import answer
 
-
-def run(folder: Path, work: Callable[[Path], None], *, process: Process | None = None) -> int:
-    """Do what folder/request.json asks for; every failure ends as one line and a code.
-
-    It leaves error.json too, but not in a folder in which another run is at work. Of several processes the
-    first holds the folder, and the first that fails leaves the word.
-    """
-    try:
+            answer(arguments)
+            return DONE
+        process, folder = find_process(arguments, os.environ), arguments.run_dir
         with lock_folder(folder) if process is None or process.is_first else nullcontext():
-            code = _attempt(folder, work, process)
-            if process and code != DONE:
+            on_signals([signal.SIGTERM], partial(_leave, folder, process))
+            try:
+                (time_collectives if arguments.collectives else train)(folder, process)
+                return DONE
+            except Exception as error:
+                code = _failed(folder, error, process)
+            if process:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)  # JAX's own end would wait for the other processes
             return code
-    except ExperimentError as error:
+    except (ExperimentError, MissingDevicesError, MissingPackageError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return BAD_REQUEST
-
-
-def _attempt(folder: Path, work: Callable[[Path], None], process: Process | None) -> int:
-    on_signals([signal.SIGTERM], partial(_leave, folder, process))
-    try:
-        work(folder)
-    except StoppedEarly as stopped:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
-        return _fail(folder, stopped, STOPPED, process)
-    except ExperimentError as error:
-        return _fail(folder, error, BAD_REQUEST, process)
-    except (MissingDevicesError, ImportError) as error:
-        return _fail(folder, error, MISSING, process)
-    except Exception as error:
-        return _fail(folder, error, FAILED, process)
-    return DONE
+        return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
 
 
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, alone or as one of several processes."""
     request = read_request(folder)
-    if process:
-        require_port(process)
     if request.experiment.checkpoint.every:
         StopRequest.listen()
-    is_first = process is None or process.is_first
-    if is_first:
-        clear_record(folder)
-    watchdog = _watchdog(folder, request.timeout_s, process)
+    watchdog = _begin(folder, request.timeout_s, process)
     from jaxpar.configuration import configure_jax
 
     configure_jax(request, process)
     if process:
         from jaxpar.comm.hosts import agree_with_others
-        from jaxpar.measure.usage import PACKAGES
 
-        agree_with_others(process, folder, PACKAGES, reads=request.experiment)
+        agree_with_others(process, folder, reads=request.experiment)
     # Imported after configuring: a backend, once started, keeps its devices and platform.
-    from jaxpar.peers import load_train
+    if request.engine == "plain-jit":
+        from jaxpar.peers.plain_jit import train as train_engine
+    else:
+        from jaxpar.train import train as train_engine
+    planted = nullcontext()
+    if request.fault:  # a run without one does not import them
+        from jaxpar.faults import plant
 
-    train_engine = load_train(request.engine)
-    with _planted(request):
-        if is_first:
-            train_engine(request, Recorder(folder), progress=watchdog.progress)
-        else:
-            train_engine(request, None, folder=folder, progress=watchdog.progress)
+        planted = plant(request.fault, engine=request.engine, layout=request.experiment.layout)
+    recorder = Recorder(folder) if process is None or process.is_first else None
+    with planted:
+        train_engine(request, recorder, folder=folder, progress=watchdog.progress)
 
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:
     """Time the collectives that folder/request.json asks for, alone or as one of several processes."""
     request = read_collective_request(folder, side=JAX.name)
-    if process:
-        require_port(process)
     if process is None or process.is_first:
-        clear_record(folder)
         clear_rows(folder)
-    watchdog = _watchdog(folder, request.timeout_s, process)
+    watchdog = _begin(folder, request.timeout_s, process)
     from jaxpar.configuration import configure_products, join_devices
 
     configure_products(request.platform, TYPE.name)
     join_devices(request.platform, request.ranks, process, timeout_s=request.timeout_s)
     if process:
         from jaxpar.comm.hosts import agree_with_others
-        from jaxpar.measure.usage import PACKAGES
 
-        agree_with_others(process, folder, PACKAGES)
-    from jaxpar.measure.collective_bench import run_bench
+        agree_with_others(process, folder)
+    from jaxpar.measure.bench import run_bench
 
     run_bench(request, folder, progress=watchdog.progress)
 
 
-def _watchdog(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
-    """Ends a run that hangs, with a word of why: of several processes, who does not answer."""
-    report = partial(_report_hang, folder, process, timeout_s) if process else partial(_report, folder)
-    return Watchdog(timeout_s, report)
+def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
+    """An empty record, and what ends a run that hangs: of several processes it says who does not answer."""
+    if process:
+        require_port(process)
+    if process is None or process.is_first:
+        clear_record(folder)
 
+    def on_hang(message: str, stack: str) -> None:
+        if process is None:
+            _report(folder, message, stack)
+            return
+        print(f"jaxpar: {process.name}: {message}\n{stack}", file=sys.stderr, flush=True)
+        waiting = Waiting(number=process.number, where="a step")
+        leave_failure(folder, blame_for_hang(folder, waiting, count=process.count, timeout_s=timeout_s))
 
-def _planted(request: Request) -> AbstractContextManager:
-    """The mistake that the request asks for; a run without one does not import them."""
-    if not request.fault:
-        return nullcontext()
-    from jaxpar.faults import plant
-
-    return plant(request.fault, engine=request.engine, layout=request.experiment.layout)
-
-
-def _is_question(arguments: argparse.Namespace) -> bool:
-    """Whether something else than a training is asked for."""
-    words = (arguments.doctor, arguments.ceiling, arguments.compile, arguments.convert, arguments.sample)
-    return any(words)
-
-
-def _answer(arguments: argparse.Namespace) -> int:
-    """Answer on standard output, or say on standard error why not. Returns the exit code."""
-    try:
-        from jaxpar import questions
-
-        if arguments.doctor:
-            questions.doctor()
-        elif arguments.ceiling:
-            questions.ceiling(arguments.ceiling)
-        elif arguments.compile:
-            questions.compile_ahead(arguments.compile)
-        elif arguments.convert:
-            questions.convert(*arguments.convert)
-        else:
-            questions.draw_sample(arguments.sample)
-    except (ExperimentError, MissingDevicesError, MissingPackageError) as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
-    return DONE
+    return Watchdog(timeout_s, on_hang)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -204,9 +153,15 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", metavar="JSON", help="print a step of absent devices, as JSON")
     add_flags(parser)
     arguments = parser.parse_args()
-    if not _is_question(arguments) and arguments.run_dir is None:
+    if not _asks(arguments) and arguments.run_dir is None:
         parser.error("RUN_DIR is missing")
     return arguments
+
+
+def _asks(arguments: argparse.Namespace) -> bool:
+    """Whether it is a question, and no training."""
+    flags = (arguments.doctor, arguments.ceiling, arguments.compile, arguments.convert, arguments.sample)
+    return any(flags)
 
 
 def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
@@ -215,26 +170,29 @@ def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     os._exit(code)
 
 
-def _fail(folder: Path, error: Exception, code: int, process: Process | None) -> int:
+def _failed(folder: Path, error: Exception, process: Process | None) -> int:
+    """Report an error; returns its exit code."""
     full = no_room(error, folder)
     message = full or " ".join(str(error).split()) or type(error).__name__
-    if isinstance(
-        error, DivergedError | StoppedEarly
-    ):  # it has happened in training, and not in a line of code
-        _report(folder, message, "", process=process, code=code)
-        return code
-    if code == FAILED and not full:
+    stack, is_lost, code = traceback.format_exc(), False, FAILED
+    if isinstance(error, StoppedEarly):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
+        stack, code = "", STOPPED
+    elif isinstance(error, DivergedError):  # it happened in training, and not in a line of code
+        stack = ""
+    elif isinstance(error, ExperimentError):
+        code = BAD_REQUEST
+    elif isinstance(error, MissingDevicesError | ImportError):
+        code = MISSING
+    elif not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)
-    lost = process is not None and code == FAILED and not full and _tells_of_lost_peer(error)
-    _report(folder, message, traceback.format_exc(), process=process, is_consequence=lost, code=code)
+        if process:
+            from jaxpar.comm.hosts import is_consequence
+
+            is_lost = is_consequence(error)
+    _report(folder, message, stack, process=process, is_consequence=is_lost, code=code)
     return code
-
-
-def _tells_of_lost_peer(error: Exception) -> bool:
-    from jaxpar.comm.hosts import is_consequence
-
-    return is_consequence(error)
 
 
 def _report(
@@ -258,13 +216,6 @@ def _report(
     except OSError as error:
         if str(error) not in message:  # a full disk has been named already
             print(f"jaxpar: {folder}: cannot leave error.json: {error}", file=sys.stderr, flush=True)
-
-
-def _report_hang(folder: Path, process: Process, timeout_s: float, message: str, stack: str) -> None:
-    """Say who does not answer: of several processes all hang with one."""
-    print(f"jaxpar: {process.name}: {message}\n{stack}", file=sys.stderr, flush=True)
-    own = Waiting(number=process.number, where="a step")
-    leave_failure(folder, blame_for_hang(folder, own, count=process.count, timeout_s=timeout_s))
 
 
 if __name__ == "__main__":

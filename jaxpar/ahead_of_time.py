@@ -20,9 +20,10 @@ from compare.host.facts import MissingPackageError, versions
 from compare.numerics.parameters import storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
 from jaxpar.comm.mesh import mesh_over
+from jaxpar.configuration import PACKAGES
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import SCALAR, axis_of, communications
-from jaxpar.measure.usage import PACKAGES, planned_memory, resident_bytes
+from jaxpar.measure.memory import planned_memory, resident_bytes
 from jaxpar.optimizer import state_like
 from jaxpar.placement import Placement
 from jaxpar.step import ShardedStep, TrainState, compile_step

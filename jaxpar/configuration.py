@@ -4,12 +4,14 @@ import jax
 
 from compare.contract.processes import Process
 from compare.contract.request import Request
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import ExperimentError
+
+PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 
 
 def configure_jax(request: Request, process: Process | None = None) -> None:
     """Everything that has to be set before JAX starts a backend; of several processes, join them."""
-    experiment: Experiment = request.experiment
+    experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
     if process and request.profile:
         raise ExperimentError("profile: a timeline is read from one process: run it on one host")

@@ -9,7 +9,6 @@ import numpy as np
 
 from compare.checkpoint.saver import Part
 from compare.contract import recording
-from compare.contract.across_hosts import numbered
 from compare.contract.divergence import first_not_finite
 from compare.contract.early_stop import StopRequest
 from compare.contract.ledger import Ledger
@@ -23,17 +22,16 @@ from compare.numerics.stream import arrays_of_step
 from jaxpar.checkpoint import state_parts
 from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
-from jaxpar.measure.ledger import communications
-from jaxpar.measure.listing import listing
-from jaxpar.measure.profile import StepProfiler
-from jaxpar.measure.usage import (
-    PACKAGES,
+from jaxpar.configuration import PACKAGES
+from jaxpar.measure.ledger import communications, listing
+from jaxpar.measure.memory import (
     memory_in_use,
     memory_profile,
     peak_memory,
     resident_bytes,
     threads,
 )
+from jaxpar.measure.profile import StepProfiler
 from jaxpar.run import Run
 from jaxpar.step import ShardedStep, TrainState, compile_evaluation, device_scalars
 
@@ -123,12 +121,12 @@ class RunSide:
         }
         if recorder:
             # After the CPU time: reading a program is no part of the run.
-            leave_program(run, recorder, costs["hosts"])
+            leave_program(run, recorder)
         return costs
 
 
-def leave_program(run: Run, recorder: Recorder, hosts: Sequence[str]) -> None:
-    """Memory, instructions and ledger of the compiled step, whose devices are on these hosts."""
+def leave_program(run: Run, recorder: Recorder) -> None:
+    """Memory, instructions and ledger of the compiled step."""
     step, layout, held = run.step, run.experiment.layout, at_rest(run)
     hlo = step.as_text()
     assert hlo, "XLA keeps no text of the compiled step"
@@ -137,7 +135,7 @@ def leave_program(run: Run, recorder: Recorder, hosts: Sequence[str]) -> None:
         recorder.memory(profile)
     recorder.instructions(listing(hlo, layout.axes))
     problems: list[str] = []
-    rows = communications(hlo, layout.axes, problems=problems, hosts=numbered(hosts))
+    rows = communications(hlo, layout.axes, problems=problems)
     recorder.ledger(Ledger(rows=rows, problems=problems))
 
 

@@ -7,7 +7,6 @@ it places the part of an array that these hold, and what it fetches XLA gathers 
 import json
 import socket
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from compare.contract.other_hosts import HostFacts, facts_here, leave_hosts, req
 from compare.contract.processes import Process
 from compare.host.facts import MissingDevicesError
 from compare.spec.experiment import Experiment
+from jaxpar.configuration import PACKAGES
 
 _here: list[Process] = []  # which of the processes this one is, once it has joined them
 LATER_S = 60.0
@@ -116,21 +116,17 @@ def exchange(text: str) -> list[str]:
     return [bytes(said_N).rstrip(b"\0").decode() for said_N in said_PN]
 
 
-def agree_with_others(
-    process: Process, folder: Path, packages: Iterable[str], reads: Experiment | None = None
-) -> None:
+def agree_with_others(process: Process, folder: Path, reads: Experiment | None = None) -> None:
     """Hold versions, data and clocks of all hosts against the first's; process 0 leaves the hosts' names.
 
     Raises:
         ExperimentError: they differ; all processes raise it.
     """
-    own = facts_here(packages, reads if process.local == 0 else None)
-    found = [
-        msgspec.json.decode(said, type=HostFacts) for said in exchange(msgspec.json.encode(own).decode())
-    ]
-    remarks = require_agreement(found)
+    here = facts_here(PACKAGES, reads if process.local == 0 else None)
+    all_facts = [msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())]
+    remarks = require_agreement(all_facts)
     if process.is_first:
-        leave_hosts(folder, found)
+        leave_hosts(folder, all_facts)
         print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
 
 

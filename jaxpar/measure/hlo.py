@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from compare.contract.communication import OF_DERIVATIVE, SAID
-from jaxpar.measure.replica_groups import replica_groups
 from jaxpar.measure.source_lines import SourceLine, SourceLines
 
 KINDS = {
@@ -44,6 +45,10 @@ _ON_HOST = "is_host_transfer=true"
 _HIDDEN = re.compile(
     r'custom_call_target="[^"]*(?:nvshmem|nccl|all_?reduce|all_?gather|all_?to_?all)', re.IGNORECASE
 )
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
+_DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)|device_ids=\(([\d,]+)\)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -59,7 +64,7 @@ class Collective:
 
     Attributes:
         kind: as in `KINDS`.
-        groups: device positions that speak with each other; for a permute, (source, target) pairs.
+        groups: as of `replica_groups`.
         arrays: bytes of each array that it moves, full (gathered) size.
         calls: how often it runs in one step, on the rank of a pipeline on which it runs most.
         turns: at how many of `of_turns` turns of the loop around it its branch is taken; several numbers are
@@ -224,7 +229,7 @@ class _Module:
         return int(constants.get(found[0], 0)) if len(found) == 1 else 0
 
     def _object(self, problem: str, text: str) -> None:
-        line = f"{problem}, at {self._sources.of(text) or text[:120]}"
+        line = f"{problem}, at {(self._sources.stack(text) or [text[:120]])[0]}"
         if self._problems is None:
             raise UnreadableError(line)
         self._problems.append(line)
@@ -308,3 +313,52 @@ def _purpose(op_name: str, *, backward: bool) -> str:
 def _bytes(dtype: str, dims: str) -> int:
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8
+
+
+def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective: {{0,1},{2,3}}, [2,2]<=[4], or mesh['x'=2,'y'=2] {'x'}.
+
+    Args:
+        text: the instruction.
+        axis_sizes: mesh axes with their sizes, in the order of the mesh.
+
+    Returns:
+        Positions of devices in the mesh; of a permute, (source, target) pairs.
+
+    Raises:
+        ValueError: another spelling.
+    """
+    everyone = math.prod(axis_sizes.values())
+    if match := _LISTED.search(text):
+        groups = re.findall(r"\{([\d,]+)\}", match[1])
+        return tuple(tuple(map(int, group.split(","))) for group in groups) or (tuple(range(everyone)),)
+    if match := _IOTA.search(text):
+        ids = _transposed(match[2], match[3]).reshape(_numbers(match[1]))
+        return tuple(tuple(row) for row in ids.tolist())
+    if match := _NAMED.search(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'?([\w]+)'?=(\d+)", match[1])}
+        order = _DEVICE_IDS.search(match[2])  # of a mesh that XLA has ordered anew
+        ids = order and (np.array(_numbers(order[3])) if order[3] else _transposed(order[1], order[2]))
+        return groups_along(tuple(re.findall(r"\w+", match[3])), sizes, ids)
+    raise ValueError(f"a collective whose replica groups cannot be read: {text[:200]}")
+
+
+def groups_along(
+    axes: tuple[str, ...], axis_sizes: Mapping[str, int], ids: np.ndarray | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices that differ only along `axes`; `ids` numbers them, in order by default."""
+    ids = np.arange(math.prod(axis_sizes.values())) if ids is None else ids
+    ids = ids.reshape(tuple(axis_sizes.values()))
+    last = [list(axis_sizes).index(axis) for axis in axes]
+    ids = np.moveaxis(ids, last, range(-len(axes), 0))
+    rows = ids.reshape(-1, math.prod(axis_sizes[axis] for axis in axes))
+    return tuple(tuple(row) for row in rows.tolist())
+
+
+def _transposed(shape: str, dims: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return ids.transpose(_numbers(dims)) if dims else ids
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))

@@ -5,8 +5,9 @@ Logical bytes are those of the full (gathered) tensor; of a permute, what a devi
 
 import itertools
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 from msgspec.structs import replace
 
-from compare.contract.across_hosts import sent_across
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -26,11 +26,17 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
+from compare.pipeline.instructions import Instruction, SourceLine
 from compare.spec.axes import PP, TP, joined
-from jaxpar.measure.hlo import Collective, collectives
-from jaxpar.measure.replica_groups import groups_along
+from jaxpar.measure.hlo import Collective, collectives, groups_along, opcode_of
 
 SCALAR = 8  # bytes of a float64
+PACKAGE = Path(__file__).parents[1]
+DEEP = 16
+"""Lines of a stack that are kept: below them is what starts any step."""
+SHOWN = 3
+"""Arrays of a joined collective that are written out; more are counted."""
+_ARRAY = re.compile(r"\b(?:[a-z]+\d+[a-z0-9]*|pred)\[[\d,]*\]")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
@@ -39,7 +45,6 @@ def communications(
     axis_sizes: Mapping[str, int],
     *,
     problems: list[str] | None = None,
-    hosts: Sequence[int] = (),
 ) -> list[Communication]:
     """The ledger of a compiled function.
 
@@ -47,7 +52,6 @@ def communications(
         hlo: `compiled.as_text()`.
         axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
         problems: as in `hlo.collectives`.
-        hosts: the number of each device's host, in the order of the mesh; without them nothing crosses any.
 
     Returns:
         A row for each place in the program, per device and per call of the function; of a pipeline for each
@@ -59,9 +63,7 @@ def communications(
     """
     found, differentiates = collectives(hlo, axis_sizes, problems=problems), "jvp(" in hlo
     stages = axis_sizes.get(PP, 1)
-    return _rows(
-        found, axis_sizes, inferred_purpose, stages=stages, differentiates=differentiates, hosts=hosts
-    )
+    return _rows(found, axis_sizes, inferred_purpose, stages=stages, differentiates=differentiates)
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
@@ -95,10 +97,9 @@ def _rows(
     *,
     stages: int,
     differentiates: bool,
-    hosts: Sequence[int] = (),
 ) -> list[Communication]:
     """Rows of collectives, of each stage of a pipeline. Those of one place that are alike are one row."""
-    merged: dict[Communication, list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
+    merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     for collective in found:
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
@@ -125,25 +126,12 @@ def _rows(
                 stage=stage,
             )
             total = merged[place]
-            across = calls * _across(collective, size, stage, axis_sizes, hosts) if hosts else 0
-            added = (calls, calls * size, calls * wire, across)
-            total[:] = [one + more for one, more in zip(total, added, strict=True)]
+            added = (calls, calls * size, calls * wire)
+            total[:] = map(sum, zip(total, added, strict=True))
     return [
-        replace(place, calls=calls, bytes=size, wire_bytes=wire, crossing_bytes=round(across))
-        for place, (calls, size, wire, across) in merged.items()
+        replace(place, calls=calls, bytes=size, wire_bytes=wire)
+        for place, (calls, size, wire) in merged.items()
     ]
-
-
-def _across(
-    collective: Collective, size: int, stage: int, axis_sizes: Mapping[str, int], hosts: Sequence[int]
-) -> float:
-    """Bytes that the devices of a pipeline's rank send to other hosts in one call."""
-    return sum(
-        sent_across(collective.kind, size, group, sender, hosts)
-        for group in collective.groups
-        for sender in (group[:1] if collective.kind == "permute" else group)
-        if _stage_of(sender, axis_sizes) == stage
-    )
 
 
 def _stage_of(device: int, axis_sizes: Mapping[str, int]) -> int:
@@ -208,3 +196,49 @@ def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, 
     axis, group_size = axis_of(collective, axis_sizes)
     purpose = collective.purpose or inferred_purpose(collective, axis)
     return (collective.kind, axis, purpose) if group_size > 1 else None
+
+
+def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
+    """Every collective over more than one device; those that are alike are one, with their calls added up.
+
+    What cannot be read is left out: the ledger says so.
+
+    Args:
+        hlo: `compiled.as_text()`.
+        axis_sizes: mesh axes with their sizes, in the order of the mesh.
+    """
+    calls: Counter[Instruction] = Counter()
+    for collective in collectives(hlo, axis_sizes, problems=[]):
+        axis, group_size = axis_of(collective, axis_sizes)
+        if group_size > 1:
+            calls[_once(collective, axis)] += collective.calls
+    return [replace(once, calls=times, bytes=times * once.bytes) for once, times in calls.items()]
+
+
+def _once(collective: Collective, axis: str) -> Instruction:
+    """One call of it."""
+    operation = opcode_of(collective.text)
+    arrays = _ARRAY.findall(collective.text.partition(f" {operation}(")[0])
+    more = f" and {len(arrays) - SHOWN} more" if len(arrays) > SHOWN else ""
+    return Instruction(
+        kind=collective.kind,
+        axis=axis,
+        purpose=collective.purpose or inferred_purpose(collective, axis),
+        operation=operation,
+        result=", ".join(arrays[:SHOWN]) + more,
+        groups="{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in collective.groups) + "}",
+        op_name=collective.op_name,
+        calls=1,
+        bytes=sum(collective.arrays),
+        stack=_own(collective.stack),
+    )
+
+
+def _own(stack: Iterable[SourceLine]) -> tuple[SourceLine, ...]:
+    """The lines of this package, each once: JAX repeats some where it traces a function within another."""
+    lines = (
+        replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
+        for line in stack
+        if Path(line.file).is_relative_to(PACKAGE)
+    )
+    return tuple(dict.fromkeys(lines))[:DEEP]

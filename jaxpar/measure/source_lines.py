@@ -19,48 +19,37 @@ _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _INLINE = re.compile(r'source_file="([^"]*)".*?source_line=(\d+)')
-OWN_WRAPPERS = Path(__file__).parents[1] / "comm"
+WRAPPERS = Path(__file__).parents[1] / "comm"
 """Every collective of jaxpar is called there: who called it is of interest."""
 
 
 class SourceLines:
-    """Source lines of a module's instructions.
-
-    Args:
-        hlo: its text.
-    """
+    """Source lines of the instructions of a module, given its text."""
 
     def __init__(self, hlo: str):
         tables = {name: dict(_ENTRY.findall(body)) for name, body in _TABLE.findall(hlo)}
-        files, functions = ({k: v.strip('"') for k, v in tables.get(name, {}).items()} for name in NAMES)
+        files, functions = (
+            {number: text.strip('"') for number, text in tables.get(name, {}).items()}
+            for name in ("FileNames", "FunctionNames")
+        )
         self._lines: dict[str, SourceLine] = {}
         for number, text in tables.get("FileLocations", {}).items():
             of = dict(_NUMBER.findall(text))
             file, function = files.get(of["file_name_id"], ""), functions.get(of["function_name_id"], "")
             self._lines[number] = SourceLine(file, int(of["line"]), function)
-        self._frames = {
-            number: dict(_NUMBER.findall(text)) for number, text in tables.get("StackFrames", {}).items()
-        }
-
-    def of(self, instruction: str) -> SourceLine | None:
-        """The innermost line that is not in jaxpar's own wrappers of collectives; None if nothing tells."""
-        return (self.stack(instruction) or [None])[0]
+        frames = tables.get("StackFrames", {})
+        self._frames = {number: dict(_NUMBER.findall(text)) for number, text in frames.items()}
 
     def stack(self, instruction: str) -> list[SourceLine]:
-        """`of` and its callers, the innermost first; [] if nothing tells."""
+        """The line that made it and its callers, the innermost first, without jaxpar's wrappers.
+
+        [] if nothing tells.
+        """
         if inline := _INLINE.search(instruction):
             return [SourceLine(inline[1], int(inline[2]))]
-        match = _FRAME.search(instruction)
-        stack = self._stack(match[1]) if match else []
-        return [line for line in stack if Path(line.file).parent != OWN_WRAPPERS] or stack
-
-    def _stack(self, frame: str) -> list[SourceLine]:
-        """A frame and its callers, the innermost first."""
-        lines = []
+        match, lines = _FRAME.search(instruction), []
+        frame = match[1] if match else ""
         while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):
             lines.append(self._lines[entry["file_location_id"]])
             frame = str(int(entry.get("parent_frame_id", "1")) - 1)
-        return lines
-
-
-NAMES = ("FileNames", "FunctionNames")
+        return [line for line in lines if Path(line.file).parent != WRAPPERS] or lines

@@ -6,6 +6,7 @@ is the 1e-6 beside the norm that clips, PyTorch's: `optax.clip_by_global_norm` h
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -91,14 +92,16 @@ def moments(opt_state: Any) -> dict[str, Any]:
 
 def train(
     request: Request,
-    recorder: Recorder,
+    recorder: Recorder | None,
     *,
+    folder: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
     batches: Batches | None = None,
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    assert recorder, "one device has one process"
     experiment, sizes = request.experiment, request.experiment.train
     ENGINES[request.engine].require_experiment(experiment)
     ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
@@ -143,9 +146,8 @@ def train(
         state.params, state.opt_state, metrics = compiled(state.params, state.opt_state, batch)
         return metrics
 
-    run_loop(
-        run, take, observers_of(run, recorder, recorder.folder, started_utc=started_utc), progress=progress
-    )
+    tell = observers_of(run, recorder, folder or recorder.folder, started_utc=started_utc)
+    run_loop(run, take, tell, progress=progress)
 
 
 def _on_one_device(

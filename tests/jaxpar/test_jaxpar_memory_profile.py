@@ -9,7 +9,7 @@ from compare.contract.memory_profile import Peak
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.measure.usage import memory_profile, planned_memory, resident_bytes
+from jaxpar.measure.memory import memory_profile, planned_memory, resident_bytes
 from jaxpar.step import compile_step
 from jaxpar.train import prepare
 

@@ -16,7 +16,7 @@ from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant
 from jaxpar.measure.ledger import communications
-from jaxpar.measure.usage import resident_bytes
+from jaxpar.measure.memory import resident_bytes
 from jaxpar.observers import gradients_at_rest
 from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
 from jaxpar.train import prepare

@@ -10,7 +10,6 @@ from compare.host.facts import MemoryUse, cores, process_memory
 from jaxpar.comm.hosts import gathered
 from jaxpar.offload import is_on_host
 
-PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias"
 
 
@@ -20,8 +19,8 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
     A GPU's allocator keeps count. A CPU's does not: there it is what XLA's buffer assignment gives one
     step, which covers arguments, temporaries and outputs, donated buffers counted once.
     """
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    statistics = [device.memory_stats() for device in own]
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    statistics = [device.memory_stats() for device in local]
     if all(statistics):
         peaks = gathered([s["peak_bytes_in_use"] for s in statistics if s])
         return peaks, "allocator's peak since the process began"
@@ -34,7 +33,7 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
 def planned_memory(step: jax.stages.Compiled) -> int:
     """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell."""
     analysis = step.memory_analysis()
-    return _kept(analysis) + analysis.temp_size_in_bytes if analysis else 0
+    return _arguments_and_results(analysis) + analysis.temp_size_in_bytes if analysis else 0
 
 
 def memory_profile(step: jax.stages.Compiled, *, parameters: int, optimizer: int) -> MemoryProfile | None:
@@ -51,13 +50,14 @@ def memory_profile(step: jax.stages.Compiled, *, parameters: int, optimizer: int
         "parameters": parameters,
         "optimizer": optimizer,
         "XLA's temporaries": analysis.temp_size_in_bytes,
-        "temporaries": _kept(analysis) - parameters - optimizer,  # batch, scalars, metrics
+        # Batch, scalars, metrics; and gradients, where a ladder asks for them.
+        "temporaries": _arguments_and_results(analysis) - parameters - optimizer,
     }
     return MemoryProfile(devices=[DeviceMemory(peak=Peak(bytes=sizes))], method=PLANNED)
 
 
-def _kept(analysis: Any) -> int:
-    """Bytes of a step's arguments and results: those of donated arguments count once."""
+def _arguments_and_results(analysis: Any) -> int:
+    """Bytes of both; those of donated arguments count once."""
     return analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
@@ -70,20 +70,16 @@ def memory_in_use(device: jax.Device) -> MemoryUse:
 
 
 def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = False) -> list[int]:
-    """Bytes of a tree's shards on each device; leaves have shape, dtype and sharding.
+    """Bytes of a tree's shards on each of these devices, or with `on_host` beside them in the host's memory.
 
-    Args:
-        tree: of arrays, or of shapes with shardings.
-        devices: in the order of the result.
-        on_host: count each device's shards in the host's memory instead.
+    Leaves have shape, dtype and sharding.
     """
     total = dict.fromkeys(devices, 0)
     for leaf in jax.tree.leaves(tree):
-        if is_on_host(leaf) != on_host:
-            continue
-        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for device in leaf.sharding.device_set:
-            total[device] += size
+        if is_on_host(leaf) == on_host:
+            size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for device in leaf.sharding.device_set:
+                total[device] += size
     return list(total.values())
 
 

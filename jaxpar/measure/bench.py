@@ -1,23 +1,27 @@
-"""Time collectives between devices: `shard_map` and `lax`.
+"""Rates of this machine: collectives between devices, and XLA's best rate of matrix products.
 
 On a CPU the devices of a process are threads that share memory, so a "message" is a copy, and the time of a
 small one is that of a jitted call; between processes JAX sends by gloo. Each call is waited for.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
 from compare.contract.collective_bench import (
     SIDE,
     TYPE,
     CollectiveCase,
     CollectiveRequest,
+    CollectiveRow,
     CollectiveSide,
     append_row,
     elements,
@@ -26,20 +30,61 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.host.facts import versions
+from compare.host.facts import MissingDevicesError, cores, versions
 from compare.host.json_files import write_json
 from compare.spec.axes import DP_REPLICATE
-from compare.spec.experiment import Layout
+from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm import collectives, hosts
 from jaxpar.comm.mesh import device_kind, make_mesh
-from jaxpar.measure.usage import PACKAGES, threads
+from jaxpar.configuration import PACKAGES
+from jaxpar.measure.memory import threads
 
 AXIS = DP_REPLICATE  # any would do: the mesh has no other of more than one device
 MASKED_SUM = "xla: broadcast is an all-reduce of zeros and the first rank's numbers: XLA has none on a CPU"
 
 
+def measure_ceiling(request: CeilingRequest) -> Ceiling:
+    """Matrix products of one GPU, or of the CPU. JAX is configured for the request's platform and dtype.
+
+    Raises:
+        ExperimentError: other threads than XLA's, which are one for each core.
+        MissingDevicesError: no such device.
+    """
+    if request.threads not in (0, cores()):
+        raise ExperimentError(
+            f"--ceiling: threads = {request.threads}: XLA computes with one pool of threads over all "
+            f"{cores()} cores; give 0"
+        )
+    try:
+        device = jax.local_devices(backend=request.platform)[0]
+    except RuntimeError as error:  # JAX's word for a backend that is not there
+        raise MissingDevicesError(
+            f"platform {request.platform}: JAX finds no such device ({error})"
+        ) from None
+    dtype = jnp.dtype("float32" if request.dtype == "tf32" else request.dtype)
+
+    def prepared(size: int) -> Multiply:
+        random = np.random.default_rng(0)
+        x, w = (random.standard_normal((size, size), np.float32) for _ in range(2))
+        # Scaled so that the product of products stays as large as x.
+        x, w = jax.device_put((x.astype(dtype), (w / size**0.5).astype(dtype)), device)
+        product = jax.jit(jnp.matmul)
+
+        def multiply(products: int) -> float:
+            y = x
+            begun = time.perf_counter()
+            for _ in range(products):
+                y = product(y, w)  # each takes the last one's result: to wait for it is to wait for all
+            y.block_until_ready()
+            return time.perf_counter() - begun
+
+        return multiply
+
+    return find_ceiling(request, prepared)
+
+
 def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..., None]) -> None:
-    """Do a request: rows.jsonl, then side.json in `folder`.
+    """Time collectives: rows.jsonl, then side.json in `folder`.
 
     Args:
         request: kinds and sizes to time.
@@ -70,12 +115,16 @@ def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..
         write_json(folder / SIDE, side)
 
 
-def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRequest):
+def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRequest) -> CollectiveRow:
     """Time one collective of one size, then do it once more and look at what it gave on each device."""
-    ranks, mesh_rank = request.ranks, {device: rank for rank, device in enumerate(mesh.devices.flat)}
+    ranks, devices = request.ranks, list(mesh.devices.flat)
     count = elements(case.kind, case.size, ranks)
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    given = _place(sharding, lambda rank: sent(case.kind, rank, ranks=ranks, count=count))
+    local = [rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()]
+    numbers = [sent(case.kind, rank, ranks=ranks, count=count) for rank in local]
+    shards = [jax.device_put(x, devices[rank]) for rank, x in zip(local, numbers, strict=True)]
+    shape = (len(numbers[0]) * ranks,)
+    given = jax.make_array_from_single_device_arrays(shape, sharding, shards)
     collective = collectives.per_device(
         partial(OPERATIONS[case.kind], platform=request.platform),
         mesh=mesh,
@@ -87,21 +136,21 @@ def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRe
     call = lambda: jax.block_until_ready(compiled(given))  # noqa: E731
     slowest = lambda value: max(hosts.gathered([value]))  # noqa: E731
     seconds, iterations = measure(call, wait=lambda: None, slowest=slowest, row_s=request.row_s)
-    results = {mesh_rank[shard.device]: np.asarray(shard.data) for shard in call().addressable_shards}
+    results = {devices.index(shard.device): np.asarray(shard.data) for shard in call().addressable_shards}
     if case.kind == request.fault and ranks - 1 in results:
         results[ranks - 1] = results[ranks - 1] + np.eye(1, len(results[ranks - 1]), dtype=TYPE)[0]
-    own = sum(
+    here = sum(
         int((result != expected(case.kind, rank, ranks=ranks, count=count)).sum())
         for rank, result in results.items()
     )
-    wrong = int(sum(hosts.gathered([own])))
+    wrong = int(sum(hosts.gathered([here])))
     return make_row(name, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
 
 
 def _broadcast(x: jax.Array, *, platform: str) -> jax.Array:
     if platform == "gpu":
         return lax.pbroadcast(x, AXIS, 0)
-    return collectives.all_reduce(jax.numpy.where(lax.axis_index(AXIS) == 0, x, 0), AXIS)
+    return collectives.all_reduce(jnp.where(lax.axis_index(AXIS) == 0, x, 0), AXIS)
 
 
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -112,12 +161,3 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "all_to_all": lambda x, platform: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
     "permute": lambda x, platform: collectives.shift(x, AXIS, by=-1),
 }
-
-
-def _place(sharding: NamedSharding, numbers: Callable[[int], np.ndarray]) -> jax.Array:
-    """Each device's own numbers, by its rank, as one array over all of them."""
-    devices = list(sharding.mesh.devices.flat)
-    own = [rank for rank, device in enumerate(devices) if device.process_index == jax.process_index()]
-    shards = [jax.device_put(numbers(rank), devices[rank]) for rank in own]
-    shape = (len(shards[0]) * len(devices),)
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
