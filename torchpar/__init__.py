@@ -1,29 +1,23 @@
-"""torchpar: the PyTorch side. `python -m torchpar RUN_DIR` runs torch-manual and torch-library.
+"""torchpar: the PyTorch side. `python -m torchpar RUN_DIR` runs an engine.
 
-For modules of your own: `DataParallel`, `FSDP`, `ShardedOptimizer`, and `ledger`.
+For modules of your own: `wrappers.DataParallel`, `FSDP`, `ShardedOptimizer`, and `ledger`.
 """
 
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compare.contract.ledger import Ledger
-    from torchpar.guards.data_parallel import DataParallel as DataParallel
-    from torchpar.guards.fully_sharded import FSDP as FSDP
-    from torchpar.guards.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-
-_WRAPPERS = {
-    "DataParallel": "data_parallel",
-    "FSDP": "fully_sharded",
-    "ShardedOptimizer": "sharded_optimizer",
-}
-"""What wraps any module, and its file in `guards`."""
+    from torchpar.wrappers import FSDP as FSDP
+    from torchpar.wrappers import DataParallel as DataParallel
+    from torchpar.wrappers import ShardedOptimizer as ShardedOptimizer
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WRAPPERS:  # imported when it is asked for: the package itself stays light
-        return getattr(import_module(f"torchpar.guards.{_WRAPPERS[name]}"), name)
+    if name in ("DataParallel", "FSDP", "ShardedOptimizer"):  # the package itself stays light
+        from torchpar import wrappers
+
+        return getattr(wrappers, name)
     raise AttributeError(f"module 'torchpar' has no attribute {name!r}")
 
 

@@ -1,20 +1,26 @@
-"""PyTorch's DeviceMesh over the process groups that the axes of our mesh have already; DTensors."""
+"""DTensors: PyTorch's DeviceMesh over the process groups of our mesh, and tensors whole again.
+
+The fused q, k, v is one (3 C, C) weight, and a cut of its rows would part q from v. They are reordered once,
+so that each rank's contiguous part has the q, k and v of its own heads. Whole tensors are put back in order.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from compare.numerics.parameters import QKV
 from compare.spec.axes import AXES, DP_SHARD, TP
 from torchpar.comm import process_groups
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.parallel_model import TensorsByName
+from torchpar.parallel_model import Parameters, Strategy, TensorsByName
 
 
 def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
@@ -77,9 +83,55 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-def full_tensors(parts: TensorsByName) -> TensorsByName:
-    """Whole tensors by name, from DTensors."""
-    return {name: part.full_tensor() for name, part in parts.items() if isinstance(part, DTensor)}
+class Placed(Strategy):
+    """Parameters as DTensors, which know over which axes they are spread.
+
+    Args:
+        finish: completes the gradients.
+        ranks: over which the rows of a fused q, k, v are dealt out.
+    """
+
+    def __init__(self, finish: Callable[[], None], *, ranks: int):
+        self._finish, self._ranks = finish, ranks
+
+    def finish(self, parameters: Parameters) -> None:
+        self._finish()
+
+    def gather(self, pieces: TensorsByName) -> TensorsByName:
+        full = {name: piece.full_tensor() for name, piece in pieces.items() if isinstance(piece, DTensor)}
+        return {
+            name: in_order(tensor, self._ranks) if FUSED in name else tensor for name, tensor in full.items()
+        }
+
+
+def spread_over(parameters: Parameters, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
+    """By name, the axes over which DTensors are spread."""
+    return {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
+
+
+def elements_by_name(parameters: Parameters, mesh: Mesh) -> dict[str, slice]:
+    """By name, `elements_of` a DTensor that has not all along tp."""
+    elements = {name: elements_of(parameter, mesh) for name, parameter in parameters.items()}
+    return {name: cut for name, cut in elements.items() if cut is not None}
+
+
+FUSED = ".attn.c_attn."
+
+
+@torch.no_grad()
+def deal_heads(fused: nn.Module, ranks: int) -> None:
+    """Reorder the rows of a fused q, k, v layer: (q, k, v) by rank become rank by (q, k, v)."""
+    for parameter in fused.parameters():
+        parameter.copy_(parameter[_head_order(len(parameter), ranks)])
+
+
+def in_order(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The inverse of `deal_heads`, of a whole weight, bias, gradient or moment."""
+    return tensor[_head_order(len(tensor), ranks).argsort()]
+
+
+def _head_order(rows: int, ranks: int) -> torch.Tensor:
+    return torch.arange(rows).view(QKV, ranks, -1).transpose(0, 1).flatten()
 
 
 def dtensor_optimizer(

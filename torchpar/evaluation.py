@@ -16,7 +16,8 @@ def evaluate_weights(run: Run, step: int) -> Evaluation:
     """Evaluate the weights after so many steps; all ranks together."""
     with run.mesh.traffic.paused():
         evaluation = evaluate(run.experiment, run.corpus, step, functools.partial(mean_loss, run))
-    run.parallel.end_evaluation()
+    if run.parallel.end_evaluation:
+        run.parallel.end_evaluation()
     return evaluation
 
 

@@ -6,9 +6,7 @@ head is tied to the token embedding: the first and the last stage each have a co
 B batch, T position, C embedding, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from compare.contract.communication import TIED_GRADIENTS
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.model import GPT
-from torchpar.parallel_model import ParallelModel, TensorsByName, local
+from torchpar.parallel_model import Parameters, Strategy, TensorsByName, local
 
 TIED = "transformer.wte.weight"
 
@@ -117,13 +115,13 @@ def cut_each(model: GPT, *, rank: int, layout: Layout) -> dict[int, GPTStages]:
     return {own: GPTStages(model, own=[own], stages=stages) for own in range(rank, stages, layout.pp)}
 
 
-class OneStage(nn.Module):
-    """One stage as a module of its own.
+def stage_modules(module: nn.Module, part: GPTStages) -> dict[int, nn.Module]:
+    """Each stage of a rank as a module of its own, by its number; `module` is `part`, or wraps it."""
+    return {stage: OneStage(module, stage) for stage in part.blocks_of}
 
-    Args:
-        part: a `GPTStages`, or what a layout wrapped around it.
-        stage: its number along the model.
-    """
+
+class OneStage(nn.Module):
+    """A stage of a `GPTStages`, or of what a layout wrapped around it."""
 
     def __init__(self, part: nn.Module, stage: int):
         super().__init__()
@@ -134,39 +132,27 @@ class OneStage(nn.Module):
         return self.part(x, keys_B2, stage=self.stage)
 
 
-def as_pipeline(
-    parallel: ParallelModel,
-    *,
-    axis: Axis,
-    run: Callable[..., torch.Tensor],
-    evaluate: Callable[..., torch.Tensor],
-) -> ParallelModel:
-    """A rank's own stages, parallel over the other axes, as a part of the whole pipeline.
+class Pipeline(Strategy):
+    """Ranks with other stages each. Of the tied weight the first and the last have a copy, cut alike."""
 
-    Args:
-        parallel: the rank's stages over the other axes; both copies of the tied weight are cut alike, so that
-            pieces of their gradients can be added up.
-        axis: the pipeline's ranks.
-        run: see `ParallelModel.run_pipeline`.
-        evaluate: see `ParallelModel.evaluate_pipeline`.
-    """
-    tied = parallel.parameters.get(TIED)
-    ends = (0, axis.size - 1)
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.copies = frozenset({TIED} if axis.rank == axis.size - 1 else ())
 
-    def finish() -> None:
-        parallel.finish_gradient_synchronization()
-        if tied is not None:
-            sum_tied_gradients(tied, axis, ranks=ends)
+    def spreads(self, name: str) -> bool:
+        return True
 
-    return replace(
-        parallel,
-        run_pipeline=run,
-        evaluate_pipeline=evaluate,
-        finish_gradient_synchronization=finish,
-        sharded_over=lambda name: (*parallel.sharded_over(name), axis),
-        copies=frozenset({TIED} if axis.rank == axis.size - 1 else ()),
-        gathers=(*parallel.gathers, partial(gather_stages, axis=axis)),
-    )
+    def finish(self, parameters: Parameters) -> None:
+        if TIED in parameters:
+            sum_tied_gradients(parameters[TIED], self.axis, ranks=(0, self.axis.size - 1))
+
+    def gather(self, pieces: TensorsByName) -> TensorsByName:
+        """The tensors of all stages, for the record; of the tied weight the last stage's copy.
+
+        The first stage's counts in the norm: so both are seen.
+        """
+        stages = self.axis.all_gather_objects({name: tensor.cpu() for name, tensor in pieces.items()})
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
 def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:
@@ -191,13 +177,3 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
     for work in [start() for start in (exchanges if axis.rank == ranks[0] else exchanges[::-1])]:
         work.wait()
     gradient.add_(theirs)
-
-
-def gather_stages(parts: TensorsByName, *, axis: Axis) -> TensorsByName:
-    """The tensors of all stages by name, for the record.
-
-    Of the tied weight it is the last stage's copy, whereas the first stage's counts in the norm: so both are
-    seen.
-    """
-    stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in parts.items()})
-    return {name: tensor for stage in stages for name, tensor in stage.items()}

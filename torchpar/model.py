@@ -39,8 +39,7 @@ class CausalAttention(nn.Module):
     With dropout the weights are computed one by one: the kernel would draw a mask of its own.
 
     It has no parameters. Any module that maps q, k, v of shape (B, T, H, D) to (B, T, H, D) may take its
-    place: `swap(model, {"transformer.h.*.attn.core": lambda core: other})`. With dropout it is given the keys
-    as well.
+    place: `block.set_submodule("attn.core", other)`. With dropout it is given the keys as well.
     """
 
     def __init__(self, config: Model, layer: int):

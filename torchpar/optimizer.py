@@ -1,6 +1,7 @@
 """AdamW and SGD as `compare.numerics.optimizer` defines them, by torch.optim; the norm over all ranks."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,22 +20,11 @@ ROW = 4096
 """Elements whose squares are added up one after the other."""
 
 
-def unwrapped(
-    params: list[dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs
-) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer, without the sharding wrapper around it."""
-    return optimizer_cls(params, **kwargs)
-
-
-def _as_it_is(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    return optimizer_cls
-
-
 def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     experiment: Experiment,
     *,
-    wrap: Callable[..., torch.optim.Optimizer] = unwrapped,
+    wrap: Callable[..., torch.optim.Optimizer] | None = None,
     separate_groups: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """The experiment's optimizer over a model's parameters, in two groups: what decays, and the rest.
@@ -45,11 +35,10 @@ def make_optimizer(
     Args:
         parameters: by nanoGPT's names: whole, in its shapes, or this rank's pieces (n,); of a pipeline some.
         experiment: its optimizer, and the model that the names belong to.
-        wrap: makes the optimizer from (params, optimizer_cls, **kwargs).
+        wrap: makes the optimizer from (params, optimizer_cls, **kwargs), if that is not as usual.
         separate_groups: names that get a group of their own.
     """
     config = experiment.optimizer
-    place = on_host if experiment.layout.offload == "optimizer" else _as_it_is
     groups: dict[tuple[float, str], list[nn.Parameter]] = {}
     for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
@@ -58,11 +47,16 @@ def make_optimizer(
                 parameters[name]
             )
     params = [{"params": group, "weight_decay": weight_decay} for (weight_decay, _), group in groups.items()]
-    lr = learning_rate(config, 0)
+    options: dict[str, Any] = {"lr": learning_rate(config, 0), "fused": True}
     if config.name == "adamw":
-        betas = (config.beta1, config.beta2)
-        return wrap(params, place(torch.optim.AdamW), lr=lr, betas=betas, eps=config.eps, fused=True)
-    return wrap(params, place(torch.optim.SGD), lr=lr, momentum=config.momentum, fused=True)
+        optimizer_cls: Any = torch.optim.AdamW
+        options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    else:
+        optimizer_cls = torch.optim.SGD
+        options |= {"momentum": config.momentum}
+    if experiment.layout.offload == "optimizer":
+        optimizer_cls = on_host(optimizer_cls)
+    return wrap(params, optimizer_cls, **options) if wrap else optimizer_cls(params, **options)
 
 
 def optimizer_step(
@@ -93,26 +87,6 @@ def optimizer_step(
     return norm
 
 
-def clip_gradients(
-    parameters: Mapping[str, torch.Tensor],
-    sharded_over: Callable[[str], tuple[Axis, ...]],
-    *,
-    max_norm: float,
-) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them).
-
-    Args:
-        parameters, sharded_over: as for `gradient_norm`.
-        max_norm: see above.
-
-    Returns:
-        The norm before: a scalar. If it is not finite, nor are the gradients any more, as in PyTorch.
-    """
-    norm = gradient_norm(parameters, sharded_over)
-    scale_gradients(parameters, norm, max_norm=max_norm)
-    return norm
-
-
 @torch.no_grad()
 def scale_gradients(parameters: Mapping[str, torch.Tensor], norm: torch.Tensor, *, max_norm: float) -> None:
     """Scale all gradients, whose norm is `norm`, a scalar, to a norm of at most `max_norm` (0: any)."""
@@ -130,7 +104,7 @@ def flags_on_all(flags: torch.Tensor, axes: Iterable[Axis]) -> None:
 @torch.no_grad()
 def gradient_norm(
     parameters: Mapping[str, torch.Tensor],
-    sharded_over: Callable[[str], tuple[Axis, ...]],
+    sharded_over: Mapping[str, tuple[Axis, ...]],
     *,
     copies: Collection[str] = (),
 ) -> torch.Tensor:
@@ -138,7 +112,7 @@ def gradient_norm(
 
     Args:
         parameters: this rank's pieces by name; those without a gradient do not count.
-        sharded_over: by name, the axes over which pieces are spread, the same on all ranks.
+        sharded_over: by name, the axes over which pieces are spread; the same on all ranks.
         copies: names of what another rank counts.
     """
     norms = []
@@ -173,11 +147,12 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gradients_by_axes(
-    parameters: Mapping[str, torch.Tensor], sharded_over: Callable[[str], tuple[Axis, ...]]
+    parameters: Mapping[str, torch.Tensor], sharded_over: Mapping[str, tuple[Axis, ...]]
 ) -> dict[tuple[Axis, ...], list[torch.Tensor]]:
     groups: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
     for name, parameter in parameters.items():
-        gradients = groups.setdefault(sharded_over(name), [local(parameter.detach()).new_zeros(())])
+        axes = sharded_over.get(name, ())
+        gradients = groups.setdefault(axes, [local(parameter.detach()).new_zeros(())])
         if parameter.grad is not None:
             gradients.append(local(parameter.grad))
     # Ranks of a pipeline have other parameters, but must reduce in the same order.

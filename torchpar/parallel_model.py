@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torchpar.comm.collectives import Axis
 from torchpar.offload import host_tensors
 
 TensorsByName = Mapping[str, torch.Tensor]
-Gather = Callable[[TensorsByName], TensorsByName]
+Parameters = Mapping[str, nn.Parameter]
 
 
 class OptimizerMaker(Protocol):
@@ -20,9 +20,9 @@ class OptimizerMaker(Protocol):
 
     def __call__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Parameters,
         *,
-        wrap: Callable[..., torch.optim.Optimizer] = ...,
+        wrap: Callable[..., torch.optim.Optimizer] | None = None,
         separate_groups: Collection[str] = (),
     ) -> torch.optim.Optimizer:
         """`wrap(params, optimizer_cls, **kwargs)` makes the optimizer itself, if that is not as usual."""
@@ -41,16 +41,27 @@ def keep_values(model: nn.Module, within: Iterable[nn.Module] | None = None) -> 
     """A `Fill` for a model that has its values."""
 
 
-def _nothing() -> None:
-    pass
+class Strategy:
+    """What parallelism along an axis adds to a rank's part of a model; parameters go by the model's names.
 
+    Attributes:
+        axis: the ranks.
+        copies: names of what another rank of the axis has, too, and counts in the norm.
+    """
 
-def _whole(name: str) -> tuple[Axis, ...]:
-    return ()
+    axis: Axis
+    copies: frozenset[str] = frozenset()
 
+    def spreads(self, name: str) -> bool:
+        """Whether the ranks of the axis have different pieces of a parameter; else all have it whole."""
+        return False
 
-def _all_elements(name: str) -> slice | None:
-    return None
+    def finish(self, parameters: Parameters) -> None:
+        """Complete the gradients of these parameters, after the last backward of a step."""
+
+    def gather(self, pieces: TensorsByName) -> TensorsByName:
+        """Whole weights, gradients or moments from the pieces of all ranks, which call it together."""
+        return pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,47 +73,59 @@ class ParallelModel:
         optimizer: over `parameters`.
         parameters: what this rank updates, by the model's own names: a parameter, or this rank's piece of
             it (perhaps an empty one). Weights, gradients and the optimizer's state are read from these.
-        no_sync: a context for every forward and backward of a step but the last.
-        finish_gradient_synchronization: after the last backward; the gradients of `parameters` are complete
-            after it.
+        strategies: innermost first: what completes gradients, and makes whole tensors of pieces.
+        sharded_over: by name, the axes over which the pieces are spread; what is not there is whole.
+        elements: by name, which elements of a rank's part along tp its piece is, row by row; else all.
+        copies: names of what another rank along those axes has, too, and counts in the norm.
+        skip_sync: a context for every forward and backward of a step but the last.
         run_pipeline: instead of calling `module`: from a batch, whose passes are not cut into microbatches
             yet, and a context for each forward, to the mean loss; leaves gradients on the parameters.
         evaluate_pipeline: the same without gradients, which are left as they are.
         divides_late: gradients of microbatches are divided by their number after backward, not before.
         means_of: ranks over whose rows the loss is the mean that backward begins with; 1 for its own rows.
         end_evaluation: after the last forward without a backward.
-        sharded_over: by name, the axes over which the pieces are spread: () where every rank has the whole.
-        elements: by name, which elements of a rank's part along tp its piece is, row by row; None for all.
-        copies: names of what another rank along those axes has, too, and counts in the norm.
-        gathers: from pieces to whole tensors, innermost first: each takes and returns tensors by name, which
-            may be weights, gradients or moments. All ranks call them together.
         transient: flat tensors whose storage comes and goes, for the memory tracker.
-        compiles: `module` compiles itself when it is first called.
-        compiled: what compiled `module`, in words, once it has run; empty where nothing does.
+        compiled: what compiled `module`, in words, once it has run; None if it does not compile itself.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    parameters: Mapping[str, nn.Parameter]
-    no_sync: Callable[[], AbstractContextManager] = nullcontext
-    finish_gradient_synchronization: Callable[[], None] = _nothing
+    parameters: Parameters
+    strategies: tuple[Strategy, ...] = ()
+    sharded_over: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
+    elements: Mapping[str, slice] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
+    skip_sync: Callable[[], AbstractContextManager] | None = None
     run_pipeline: Callable[..., torch.Tensor] | None = None
     evaluate_pipeline: Callable[..., torch.Tensor] | None = None
     divides_late: bool = False
     means_of: int = 1
-    end_evaluation: Callable[[], None] = _nothing
-    sharded_over: Callable[[str], tuple[Axis, ...]] = _whole
-    elements: Callable[[str], slice | None] = _all_elements
-    copies: frozenset[str] = frozenset()
-    gathers: tuple[Gather, ...] = ()
+    end_evaluation: Callable[[], None] | None = None
     transient: tuple[torch.Tensor, ...] = ()
-    compiles: bool = False
-    compiled: Callable[[], str] = str
+    compiled: Callable[[], str] | None = None
+
+    def under(self, strategy: Strategy) -> "ParallelModel":
+        """The same under one more strategy, outside of those that it has."""
+        spread = {
+            name: (*self.sharded_over.get(name, ()), *((strategy.axis,) if strategy.spreads(name) else ()))
+            for name in self.parameters
+        }
+        strategies, copies = (*self.strategies, strategy), self.copies | strategy.copies
+        return replace(self, strategies=strategies, sharded_over=spread, copies=copies)
+
+    def no_sync(self) -> AbstractContextManager:
+        """Only accumulate: around every forward and backward of a step but the last."""
+        return self.skip_sync() if self.skip_sync else nullcontext()
+
+    def finish_gradient_synchronization(self) -> None:
+        """After the last backward: complete the gradients of `parameters`."""
+        for strategy in self.strategies:
+            strategy.finish(self.parameters)
 
     def full(self, pieces: TensorsByName) -> TensorsByName:
         """Whole tensors by name, in the model's own shapes, from every rank's pieces."""
-        for gather in self.gathers:
-            pieces = gather(pieces)
+        for strategy in self.strategies:
+            pieces = strategy.gather(pieces)
         return pieces
 
     def weights(self) -> TensorsByName:
@@ -147,7 +170,7 @@ class ParallelModel:
 
     def moments_spread_over(self, name: str) -> tuple[Axis, ...]:
         """The axes whose ranks keep different moments of a parameter: those over which its pieces are."""
-        return self.sharded_over(name)
+        return self.sharded_over.get(name, ())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

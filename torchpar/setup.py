@@ -123,7 +123,7 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
     """
     rows = {row.name: row for row in parameter_table(request.experiment.model)}
     held, names = parallel.weights(), {name: nanogpt_name(name) for name in rows}
-    if all(name in held and not parallel.sharded_over(name) for name in names.values()):
+    if all(name in held and not parallel.sharded_over.get(name) for name in names.values()):
         return fingerprint(OneByOne(rows, lambda name: to_array(rows[name], local(held[names[name]]))))
     return request.init_sha256 or fingerprint(first)
 

@@ -116,13 +116,13 @@ def fill(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
 
 def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh, *, of_moments: bool = False) -> Shard:
     name = nanogpt_name(row.name)
-    over = {axis.name for axis in parallel.sharded_over(name)}
-    differs_over = parallel.moments_spread_over(name) if of_moments else parallel.sharded_over(name)
+    over = {axis.name for axis in parallel.sharded_over.get(name, ())}
+    differs_over = parallel.moments_spread_over(name) if of_moments else parallel.sharded_over.get(name, ())
     return shard_of(
         row,
         mesh,
         over_tp=TP in over,
-        elements=parallel.elements(name),
+        elements=parallel.elements.get(name),
         replica=_replica(mesh, {axis.name for axis in differs_over}, is_copy=name in parallel.copies),
     )
 

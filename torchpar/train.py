@@ -57,7 +57,7 @@ def train(
     if request.resume:
         restore_moments(run, Path(request.resume.checkpoint))
     require_validation(run.experiment, run.corpus)
-    if run.parallel.compiles:
+    if run.parallel.compiled:
         run.compile_s = compile_ahead(run)
     tell = observers_of(run, folder, started_utc=started_utc)
     run_loop(run, functools.partial(compute_gradients, run), functools.partial(update_weights, run), tell)

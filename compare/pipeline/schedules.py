@@ -110,6 +110,14 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     return schedule
 
 
+def forward_only(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
+    """Evaluation: a rank takes a microbatch through all of its stages before the next one."""
+    return [
+        [Task(Kind.FORWARD, rank + chunk * ranks, m) for m in range(microbatches) for chunk in range(chunks)]
+        for rank in range(ranks)
+    ]
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda ranks, microbatches, chunks: gpipe(ranks, microbatches),
     "1f1b": lambda ranks, microbatches, chunks: one_f_one_b(ranks, microbatches),

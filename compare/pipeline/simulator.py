@@ -52,6 +52,8 @@ def prerequisites(task: Task, stages: int) -> list[Task]:
 def check_complete(schedule: Schedule) -> int:
     """Every stage does every microbatch's forward and backward exactly once, on the rank that holds it.
 
+    A schedule without any backward is one of evaluation.
+
     Returns:
         The number of stages along the model.
 
@@ -66,11 +68,13 @@ def check_complete(schedule: Schedule) -> int:
         for task in own:
             if task.stage % ranks != rank:
                 raise ScheduleError(f"rank {rank} has {task}, which belongs to rank {task.stage % ranks}")
-    split = any(task.kind == Kind.BACKWARD_INPUT for task in tasks)
-    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
+    kinds = {task.kind for task in tasks}
+    backward = (
+        (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if Kind.BACKWARD_INPUT in kinds else (Kind.BACKWARD,)
+    )
     expected = {
         Task(kind, stage, microbatch)
-        for kind in (Kind.FORWARD, *halves)
+        for kind in (Kind.FORWARD, *(backward if kinds != {Kind.FORWARD} else ()))
         for stage in range(stages)
         for microbatch in range(microbatches)
     }

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchpar.comm.collectives import Axis
-from torchpar.manual.megatron import mappings, vocab_parallel
+from torchpar.manual import megatron
 
 RANKS = 4
 Cast = Callable[..., Any]
@@ -49,11 +49,10 @@ CASTS = {
     ("_same", "_all_reduce"): _cast(rules.convert, src=I, dst=R),
     ("_all_reduce", "_same"): _cast(rules.all_reduce, src=P, dst=I),
     ("take", "all_gather"): _cast(rules.convert, src=I, dst=V),
-    ("all_gather", "take"): _cast(rules.all_gather, src=V, dst=I),
     ("all_gather", "reduce_scatter"): _cast(rules.all_gather, src=V, dst=R),
     ("reduce_scatter", "all_gather"): _cast(rules.reduce_scatter, src=P, dst=V),
 }
-"""By what a mapping of `megatron.mappings` does forward and backward."""
+"""By what a mapping of `megatron` does forward and backward."""
 
 
 def _of_mapping(*, x: torch.Tensor, axis: Axis, forward: Any, backward: Any) -> Any:
@@ -74,7 +73,7 @@ def _of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_
 def one_rank(name: str, ranks: int = RANKS) -> Generator[Axis]:
     """An axis of several ranks of which only this one runs; what it sends goes nowhere."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    hooks = ((mappings._Mapping, _of_mapping), (vocab_parallel._CrossEntropy, _of_cross_entropy))
+    hooks = ((megatron._Mapping, _of_mapping), (megatron._CrossEntropy, _of_cross_entropy))
     try:
         mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=(name,))
         with ExitStack() as stack:

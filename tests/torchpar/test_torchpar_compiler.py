@@ -139,7 +139,7 @@ def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communic
 
 def rows_of(parallel: ParallelModel, mesh: Mesh) -> list[Communication]:
     """What a step sends; of a compiled one as the engine watches it."""
-    watched = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiles else nullcontext()
+    watched = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiled else nullcontext()
     with watched, LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
         backward(parallel, mesh, 0)
     return mode.noted().rows

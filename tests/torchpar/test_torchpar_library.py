@@ -20,8 +20,8 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import library
 from torchpar.comm import process_groups
+from torchpar.dtensors import in_order
 from torchpar.faults.library_faults import take_parts_for_sums, unsummed
-from torchpar.head_order import restore_order
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, local
@@ -111,12 +111,9 @@ def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
 
 def test_reordered_heads_are_put_back():
     rows = torch.arange(24)
-    name = "transformer.h.0.attn.c_attn.bias"
     by_rank = rows.view(3, 4, 2).transpose(0, 1).flatten()  # rank 0: rows 0, 1 of each of q, k, v
     assert by_rank[:6].tolist() == [0, 1, 8, 9, 16, 17]
-    restored = restore_order({name: by_rank, "lm_head.weight": rows}, ranks=4)
-    assert torch.equal(restored[name], rows)
-    assert torch.equal(restored["lm_head.weight"], rows)
+    assert torch.equal(in_order(by_rank, 4), rows)
 
 
 def test_what_ddp_cannot_do_is_refused_by_name():

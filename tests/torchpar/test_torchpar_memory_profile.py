@@ -12,8 +12,8 @@ from ranks import on_ranks
 from compare.contract.memory_profile import CLASSES, DeviceMemory
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
-from torchpar import FSDP
 from torchpar.manual import fully_sharded
+from torchpar.manual.fully_sharded import FSDP
 from torchpar.measure.storages import StorageMode
 from torchpar.model import GPT
 from torchpar.remat import apply_remat
@@ -125,21 +125,23 @@ def test_a_unit_that_is_not_freed_shows_as_gathered(rank: int) -> None:
     unit = (width * width + width) * 8
     gathered = {}
     for is_planted in (False, True):
-        sharded = FSDP(stack(layers, width))
-        stuck = sharded.units[1].flats[0]
+        module = stack(layers, width)
+        sharded = FSDP(module, units=[[layer] for layer in module])
+        stuck = sharded.units[1]
         free = fully_sharded.reshard
 
-        def keep_one(flat, stuck=stuck, free=free) -> None:
-            if flat is not stuck:
-                free(flat)
+        def keep_one(unit, stuck=stuck, free=free) -> None:
+            if unit is not stuck:
+                free(unit)
 
         x = torch.ones(2, width, dtype=torch.float64)
-        held = {"parameters": sharded.parameters(), "gathered parameters": sharded.transient}
-        for _ in range(2):
-            sharded.zero_grad()
-            planted = patch.object(fully_sharded, "reshard", keep_one) if is_planted else nullcontext()
-            with StorageMode(held | {"parameters": [*sharded.parameters()]}) as mode, planted:
-                sharded(x).sum().backward()
-                sharded.finish_gradient_synchronization()
+        held = {
+            "parameters": sharded.parameters(),
+            "gathered parameters": [flat.full for flat in sharded.flats],
+        }
+        planted = patch.object(fully_sharded, "reshard", keep_one) if is_planted else nullcontext()
+        with StorageMode(held) as mode, planted:
+            sharded(x).sum().backward()
+            sharded.finish_gradient_synchronization()
         gathered[is_planted] = max(mode.memory().curve.bytes["gathered parameters"])
     assert gathered == {False: 2 * unit, True: 3 * unit}, gathered

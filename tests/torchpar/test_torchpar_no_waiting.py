@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.spec.experiment import Experiment, Layout, Model
 from torchpar.comm.mesh import make_mesh
-from torchpar.manual import parallelize
-from torchpar.manual.megatron import vocab_parallel
+from torchpar.manual import megatron, parallelize
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
@@ -68,9 +67,9 @@ def test_no_step_waits_for_a_value(rank: int) -> None:
         make = partial(make_optimizer, experiment=experiment)
         parallel = parallelize(GPT(experiment.model), mesh=mesh, layout=layout, make_optimizer=make)
         step(parallel, experiment, 0)  # the first tries the optimizer
-        with Waits() as waits, patch.object(vocab_parallel, "require_inside"):  # on a GPU it does not wait
+        with Waits() as waits, patch.object(megatron, "require_inside"):  # on a GPU it does not wait
             step(parallel, experiment, 1)
         assert not +waits.seen, (layout, +waits.seen)
-        with waits, patch.object(vocab_parallel, "require_inside"):
+        with waits, patch.object(megatron, "require_inside"):
             step(parallel, experiment, 2, waits=True)
         assert (+waits.seen).total() == 1, (layout, +waits.seen)  # its look at the norm is noticed

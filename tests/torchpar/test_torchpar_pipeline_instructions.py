@@ -6,7 +6,7 @@ import pytest
 
 from compare.pipeline.rendezvous import in_one_order
 from compare.pipeline.schedules import Schedule, make_schedule
-from torchpar.manual.pipeline.instructions import (
+from torchpar.manual.instructions import (
     Backward,
     BackwardWeight,
     FinishReceive,

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchpar.manual.pipeline.stage import Stage
-from torchpar.manual.pipeline.weight_gradients import WeightGradients
+from torchpar.manual.stage import Stage
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -126,16 +125,6 @@ def test_computed_weights_and_single_vectors_can_be_split(make, shape):
     torch.testing.assert_close(in_halves(module, x), whole(module, x))
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_a_frozen_first_stage_has_nothing_to_do_in_backward(splits):
-    stage = Stage(nn.Embedding(5, 3).requires_grad_(False), splits_backward=splits)
-    y = stage.forward(0, torch.arange(4))
-    assert stage.backward(0, torch.ones_like(y)) is None
-    if splits:
-        stage.backward_weight(0)
-    assert stage.in_flight == 0
-
-
 def test_products_add_up_where_the_gradients_are():
     stage = Stage(layer := nn.Linear(3, 4), splits_backward=False)
     expected, where = None, None
@@ -161,11 +150,3 @@ def test_hooks_on_parameters_are_called_for_each_microbatch(splits, hook):
         if splits:
             stage.backward_weight(m)
     assert sorted(seen) == [(4,), (4,), (4, 3), (4, 3)]
-
-
-def test_a_second_derivative_through_deferred_gradients_is_an_error():
-    factors, layer, x = [], nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
-    with WeightGradients(layer).into(factors.append):
-        y = layer(x)
-    with pytest.raises(RuntimeError, match="differentiated only once"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)

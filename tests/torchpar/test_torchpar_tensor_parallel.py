@@ -1,181 +1,239 @@
-"""Tensor-parallel layers around any module, on four gloo ranks, in float64.
+"""Tensor parallelism by hand, on four gloo ranks, in float64: mappings, layers, vocabulary, a GPT, mistakes.
 
 The oracle is the same module, whole, on one rank. Shapes: B batch, T sequence, C channels.
 """
 
+import copy
+import math
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from modules import normal, share
-from ranks import axis, on_ranks
+from ranks import RANKS, axis, on_ranks
 from torch import nn
+from torch.nn import functional as F
 
-from torchpar.comm.collectives import Axis
-from torchpar.manual.megatron.mappings import scatter_to_region
-from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
+from compare.judge.closed_forms import communication as closed_form
+from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
+from torchpar.comm.counter import Call
+from torchpar.manual import megatron
+from torchpar.manual.megatron import (
+    Split,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    all_gather_to_region,
+    copy_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
+)
 from torchpar.manual.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    synchronize_replicated_gradients,
+    TensorParallel,
+    split_layers,
 )
-from torchpar.swap import swap
+from torchpar.model import GPT
+from torchpar.parallel_model import ParallelModel
+from torchpar.remat import apply_remat
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
-
-
-class Net(nn.Module):
-    """Fused pairs, a frozen bias, a norm between, whatever activation: nothing like a GPT."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(6, 24, dtype=torch.float64)  # two tensors of 12 side by side, multiplied
-        self.down = nn.Linear(12, 6, dtype=torch.float64)
-        self.norm = nn.LayerNorm(6, dtype=torch.float64)
-        self.out = nn.Linear(6, 8, bias=False, dtype=torch.float64)
-        self.up.bias.requires_grad_(False)
-
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        gate, value = self.up(x_BTC).unflatten(-1, (2, -1)).unbind(-2)
-        return self.out(self.norm(self.down(torch.sigmoid(gate) * value) + x_BTC))
-
-
-def reference_net(x_BTC: torch.Tensor) -> tuple[Net, torch.Tensor, torch.Tensor]:
-    net = Net()
-    leaf = x_BTC.clone().requires_grad_()
-    y = net(leaf)
-    y.sin().sum().backward()
-    return net, y, leaf.grad
-
-
-def assert_gradients(whole: nn.Module, split: nn.Module) -> None:
-    assert [name for name, _ in split.named_parameters()] == [name for name, _ in whole.named_parameters()]
-    modules = dict(split.named_modules())
-    for name, expected in whole.named_parameters():
-        got = split.get_parameter(name)
-        assert got.requires_grad == expected.requires_grad, name
-        if not expected.requires_grad:
-            continue
-        path, _, leaf = name.rpartition(".")
-        cut = getattr(modules[path], "split", None)
-        is_cut = cut is not None and not (leaf == "bias" and isinstance(modules[path], RowParallelLinear))
-        gradient = cut.gather(got.grad, axis()) if is_cut else got.grad
-        close(gradient, expected.grad, msg=lambda text, name=name: f"{name}: {text}")
+CONFIG = Model(n_layer=2, n_head=4, n_embd=16, block_size=8, vocab_size=50, bias=True)
 
 
 @on_ranks
-def test_column_and_row_around_any_module(rank: int) -> None:
-    x_BTC = normal(2, 8, 6)
-    whole, y, gradient = reference_net(x_BTC)
-    net = Net()
-    swap(
-        net,
-        {
-            "up": partial(ColumnParallelLinear.from_linear, axis=axis(), groups=2),
-            "down": partial(RowParallelLinear.from_linear, axis=axis()),
-            "out": partial(ColumnParallelLinear.from_linear, axis=axis(), gather_output=True),
-        },
-    )
-    assert net.up.weight.shape == (6, 6)
-    leaf = x_BTC.clone().requires_grad_()
-    out = net(leaf)
-    close(out, y)
-    out.sin().sum().backward()
-    close(leaf.grad, gradient)
-    assert_gradients(whole, net)
+def test_each_mapping_and_its_backward(rank: int) -> None:
+    mine, weight = normal(3, 8, seed=rank), normal(3, 8, seed=9)
+    total = sum(normal(3, 8, seed=r) for r in range(RANKS))
+    joined = torch.cat([normal(3, 8, seed=r) for r in range(RANKS)], 1)
+    wide, narrow = normal(3, 8 * RANKS, seed=9), share(weight, rank, 1)
+    for function, value, cotangent, gradient in (
+        (copy_to_region, mine, weight, RANKS * weight),
+        (reduce_from_region, total, weight, weight),
+        (partial(scatter_to_region, dim=1), share(mine, rank, 1), narrow, weight),
+        (partial(all_gather_to_region, dim=1), joined, wide, RANKS * share(wide, rank, 1)),
+        (partial(reduce_scatter_from_region, dim=1), share(total, rank, 1), narrow, weight),
+    ):
+        leaf = mine.clone().requires_grad_()
+        output = function(leaf, axis())
+        (output * cotangent).sum().backward()
+        close(output, value)
+        close(leaf.grad, gradient)
 
 
 @on_ranks
-def test_sequence_parallel_around_any_module(rank: int) -> None:
-    x_BTC = normal(2, 8, 6)
-    whole, y, gradient = reference_net(x_BTC)
-    net = Net()
-    swap(
-        net,
-        {
-            "up": partial(ColumnParallelLinear.from_linear, axis=axis(), groups=2, sequence_dim=1),
-            "down": partial(RowParallelLinear.from_linear, axis=axis(), sequence_dim=1),
-            "out": partial(ColumnParallelLinear.from_linear, axis=axis(), sequence_dim=1, gather_output=True),
-        },
-    )
-    leaf = share(x_BTC, rank, 1).clone().requires_grad_()
-    out = net(leaf)
-    close(out, y)
-    out.sin().sum().backward()
-    close(leaf.grad, share(gradient, rank, 1))
-    replicated = [p.grad for p in (net.norm.weight, net.norm.bias, net.down.bias)]
-    with pytest.raises(AssertionError, match=r"down\.bias"):
-        assert_gradients(whole, net)
-    synchronize_replicated_gradients(replicated, axis())
-    assert_gradients(whole, net)
+def test_cuts_round_trip(rank: int) -> None:
+    for shape, split in (
+        ((24, 5), Split(dim=0, size=24, groups=3)),
+        ((5, 8), Split(dim=1, size=8)),
+        ((10, 3), Split(dim=0, size=10, padded=True)),
+        ((2, 3), Split(dim=0, size=2, padded=True)),  # fewer rows than ranks
+        ((15,), Split(dim=0, size=15, groups=3, padded=True)),
+    ):
+        whole = normal(*shape)
+        mine = split.parameter(whole, axis())
+        assert torch.equal(split.gather(mine.detach(), axis()), whole), split
+        assert mine.untyped_storage().nbytes() == mine.nbytes  # the whole is not kept
+    with pytest.raises(ValueError, match="= 4 does not divide 6 features"):
+        RowParallelLinear(nn.Linear(6, 8), axis())
 
 
 @on_ranks
-def test_row_parallel_can_split_its_input(rank: int) -> None:
-    whole = nn.Linear(12, 5, dtype=torch.float64)
+def test_embedding_and_loss_over_a_vocabulary_that_does_not_divide(rank: int) -> None:
+    for vocab in (10, 5, 2, 8):  # 5 and 2 leave ranks with padding alone
+        ids = torch.arange(14).remainder(vocab).view(2, 7)
+        targets = ids.roll(1).flatten()
+        whole = nn.Embedding(vocab, 4, dtype=torch.float64)
+        with torch.no_grad():
+            whole.weight.copy_(normal(vocab, 4))
+        split = VocabParallelEmbedding(copy.deepcopy(whole), axis(), sequence_dim=None)
+        linear = nn.Linear(4, vocab, bias=False, dtype=torch.float64)
+        head = ColumnParallelLinear(linear, axis(), padded=True)
+        head.weight = split.weight
+        assert torch.equal(whole(ids), split(ids))
+        loss = F.cross_entropy(whole(ids).flatten(0, 1) @ whole.weight.t(), targets)
+        loss2 = VocabParallelCrossEntropy(axis(), vocab_size=vocab)(head(split(ids).flatten(0, 1)), targets)
+        close(loss2, loss)
+        loss.square().backward()
+        loss2.square().backward()
+        close(split.split.gather(split.weight.grad, axis()), whole.weight.grad)
+        assert not split.weight.grad[max(vocab - rank * len(split.weight), 0) :].any()  # padding
+        for outside in (vocab, vocab + 2, -3):  # also where the padding has rows, or counted from the end
+            with pytest.raises(IndexError, match=rf"id {outside} is outside of the vocabulary of {vocab}"):
+                split(torch.tensor([0, outside]))
+
+
+@on_ranks
+def test_loss_of_extreme_and_of_bfloat16_logits(rank: int) -> None:
+    logits, targets = 1e4 * normal(6, 8), torch.arange(6)
+    cross_entropy = VocabParallelCrossEntropy(axis(), vocab_size=8)
+    close(cross_entropy(share(logits, rank, 1), targets), F.cross_entropy(logits, targets))
+    leaf = share(normal(6, 8), rank, 1).bfloat16().requires_grad_()
+    loss = cross_entropy(leaf, targets)
+    loss.backward()
+    assert (loss.dtype, leaf.grad.dtype) == (torch.float32, torch.bfloat16)
+    reference = torch.cat([share(normal(6, 8), r, 1).bfloat16().float() for r in range(RANKS)], 1)
+    close(loss, F.cross_entropy(reference, targets), rtol=1e-6, atol=1e-6)
+
+
+def make_gpt() -> GPT:
+    model = GPT(CONFIG).double()
     with torch.no_grad():
-        for i, p in enumerate(whole.parameters()):
-            p.copy_(normal(*p.shape, seed=i))
-    split = RowParallelLinear.from_linear(whole, axis(), split_input=True)
-    x, x2 = (normal(3, 12).requires_grad_() for _ in range(2))
-    close(split(x2), whole(x))
-    whole(x).square().sum().backward()
-    whole_weight_grad = whole.weight.grad
-    split(x2).square().sum().backward()
-    close(x2.grad, x.grad)
-    close(split.split.gather(split.weight.grad, axis()), whole_weight_grad)
+        for i, p in enumerate(model.parameters()):
+            p.copy_(normal(*p.shape, seed=i) / 4)  # biases too, so that a doubled one shows
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class WrittenOut(nn.Module):
+    """An attention core: softmax(q k^T / sqrt(D)) v with a mask; it notes the heads that it was given."""
+
+    def __init__(self, heads: list[int], *, temperature: float = 1.0):
+        super().__init__()
+        self.heads, self.temperature = heads, temperature
+
+    def forward(self, q_BTHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
+        self.heads.append(q_BTHD.shape[2])
+        scale = self.temperature * math.sqrt(q_BTHD.shape[-1])
+        scores_BHTT = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / scale
+        future_TT = torch.ones(scores_BHTT.shape[-2:]).triu(1).bool()
+        weights_BHTT = scores_BHTT.masked_fill(future_TT, -torch.inf).softmax(-1)
+        return torch.einsum("bhts,bshd->bthd", weights_BHTT, v_BTHD)
+
+
+def with_core(model: GPT, core: nn.Module) -> GPT:
+    for block in model.blocks:
+        block.set_submodule("attn.core", core)
+    return model
+
+
+def whole_gradients() -> dict[str, torch.Tensor]:
+    model = make_gpt()
+    _, loss = model(*batch())
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def parallel_of(model: GPT, tp: TensorParallel) -> ParallelModel:
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters())
+    return ParallelModel(module=model, optimizer=optimizer, parameters=parameters).under(tp)
+
+
+def split_gradients(model: GPT, *, sequence_parallel: bool, remat: str = "none") -> dict[str, torch.Tensor]:
+    tp = split_layers(model, axis(), sequence_parallel=sequence_parallel)
+    apply_remat(model.blocks, remat)
+    parallel = parallel_of(model, tp)
+    for _ in range(2):  # accumulated
+        _, loss = model(*batch())
+        (loss / 2).backward()
+    parallel.finish_gradient_synchronization()
+    return {"loss": loss.detach()} | dict(parallel.full(parallel.gradients()))
 
 
 @on_ranks
-def test_what_does_not_divide_names_both_numbers(rank: int) -> None:
-    with pytest.raises(ValueError, match="= 4 does not divide the 6 features"):
-        RowParallelLinear.from_linear(nn.Linear(6, 8), axis())
-    with pytest.raises(ValueError, match="= 4 x groups = 3 does not divide the 18 features"):
-        ColumnParallelLinear.from_linear(nn.Linear(8, 18), axis(), groups=3)
-    with pytest.raises(ValueError, match=r"= 4 does not divide dim 1 of a tensor \(2, 6\)"):
-        scatter_to_region(torch.zeros(2, 6), axis(), dim=1)
-    with pytest.raises(ValueError, match="padding_idx"):
-        VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, padding_idx=0), axis())
+def test_a_gpt_from_outside(rank: int) -> None:
+    expected = whole_gradients()
+    for sequence_parallel in (False, True):
+        for remat in ("none", "dots", "full"):
+            heads: list[int] = []
+            for model in (make_gpt(), with_core(make_gpt(), WrittenOut(heads))):
+                got = split_gradients(model, sequence_parallel=sequence_parallel, remat=remat)
+                assert list(got) == list(expected)
+                for name, tensor in expected.items():
+                    close(got[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+            assert set(heads) == {CONFIG.n_head // RANKS}
+    with pytest.raises(ValueError, match="needs targets"):
+        model(batch()[0])
 
 
-def test_swap_keeps_ties_and_takes_every_submodule():
-    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    net[2].weight = net[0].weight
-    before = list(net)
-    swap(net, {"*": lambda old: nn.Linear(3, 3)})  # not the root, which has no place to be put
-    assert all(old is not new for old, new in zip(before, net, strict=True))
-    assert net[2].weight is net[0].weight
-    assert net[1].weight is not net[0].weight
+def test_an_attention_core_may_be_another_one():
+    for remat in ("none", "dots", "full"):
+        swapped, heads = make_gpt(), list[int]()
+        with_core(swapped, WrittenOut(heads))
+        apply_remat(swapped.blocks, remat)
+        _, loss = swapped(*batch())
+        loss.backward()
+        close({"loss": loss.detach()} | {n: p.grad for n, p in swapped.named_parameters()}, whole_gradients())
+        assert heads == [CONFIG.n_head] * CONFIG.n_layer * (1 if remat == "none" else 2)  # again in backward
+    other = with_core(make_gpt(), WrittenOut([], temperature=1.1))(*batch())[1]
+    assert (other - loss).abs() > 1e-6
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("nowhere.*", r"^'nowhere.\*' matches no submodule of Net"),
-        ("", r"^'' matches no submodule of Net"),
-        ("*", r"^'\*' matches both outer and outer.inner inside of it: name one of them"),
-    ],
-)
-def test_swap_names_a_pattern_that_it_cannot_take(pattern, message):
-    net = Net()
-    net.outer = nn.Sequential()
-    net.outer.inner = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=message):
-        swap(net, {pattern: lambda old: old})
+@on_ranks
+def test_the_oracle_would_see_mistakes(rank: int) -> None:
+    expected = whole_gradients()
+    with patch.object(megatron, "_all_reduce", megatron._same):
+        wrong = split_gradients(make_gpt(), sequence_parallel=False)
+    assert abs(wrong["loss"] - expected["loss"]).item() > 1e-3
+    with patch("torchpar.manual.tensor_parallel.synchronize_replicated_gradients"):
+        got = split_gradients(make_gpt(), sequence_parallel=True)
+    close(got["loss"], expected["loss"])
+    name = "transformer.ln_f.weight"
+    assert (got[name] - expected[name]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (ColumnParallelLinear.from_linear, "ColumnParallelLinear is made from nn.Linear, not from LayerNorm"),
-        (RowParallelLinear.from_linear, "RowParallelLinear is made from nn.Linear, not from LayerNorm"),
-        (VocabParallelEmbedding.from_embedding, "VocabParallelEmbedding is made from nn.Embedding, not from"),
-    ],
-)
-def test_a_layer_that_cannot_be_split_is_named_and_so_is_its_place(make, message):
-    alone = Axis("tp", size=1, rank=0, group=None)
-    with pytest.raises(TypeError, match=message) as caught:
-        swap(Net(), {"norm": partial(make, axis=alone)})
-    assert caught.value.__notes__ == ["where norm of Net was to be replaced"]
+@on_ranks
+def test_ledger_is_the_closed_form(rank: int) -> None:
+    for sequence_parallel in (False, True):
+        model, line = make_gpt(), axis()
+        tp = split_layers(model, line, sequence_parallel=sequence_parallel)
+        line.traffic.clear()
+        model(*batch())[1].backward()
+        parallel_of(model, tp).finish_gradient_synchronization()
+        experiment = Experiment(
+            model=CONFIG,
+            train=Train(batch_size=2),
+            precision=Precision(dtype="float64"),
+            layout=Layout(tp=RANKS, sequence_parallel=sequence_parallel, remat="none"),
+        )
+        expected = closed_form.tensor_parallel("torch-manual", experiment)
+        sent = {Call(kind, "world", purpose): size for (kind, _, purpose), size in expected.items()}
+        assert line.traffic.bytes == sent

@@ -21,10 +21,9 @@ from spmd_types.checker import typecheck
 from torchpar.comm import collectives
 from torchpar.comm.collectives import Axis
 from torchpar.gpt_stages import units_of
-from torchpar.manual import data_parallel, tensor_parallel
+from torchpar.manual import megatron, tensor_parallel
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.megatron import vocab_parallel
 from torchpar.model import GPT
 
 TOKENS_BT = torch.arange(16).view(2, 8)
@@ -89,7 +88,7 @@ def test_tensor_parallelism_is_well_typed(sequence_parallel):
 FORGOTTEN = {
     "f": (False, forgotten(tensor_parallel, "copy_to_region"), "linear"),
     "g": (False, forgotten(tensor_parallel, "reduce_from_region"), "add"),
-    "the sum of the embedding's parts": (False, forgotten(vocab_parallel, "reduce_from_region"), "add"),
+    "the sum of the embedding's parts": (False, forgotten(megatron, "reduce_from_region"), "add"),
     "the scatter of a sequence's sums": (
         True,
         lambda: patch.object(
@@ -126,8 +125,8 @@ def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
             typed(parameter.grad, axis, R.backward_type())
             bucket.add(0, ranks=axis.size)
         for _ in range(times):
-            data_parallel.all_reduce_full_buckets(model.buckets, axis)
-            model.buckets.restart()
+            model.all_reduce_full_buckets()
+            model.buckets.taken = 0
         return {type_of(bucket.buffer, axis) for bucket in model.buckets}
 
 
@@ -176,7 +175,7 @@ def run_sharded(axis: Axis, *, gradients: Any = V) -> None:
     sharded = FSDP(model, units=units_of(model), group=axis, reshard_after_forward=False)
     with flat_types(axis):
         for unit in sharded.units:
-            sharded.unshard_unit(unit)
+            sharded.begin_unshard(unit)
             unit.wait_unshard()
         with typecheck():
             for flat in sharded.flats:
@@ -188,10 +187,10 @@ def run_sharded(axis: Axis, *, gradients: Any = V) -> None:
             for flat in sharded.flats:
                 typed(flat.full, axis, R)
         for flat in sharded.flats:
-            full = flat.full.new_zeros(flat.layout.numel)
+            full = flat.full.new_zeros(flat.full.shape)
             with typecheck():
                 typed(full, axis, gradients)
-            axis.start_reduce_scatter(full[flat.layout.own], full)
+            axis.start_reduce_scatter(full[flat.own], full)
 
 
 def test_fully_sharded_is_well_typed():

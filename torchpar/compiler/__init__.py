@@ -18,8 +18,7 @@ from torchpar.comm.mesh import Mesh
 from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import Placements, device_mesh, of_parameter, placed
-from torchpar.dtensors import axes_of, dtensor_optimizer, elements_of, full_tensors
-from torchpar.head_order import deal_heads, restore_order
+from torchpar.dtensors import Placed, deal_heads, dtensor_optimizer, elements_by_name, spread_over
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
 from torchpar.remat import apply_remat, resolve_remat
@@ -43,7 +42,7 @@ def parallelize(
         own = dict(model.named_parameters())
         parallel = ParallelModel(module=model, optimizer=make_optimizer(own), parameters=own)
     compilation = compile_forward(model, backend)
-    return replace(parallel, compiles=backend != "none", compiled=compilation.words)
+    return replace(parallel, compiled=None if backend == "none" else compilation.words)
 
 
 def _placed(
@@ -93,24 +92,22 @@ def _placed(
             assert gradient is not None, f"{name} has no gradient"
             updated[name].grad = data_parallel.synchronize_gradients(gradient, updated_at[name])
 
-    axes = {name: axes_of(parameter, mesh) for name, parameter in updated.items()}
     return ParallelModel(
         module=model,
         optimizer=optimizer,
         parameters=updated,
-        finish_gradient_synchronization=finish_gradient_synchronization,
+        strategies=(Placed(finish_gradient_synchronization, ranks=mesh[TP].size),),
         end_evaluation=end_forwards,
         means_of=mesh.joined(*BATCH).size,
-        sharded_over=axes.__getitem__,
-        elements=lambda name: elements_of(updated[name], mesh),
-        gathers=(full_tensors, partial(restore_order, ranks=mesh[TP].size)),
+        sharded_over=spread_over(updated, mesh),
+        elements=elements_by_name(updated, mesh),
     )
 
 
 def _placements(model: GPT, devices: DeviceMesh, *, sharded: bool) -> dict[str, Placements]:
     """Those of each parameter, by nanoGPT's names."""
     return {
-        nanogpt_name(row.name): of_parameter(row, devices, split=tensor_parallel.SPLIT, sharded=sharded)
+        nanogpt_name(row.name): of_parameter(row, devices, sharded=sharded)
         for row in parameter_table(model.config)
     }
 

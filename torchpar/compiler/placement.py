@@ -9,7 +9,7 @@ The mesh has tp outermost: where tp and dp_shard split one dim, dp_shard splits 
 gathered along it is that part. Axes of one rank are left out: DTensor would plan for each of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from compare.numerics.parameters import Parameter
-from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, TP
+from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, SPLIT, TP
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import make_device_mesh
 from torchpar.weights import nanogpt_dim
@@ -51,19 +51,10 @@ def of_activation(devices: DeviceMesh, *, split: int | None = None) -> Placement
     return along(devices, **{**dict.fromkeys(BATCH, 0), TP: split})
 
 
-def of_parameter(
-    parameter: Parameter, devices: DeviceMesh, *, split: Mapping[str, str], sharded: bool
-) -> Placements:
-    """Those of nanoGPT's tensor.
-
-    Args:
-        parameter: its canonical description, with a logical axis for each dim.
-        devices: the mesh.
-        split: logical axis -> mesh axis.
-        sharded: over dp_shard, too.
-    """
+def of_parameter(parameter: Parameter, devices: DeviceMesh, *, sharded: bool) -> Placements:
+    """Those of nanoGPT's tensor, from its canonical logical axes; `sharded`: over dp_shard, too."""
     dims = {
-        split[axis]: nanogpt_dim(parameter, dim) for dim, axis in enumerate(parameter.axes) if axis in split
+        SPLIT[axis]: nanogpt_dim(parameter, dim) for dim, axis in enumerate(parameter.axes) if axis in SPLIT
     }
     return along(devices, **{**dims, DP_SHARD: 0 if sharded else None})
 

@@ -1,11 +1,11 @@
-"""Tensor parallelism by placements: one table says which dims are split, and DTensor does Megatron's split.
+"""Tensor parallelism by placements: a table says which dims are split, and DTensor does Megatron's split.
 
-The parameters' placements follow from the table. The code says beyond it where activations live at both ends
-of a region of split work. Left to itself DTensor carries a partial sum on, to the next operator that is not
-linear: into the LayerNorm, and through every residual stream before it.
+The parameters' placements follow from the table of axes. The code says beyond it where activations live at
+both ends of a region of split work. Left to itself DTensor carries a partial sum on, to the next operator
+that is not linear: into the LayerNorm, and through every residual stream before it.
 
 Two more things have to be said than to XLA. The fused q, k, v are rows of one weight, and a placement cuts
-rows into contiguous parts: they are dealt out by head once (`torchpar.head_order`), and inside of the region
+rows into contiguous parts: they are dealt out by head once (`torchpar.dtensors`), and inside of the region
 each rank sees its own heads. And DTensor has no rule for a loss over a split vocabulary: `cross_entropy` is
 written so that only three numbers a position are reduced. One thing less: parts may be uneven, so that no
 logit is padding.
@@ -24,9 +24,6 @@ from torchpar.dropout import split_rows
 from torchpar.model import GPT
 
 AXIS = TP
-SPLIT = {"heads": AXIS, "mlp": AXIS, "vocab": AXIS}
-"""Logical axis -> mesh axis: what is split, in every parameter that has it."""
-
 POSITION_DIM, FEATURE_DIM = 1, 2  # of (B, T, C)
 
 
@@ -34,7 +31,7 @@ def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool = F
     """Say where activations live at both ends of every region of split work.
 
     Args:
-        model: its parameters are placed by `SPLIT`, the rows of a fused q, k, v dealt out by head.
+        model: its parameters are placed by the table of axes, the rows of a fused q, k, v dealt out by head.
         devices: has an axis tp.
         sequence_parallel: between the regions, positions are split.
     """

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import torch
 
 from torchpar.faults.run_faults import zeroed_before_each_pass
-from torchpar.manual.megatron.mappings import reduce_from_region, reduce_scatter_from_region
-from torchpar.manual.pipeline.stage import Stage
+from torchpar.manual.flat_parameters import FlatGradients
+from torchpar.manual.megatron import reduce_from_region, reduce_scatter_from_region
+from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
-from torchpar.manual.zero.flat_gradients import FlatGradients
 
 
 def doubled_row_bias() -> AbstractContextManager:

@@ -150,9 +150,9 @@ def norm_counts_replicas_twice() -> AbstractContextManager:
     """Squares are summed over every axis, whether a parameter is spread over it or repeated."""
 
     def count_all(run: Run) -> None:
-        axes = (getattr(run.mesh, name) for name in AXES)
+        axes = (run.mesh[name] for name in AXES)
         everywhere = tuple(axis for axis in axes if axis.size > 1)
-        run.parallel = replace(run.parallel, sharded_over=lambda name: everywhere)
+        run.parallel = replace(run.parallel, sharded_over=dict.fromkeys(run.parallel.parameters, everywhere))
 
     return spoiled(count_all)
 

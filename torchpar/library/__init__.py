@@ -1,7 +1,6 @@
 """torch-library: PyTorch's own wrappers decide, as a user would pick them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,9 +13,8 @@ from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.dtensors import axes_of, dtensor_optimizer, elements_of, full_tensors, make_device_mesh
-from torchpar.gpt_stages import GPTStages, as_pipeline, cut_each
-from torchpar.head_order import restore_order
+from torchpar.dtensors import Placed, dtensor_optimizer, elements_by_name, make_device_mesh, spread_over
+from torchpar.gpt_stages import GPTStages, Pipeline, cut_each
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.pipeline_parallel import Context, PipelineParallel
@@ -72,7 +70,7 @@ def _replicated(
         module=_as_one(replicas),
         optimizer=make_optimizer(parameters),
         parameters=parameters,
-        no_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
+        skip_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
     )
     return PartitionedStateModel(**vars(parallel), state_axis=mesh[DP_SHARD]) if layout.zero else parallel
 
@@ -87,28 +85,23 @@ def _distributed(
     fill: Fill,
 ) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
-    skip_sync = nullcontext
     if mesh.joined(*BATCH).size > 1:
         data = BATCH if mesh[DP_REPLICATE].size > 1 else DP_SHARD
         reshards = layout.zero == 3 and layout.reshard_after_forward
         for model in models:
             shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
-        skip_sync = partial(no_sync, models[0])
     for model in models:
         fill(model)
-    parameters = _named_parameters(models)
-    axes = {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
-    module = _as_one(models)
+    parameters, module = _named_parameters(models), _as_one(models)
     return ParallelModel(
         module=module,
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
         parameters=parameters,
-        no_sync=skip_sync,
-        finish_gradient_synchronization=partial(complete_gradients, module),
+        strategies=(Placed(partial(complete_gradients, module), ranks=mesh[TP].size),),
+        skip_sync=partial(no_sync, models[0]) if mesh.joined(*BATCH).size > 1 else None,
         end_evaluation=partial(reshard_parameters, models),
-        sharded_over=axes.__getitem__,
-        elements=lambda name: elements_of(parameters[name], mesh),
-        gathers=(full_tensors, partial(restore_order, ranks=mesh[TP].size)),
+        sharded_over=spread_over(parameters, mesh),
+        elements=elements_by_name(parameters, mesh),
     )
 
 
@@ -127,20 +120,17 @@ def _pipeline(
         device=mesh.device,
     )
 
-    def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(batch: RankBatch, context: Context) -> torch.Tensor:
-            microbatches = len(batch.inputs_ABT) * layout.microbatches
-            inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
-            also = dict(zip(("keys_B2",), keys, strict=False))
-            return function(inputs, targets, also=also, microbatches=microbatches, context=context)
+    def run(batch: RankBatch, context: Context) -> torch.Tensor:
+        microbatches = len(batch.inputs_ABT) * layout.microbatches
+        inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
+        also = dict(zip(("keys_B2",), keys, strict=False))
+        return pipeline.run(inputs, targets, also=also, microbatches=microbatches, context=context)
 
-        return call
-
-    return as_pipeline(
-        replace(parallel, divides_late=True),
-        axis=mesh[PP],
-        run=whole(pipeline.run),
-        evaluate=whole(partial(pipeline.run, forward_only=True)),
+    return replace(
+        parallel.under(Pipeline(mesh[PP])),
+        divides_late=True,
+        run_pipeline=run,
+        evaluate_pipeline=torch.no_grad()(run),
     )
 
 

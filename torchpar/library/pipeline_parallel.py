@@ -91,28 +91,28 @@ class PipelineParallel:
         microbatches: int,
         also: Mapping[str, torch.Tensor] = {},
         context: Context = nullcontext,
-        forward_only: bool = False,
     ) -> torch.Tensor:
         """Forward and backward of a batch; adds the gradients of its mean loss to the parameters'.
+
+        Without gradients forward alone.
 
         Args:
             inputs, targets: whole, on all ranks; cut along dim 0.
             microbatches: into how many.
             also: further inputs of every stage, (B, ...), by keyword; cut likewise.
             context: made anew around every forward, such as autocast.
-            forward_only: no backward, and no gradients.
 
         `microbatches` and `context` are those of the first call ever after.
 
         Returns:
             The mean loss, a scalar, the same on all ranks.
         """
+        forward_only = not torch.is_grad_enabled()
         if forward_only not in self._made:
             self._made[forward_only] = self._make(microbatches, context)
         schedule = self._made[forward_only]
         first, last = inputs if self._has_first else None, targets if self._has_last else None
-        with torch.no_grad() if forward_only else nullcontext():
-            losses = run_pipeline(schedule, first, last, also=also, forward_only=forward_only)
+        losses = run_pipeline(schedule, first, last, also=also, forward_only=forward_only)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for share in losses:
             total += share.detach() / microbatches

@@ -6,7 +6,7 @@ Two things are left to the user:
 
 - A fused q, k, v is one (3 C, C) weight, and Shard(0) would cut it across the three. Its rows are reordered
   once, so that each rank's contiguous part holds the q, k and v of its own heads. It costs a weight whose
-  order depends on the degree: a checkpoint has to be put back in order (`torchpar.head_order`). Three
+  order depends on the degree: a checkpoint has to be put back in order (`torchpar.dtensors`). Three
   projections instead, as torchtitan's models have, would keep their order, and all-reduce three times in
   backward.
 - The custom operators of `loss_parallel` have to be there in backward too, which starts in the training
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchpar.dropout import split_rows
-from torchpar.head_order import deal_heads
+from torchpar.dtensors import deal_heads
 from torchpar.model import GPT
 
 loss_parallel_on = ExitStack()

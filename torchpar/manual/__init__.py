@@ -1,24 +1,32 @@
 """torch-manual: we decide where data moves, with the collectives of `torch.distributed`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
+from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.gpt_stages import TIED, GPTStages, as_pipeline, cut, units_of
+from torchpar.gpt_stages import TIED, GPTStages, Pipeline, cut, units_of
 from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.flat_parameters import FlatParameters, gather_pieces, pieces_of
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.manual.megatron.gpt_parts import of_parts
-from torchpar.manual.megatron.vocab_parallel import VocabParallelEmbedding
-from torchpar.manual.pipeline.gpt_runner import make_evaluation, make_runner
+from torchpar.manual.megatron import VocabParallelEmbedding
+from torchpar.manual.pipeline_parallel import run_stages
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, TensorsByName, keep_values
+from torchpar.parallel_model import (
+    Fill,
+    OptimizerMaker,
+    ParallelModel,
+    Parameters,
+    Strategy,
+    TensorsByName,
+    keep_values,
+)
 from torchpar.remat import apply_remat, resolve_remat
 
 
@@ -31,28 +39,22 @@ def parallelize(
 
     One device gets the plain module: the reference that every other run is held against.
     """
-    split = None
+    tensor = None
     if mesh[TP].size > 1:
-        split = split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel)
+        tensor = split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
     part = cut(model, rank=mesh[PP].rank, layout=layout) if mesh[PP].size > 1 else model
     if layout.zero < 2:
         fill(part)
-    if layout.zero >= 2:
-        parallel = _fully_sharded(part, mesh, layout, make_optimizer, fill)
-    elif layout.zero == 1:
-        parallel = _sharded_optimizer(part, mesh, layout, make_optimizer)
-    else:
-        parallel = _replicated(part, mesh, layout, make_optimizer)
+    share = (_replicated, _sharded_optimizer, _fully_sharded, _fully_sharded)[layout.zero]
+    parallel = share(part, mesh, layout, make_optimizer, fill)
     if isinstance(part, GPTStages):
-        makers = (make_runner, make_evaluation)
-        run, evaluate = (make(part, parallel, axis=mesh[PP], layout=layout) for make in makers)
-        parallel = as_pipeline(parallel, axis=mesh[PP], run=run, evaluate=evaluate)
-    return of_parts(parallel, split) if split else parallel
+        parallel = run_stages(part, parallel.under(Pipeline(mesh[PP])), mesh[PP], layout)
+    return parallel.under(tensor) if tensor else parallel
 
 
 def _replicated(
-    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters)
@@ -64,13 +66,35 @@ def _replicated(
         bucket_size_mb=layout.bucket_mb,
         group=mesh[DP_REPLICATE],
     )
-    return ParallelModel(
-        module=replicas,
-        optimizer=optimizer,
-        parameters=parameters,
-        no_sync=replicas.no_sync,
-        finish_gradient_synchronization=replicas.finish_gradient_synchronization,
+    parallel = ParallelModel(
+        module=replicas, optimizer=optimizer, parameters=parameters, skip_sync=replicas.no_sync
     )
+    return parallel.under(Replicas(replicas.axis, replicas.finish_gradient_synchronization))
+
+
+def _sharded_optimizer(
+    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
+) -> ParallelModel:
+    """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
+    full = dict(model.named_parameters())
+    wrap = partial(
+        ShardedOptimizer,
+        group=mesh[DP_SHARD],
+        replicate_group=mesh[DP_REPLICATE],
+        bucket_size_mb=layout.bucket_mb,
+    )
+    # Both stages that have a copy of the tied weight must cut it alike.
+    separate = {TIED} if isinstance(model, GPTStages) else ()
+    optimizer = make_optimizer(full, wrap=wrap, separate_groups=separate)
+    assert isinstance(optimizer, ShardedOptimizer)
+    shards = Shards(optimizer.axis, optimizer.finish_gradient_synchronization, optimizer.flats, full)
+    return ParallelModel(
+        module=model,
+        optimizer=optimizer,
+        parameters=shards.pieces,
+        elements=shards.elements,
+        skip_sync=optimizer.no_sync,
+    ).under(shards)
 
 
 def _fully_sharded(
@@ -88,57 +112,43 @@ def _fully_sharded(
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
         fill=partial(fill, model),
     )
-    pieces = _pieces(sharded, full)
-    return _in_pieces(sharded, mesh, full, module=sharded, optimizer=make_optimizer(pieces))
-
-
-def _sharded_optimizer(
-    model: GPT | GPTStages, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
-) -> ParallelModel:
-    """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it."""
-    full = dict(model.named_parameters())
-    wrap = partial(
-        ShardedOptimizer,
-        group=mesh[DP_SHARD],
-        replicate_group=mesh[DP_REPLICATE],
-        bucket_size_mb=layout.bucket_mb,
-    )
-    # Both stages that have a copy of the tied weight must cut it alike.
-    optimizer = make_optimizer(
-        full, wrap=wrap, separate_groups={TIED} if isinstance(model, GPTStages) else ()
-    )
-    assert isinstance(optimizer, ShardedOptimizer)
-    return _in_pieces(optimizer, mesh, full, module=model, optimizer=optimizer)
-
-
-def _pieces(sharding: FSDP | ShardedOptimizer, full: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    piece_of = sharding.piece_by_parameter
-    return {name: piece_of[parameter] for name, parameter in full.items()}
-
-
-def _in_pieces(
-    sharding: FSDP | ShardedOptimizer,
-    mesh: Mesh,
-    full: Mapping[str, nn.Parameter],
-    *,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> ParallelModel:
-    """A model of whose parameters, given by name, this rank updates pieces."""
-    elements = sharding.elements_by_parameter
-
-    def gather(pieces: TensorsByName) -> TensorsByName:
-        gathered = sharding.gather_by_parameter({full[name]: piece for name, piece in pieces.items()})
-        return {name: gathered[full[name]] for name in pieces}
-
+    shards = Shards(sharded.axis, sharded.finish_gradient_synchronization, sharded.flats, full)
     return ParallelModel(
-        module=module,
-        optimizer=optimizer,
-        parameters=_pieces(sharding, full),
-        no_sync=sharding.no_sync,
-        finish_gradient_synchronization=sharding.finish_gradient_synchronization,
-        sharded_over=lambda name: (mesh[DP_SHARD],),
-        elements=lambda name: elements[full[name]],
-        gathers=(gather,),
-        transient=tuple(flat.full for flat in sharding.flats if not flat.keeps_full),
-    )
+        module=sharded,
+        optimizer=make_optimizer(shards.pieces),
+        parameters=shards.pieces,
+        elements=shards.elements,
+        skip_sync=sharded.no_sync,
+        transient=tuple(flat.full for flat in sharded.flats if not flat.keeps_full),
+    ).under(shards)
+
+
+class Replicas(Strategy):
+    """Ranks with all parameters each, whose gradients a wrapper averages."""
+
+    def __init__(self, axis: Axis, finish: Callable[[], None]):
+        self.axis, self._finish = axis, finish
+
+    def finish(self, parameters: Parameters) -> None:
+        self._finish()
+
+
+class Shards(Replicas):
+    """Ranks that update pieces of flat buffers; `full` are the parameters by name."""
+
+    def __init__(
+        self, axis: Axis, finish: Callable[[], None], flats: Sequence[FlatParameters], full: Parameters
+    ):
+        super().__init__(axis, finish)
+        self._flats, self._full = flats, full
+        piece_of = pieces_of(flats)
+        elements = {p: flat.elements_of(index) for flat in flats for index, p in enumerate(flat.parameters)}
+        self.pieces = {name: piece_of[parameter] for name, parameter in full.items()}
+        self.elements = {name: elements[parameter] for name, parameter in full.items()}
+
+    def spreads(self, name: str) -> bool:
+        return True
+
+    def gather(self, pieces: TensorsByName) -> TensorsByName:
+        full = gather_pieces(self._flats, {self._full[name]: piece for name, piece in pieces.items()})
+        return {name: full[self._full[name]] for name in pieces}

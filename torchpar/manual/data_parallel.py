@@ -7,39 +7,131 @@ One idea makes all four synchronisations: a list of buckets, and when they are l
     overlapped   one parameter a bucket      as soon as its gradient is there, during backward
     bucketed     up to bucket_size_mb each   as soon as all its gradients are there, during backward
 
-Buckets hold the parameters in reverse, the order in which backward reaches them, and are launched in the
-same order on every rank, so that ranks whose graphs differ cannot mix up their collectives.
+A step: backward leaves a gradient, and its hook copies it into a bucket (`DataParallel.gradient_ready`). Full
+buckets leave (`LaunchOrder.take_full`): in reverse order of the parameters, as backward comes to them, and in
+the same order on every rank, so that ranks whose graphs differ do not mix up their collectives. In the end
+`finish_gradient_synchronization` launches the rest and waits.
 
-The engine runs this class; `torchpar.DataParallel` is the same with guards, for any module.
+Sources: PyTorch DDP (arXiv 2006.15704).
 """
 
-from collections.abc import Callable
-from typing import Literal
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
-from compare.contract.communication import GRADIENTS
+from compare.contract.communication import GRADIENTS, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.buckets import Bucket, GradientBuckets, make_buckets
-from torchpar.manual.replicate import replicate
+from torchpar.comm.handles import Work
 
+T = TypeVar("T", bound=Any)
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-def all_reduce_full_buckets(buckets: GradientBuckets, axis: Axis) -> None:
-    """Begin to sum the buckets that are full over the ranks, each behind those before it."""
-    for bucket in buckets.take_full():
-        bucket.work = axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
+@torch.no_grad()
+def replicate(tensors: Iterable[torch.Tensor], axes: Sequence[Axis | None]) -> None:
+    """Broadcast tensors of any shapes from the first rank, along one axis after the other."""
+    axes = [axis for axis in axes if axis and axis.size > 1]
+    for tensor in tensors:
+        sent = tensor.contiguous()  # the tensor, or a copy of a strided one
+        for axis in axes:
+            axis.broadcast(sent, purpose=REPLICATE)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
 
-def synchronize_gradients(buckets: GradientBuckets, axis: Axis) -> None:
-    """Make every gradient the mean over the ranks. All buckets are full by now; some are on their way."""
-    all_reduce_full_buckets(buckets, axis)
-    for bucket in buckets:
-        bucket.wait()
-    buckets.reset()
+def pack(named: Iterable[tuple[str, nn.Parameter]], limit_bytes: float) -> list[NamedParameters]:
+    """Parameters in their order, in packs of one dtype and device, all trainable or all frozen.
+
+    A pack is closed before it would pass `limit_bytes`; 0 gives every parameter its own.
+    """
+    packs: list[NamedParameters] = []
+    unfinished: dict[tuple, NamedParameters] = {}
+    for name, parameter in named:
+        alike = (parameter.dtype, parameter.device, parameter.requires_grad)
+        members = unfinished.get(alike)
+        if members is None or sum(p.nbytes for _, p in members) + parameter.nbytes > limit_bytes:
+            members = unfinished[alike] = []
+            packs.append(members)
+        members.append((name, parameter))
+    return packs
+
+
+class Bucket:
+    """Parameters of one dtype and device whose gradients are averaged together.
+
+    Attributes:
+        buffer: the gradients end to end (n,), of which those on the parameters are views; None before any.
+        pending: indices of the parameters whose gradient of this step is not in yet.
+        work: the collective under way on `buffer`, or None.
+    """
+
+    def __init__(self, named: NamedParameters):
+        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
+        # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step; the gradients keep the buffer alive while they are in use."""
+        self.pending = set(range(len(self.parameters)))
+        self.buffer: torch.Tensor | None = None
+        self.work: Work | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return not self.pending
+
+    def add(self, index: int, *, ranks: int) -> None:
+        """Take in the gradient of the parameter at `index`, divided by `ranks`: the sum is then the mean.
+
+        The gradient moves into the buffer and becomes a view of it: one copy, in which it is divided, none
+        back, and no second gradient in memory. That of a single parameter is its own buffer, if it can be.
+        """
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        assert gradient is not None, f"{self.names[index]} has no gradient"
+        self.pending.remove(index)
+        if len(self.parameters) == 1 and gradient.is_contiguous():
+            self.buffer = gradient.view(-1).div_(ranks)
+            return
+        if self.buffer is None:
+            self.buffer = gradient.new_empty(self._starts[-1])
+        slot = self.buffer.as_strided(parameter.shape, self._strides[index], self._starts[index])
+        parameter.grad = torch.div(gradient, ranks, out=slot)
+
+
+class LaunchOrder(list[T]):
+    """Groups of gradients in the one order in which all ranks reduce them, each when it `is_full`."""
+
+    taken = 0
+
+    def take_full(self) -> Iterator[T]:
+        """The full groups whose turn it is: each waits for those before it."""
+        while self.taken < len(self) and self[self.taken].is_full:
+            self.taken += 1
+            yield self[self.taken - 1]
+
+
+class Accumulates:
+    """A wrapper that reduces gradients in backward, except in `no_sync`."""
+
+    is_synchronizing = True
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
+        before, self.is_synchronizing = self.is_synchronizing, False
+        try:
+            yield
+        finally:
+            self.is_synchronizing = before
 
 
 class DataParallel(Accumulates, nn.Module):
@@ -65,41 +157,44 @@ class DataParallel(Accumulates, nn.Module):
         group: Axis | ProcessGroup | None = None,
     ):
         super().__init__()
+        if gradient_sync not in get_args(GradientSync) or bucket_size_mb <= 0:
+            raise ValueError("gradient_sync: naive, flat, overlapped or bucketed; bucket_size_mb: above 0")
         self.module, self.axis = module, Axis.of(group)
-        self._limit_bytes = {"bucketed": bucket_size_mb * 1e6, "flat": float("inf")}.get(gradient_sync, 0.0)
-        self._during_backward = gradient_sync in ("overlapped", "bucketed")
         replicate(module.parameters(), [self.axis])
-        self.make_buckets()
-
-    def make_buckets(self) -> None:
-        """Share the trainable parameters out over buckets, and ask to be told of each gradient."""
-        self.buckets = make_buckets(self.module, self._limit_bytes)
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self.hook(bucket, index))
-            for bucket in self.buckets
-            for index, parameter in enumerate(bucket.parameters)
-        ]
-
-    def hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        """A hook for backward: the gradient of a bucket's parameter, shaped as it, is there."""
-        return lambda parameter: self.gradient_ready(bucket, index)
+        limit_bytes = {"bucketed": bucket_size_mb * 1e6, "flat": float("inf")}.get(gradient_sync, 0.0)
+        self._during_backward = gradient_sync in ("overlapped", "bucketed")
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.buckets = LaunchOrder(Bucket(named) for named in pack(trainable[::-1], limit_bytes))
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, index))
 
     def forward(self, *args, **kwargs):
-        """The module's own."""
         return self.module(*args, **kwargs)
 
     @torch.no_grad()
-    def gradient_ready(self, bucket: Bucket, index: int) -> None:
-        """During backward a parameter's gradient goes into its bucket, and full buckets leave."""
+    def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
+        """Backward has left a parameter's gradient: it goes into its bucket, and full buckets leave."""
         if self.is_synchronizing:
             bucket.add(index, ranks=self.axis.size)
             if self._during_backward:
-                all_reduce_full_buckets(self.buckets, self.axis)
+                self.all_reduce_full_buckets()
+
+    def all_reduce_full_buckets(self) -> None:
+        """Begin to sum full buckets over the ranks."""
+        for bucket in self.buckets.take_full():
+            assert bucket.buffer is not None
+            bucket.work = self.axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
         for bucket in self.buckets:
-            for index in bucket.pending:  # gradients that came in no_sync alone
+            for index in sorted(bucket.pending):  # gradients that came in no_sync alone
                 bucket.add(index, ranks=self.axis.size)
-        synchronize_gradients(self.buckets, self.axis)
+        self.all_reduce_full_buckets()
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.reset()
+        self.buckets.taken = 0

@@ -10,15 +10,16 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
                                        each forward without gradients: pieces may have been written to
     replicate_group                    the shards are summed over replicas too (HSDP)
 
-WHAT moves are the functions from `shard_parameters` on, WHEN are the methods of `FSDP`, in the order in which
-they run. The engine runs this class; `torchpar.FSDP` is the same with guards, for any module. ZeRO-1, which
-shards only what the optimizer keeps, is `sharded_optimizer.ShardedOptimizer`.
+WHAT moves are the functions from `unshard` on, WHEN are the methods of `FSDP`, in the order in which they
+run. The memory that moves is `flat_parameters`. ZeRO-1, which shards only what the optimizer keeps, is
+`sharded_optimizer.ShardedOptimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,75 +27,36 @@ from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.zero.flat_gradients import FlatGradients
-from torchpar.manual.zero.flat_parameters import FlatParameters, Unit, flatten_parameters
-from torchpar.pieces import HoldsPieces
-
-
-def shard_parameters(
-    module: nn.Module,
-    units: Sequence[Sequence[nn.Module]],
-    axis: Axis,
-    *,
-    fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
-    **options: Any,
-) -> list[Unit]:
-    """Cut a module's parameters over the ranks: each keeps its shard of the flat buffers of every unit.
-
-    Args:
-        module: any; it then shows this rank's pieces of its parameters, and not the parameters.
-        units: lists of submodules that are unsharded together; each parameter is in one of them alone.
-        axis: the ranks.
-        fill: gives a unit's parameters their values, just before they are cut.
-        options: as for `FlatParameters`.
-    """
-    whole, sharded = list(module.named_parameters()), []
-    for modules in units:
-        own = {parameter for one in modules for parameter in one.parameters()}
-        named = [(name, parameter) for name, parameter in whole if parameter in own]
-        fill(modules)
-        sharded.append(Unit(modules, flatten_parameters(named, axis, **options)))
-        reshard_unit(sharded[-1])
-    return sharded
+from torchpar.manual.data_parallel import Accumulates
+from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit, flatten
 
 
 @torch.no_grad()
 def unshard(flat: FlatParameters) -> None:
     """Begin to gather the parameters from the shards of all ranks; `flat.wait_unshard()` waits for them."""
-    if flat.begin_unshard():
+    if not flat.is_unsharded and flat.work is None:
         if not flat.keeps_full:
             flat.full.untyped_storage().resize_(flat.full.nbytes)
-            flat.full[flat.layout.own] = flat.shard
-        own = flat.full[flat.layout.own]
-        flat.work = flat.axis.start_all_gather(flat.full, own, purpose=PARAMETERS)
+            flat.full[flat.own] = flat.shard
+        flat.work = flat.axis.start_all_gather(flat.full, flat.full[flat.own], purpose=PARAMETERS)
 
 
-def reshard(flat: FlatParameters) -> None:
-    """Free the parameters: only this rank's shard stays, unless the buffer is kept."""
-    flat.wait_unshard()
-    flat.is_unsharded = False
-    if not flat.keeps_full:
-        # The tensor stays, without memory: autograd saved views of this storage for backward, and they are
-        # valid again once it has been gathered again.
-        flat.full.untyped_storage().resize_(0)
-
-
-def reshard_unit(unit: Unit) -> None:
-    """Free the parameters of a unit, whose modules then have this rank's pieces."""
+def reshard(unit: Unit) -> None:
+    """Free the parameters of a unit: its modules have this rank's pieces, unless the buffer is kept."""
     unit.show_pieces()
     for flat in unit.flats:
-        reshard(flat)
+        flat.wait_unshard()
+        flat.is_unsharded = False
+        if not flat.keeps_full:
+            # The tensor stays, without memory: autograd saved views of this storage for backward, and they
+            # are valid again once it has been gathered again.
+            flat.full.untyped_storage().resize_(0)
 
 
 @torch.no_grad()
 def reduce_scatter_gradients(gradients: FlatGradients) -> None:
-    """Begin to sum the gradients over the ranks, each of which gets its shard of the sum.
-
-    Args:
-        gradients: full ones, of this rank's share of the batch; nothing is sent if there are none.
-    """
-    if gradients.are_there:
+    """Begin to sum full gradients over the ranks, each of which gets its shard of the sum."""
+    if gradients.used:
         finish_mean(gradients)  # of a backward before, if it is still under way
         shard, full = gradients.begin_reduction()
         gradients.work = gradients.axis.start_reduce_scatter(shard, full, purpose=GRADIENTS)
@@ -120,28 +82,35 @@ def finish_mean(gradients: FlatGradients) -> None:
     gradients.hand_out()
 
 
-class FSDP(Accumulates, HoldsPieces, nn.Module):
+@dataclass
+class Visit:
+    """A unit that a pass has entered, and whether backward reads its weights again."""
+
+    unit: Unit
+    is_read: bool = False
+
+
+class FSDP(Accumulates, nn.Module):
     """Shards the parameters, gradients and optimizer state of a module over the ranks of a group.
 
     Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step an
-    optimizer that treats elements one by one over the pieces (`piece_by_parameter`). Every rank runs the same
-    units in the same order, and uses every parameter. A module of a unit is called, and returns what backward
-    enters it by.
+    optimizer that treats elements one by one over the pieces (`flat_parameters.pieces_of(fsdp.flats)`). Every
+    rank runs the same units in the same order, and uses every parameter. A module of a unit is called, and
+    returns what backward enters it by.
 
     Args:
-        module: its values become those of the first rank.
-        units: lists of submodules that are gathered together, none inside of another's; each parameter is in
-            one list alone.
+        module: its values become those of the first rank. It then shows pieces, except while it runs.
+        units: lists of submodules that are gathered together; each parameter is in one list alone. The module
+            itself may be the last, for what is left: it stays gathered to the end of a step.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one: hybrid sharding.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: modules of just these types need not be gathered for backward, which does not read
             their weights.
-        options: for `shard_parameters`.
+        fill: gives the modules of a unit their values, just before they are cut.
 
     Attributes:
-        module: with pieces for parameters, except while it runs.
         units: in the order of the argument.
         flats: of all units, in the order in which backward comes to them.
     """
@@ -156,67 +125,88 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
         zero: Literal[2, 3] = 3,
         reshard_after_forward: bool = True,
         inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
-        **options: Any,
+        fill: Callable[[Sequence[nn.Module]], None] | None = None,
     ):
         super().__init__()
-        self.module, self.axis = module, Axis.of(group)
-        self.replicas = None if replicate_group is None else Axis.of(replicate_group)
-        self.units = self.make_units(units, replicas=self.replicas, keeps_full=zero == 2, **options)
+        if zero not in (2, 3):
+            raise ValueError(f"zero = {zero}: FSDP has 2 and 3; for 1 use ShardedOptimizer")
+        self.module, self.axis, self._inputs_only = module, Axis.of(group), inputs_only
+        replicas = None if replicate_group is None else Axis.of(replicate_group)
+        named, self.units = list(module.named_parameters()), list[Unit]()
+        for modules in units:
+            if fill:
+                fill(modules)
+            inside = {parameter for part in modules for parameter in part.parameters()}
+            members = [(name, parameter) for name, parameter in named if parameter in inside]
+            named = [(name, parameter) for name, parameter in named if parameter not in inside]
+            flats = flatten(members, self.axis, replicas=replicas, keeps_full=zero == 2)
+            stays = zero == 2 or not reshard_after_forward or module in modules
+            self.units.append(Unit(modules, flats, stays=stays))
+            reshard(self.units[-1])
         self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]
-        self._reshards, self._inputs_only = zero == 3 and reshard_after_forward, inputs_only
-        self._visits: list[tuple[Unit, bool]] = []  # of this pass: which unit, and whether backward reads it
-        self._visits_before: list[tuple[Unit, bool]] = []  # of the pass before, which this one will be like
+        self._visits: list[Visit] = []  # of this pass
+        self._visits_before: list[Visit] = []  # of the pass before, which this one will be like
         self._current: Unit | None = None
-        self._unsharded: list[Unit] = []  # the current one, and those that are kept or gathered ahead
+        self._unsharded: list[Unit] = []  # the current one, and those that stay or are gathered ahead
         self._reducing: Unit | None = None
         for unit in self.units:
-            self.attach(unit)
-
-    def make_units(self, units: Sequence[Sequence[nn.Module]], **options: Any) -> Sequence[Unit]:
-        """Cut the parameters: see `shard_parameters`."""
-        return shard_parameters(self.module, units, self.axis, **options)
-
-    def attach(self, unit: Unit) -> None:
-        """Ask to be told when a module of the unit runs, and when a parameter of it has its gradient."""
-        for module in unit.modules:
-            module.register_forward_pre_hook(lambda module, args: self.before_forward(unit), prepend=True)
-            module.register_forward_hook(partial(self.after_forward, unit))
-        for flat in unit.flats:
-            flat.on_gradients(partial(self.gradient_ready, unit, flat))
+            for part in unit.modules:
+                part.register_forward_pre_hook(partial(self.before_forward, unit), prepend=True)
+                part.register_forward_hook(partial(self.after_forward, unit))
+            for flat in unit.flats:
+                flat.on_gradients(partial(self.gradient_ready, unit, flat))
 
     def forward(self, *args, **kwargs):
-        """The module's own."""
-        self.begin_pass()
+        self._current = None
+        self._visits_before, self._visits = self._visits or self._visits_before, []
         output = self.module(*args, **kwargs)
         self._current = None
         if not torch.is_grad_enabled():  # nothing stays gathered for a backward
             self.reshard_all()
         return output
 
-    def begin_pass(self) -> None:
-        """A forward begins; units will follow each other as in the one before."""
-        self._current = None
-        self._visits_before, self._visits = self._visits or self._visits_before, []
-
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
         """A module of the unit is about to run."""
-        if not self.is_current(unit):
-            self._visits.append((unit, False))
+        if unit is not self._current:
+            self._visits.append(Visit(unit))
             self.enter(unit, self._visits_before[len(self._visits) :])
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
         """A module of the unit has run: backward will come through what it returned."""
-        # Not isinstance: a class made from one of these may have other weights, which backward reads.
-        if type(module) not in self._inputs_only and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                tensor.register_hook(lambda gradient: self.before_backward(unit))
-            self._visits[-1] = (unit, True)
+        if unit.stays or not torch.is_grad_enabled():
+            return
+        if (
+            type(module) not in self._inputs_only
+        ):  # a class made from one may have weights that backward reads
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self.before_backward(unit))
+            next(visit for visit in reversed(self._visits) if visit.unit is unit).is_read = True
 
     def before_backward(self, unit: Unit) -> None:
         """Backward is about to enter the unit: the gradient of an output is there."""
-        order = [visit for visit in reversed(self._visits) if visit[1]]
-        index = next((i for i, (visited, _) in enumerate(order) if visited is unit), len(order))
+        order = [visit for visit in reversed(self._visits) if visit.is_read]
+        index = next((i for i, visit in enumerate(order) if visit.unit is unit), len(order))
         self.enter(unit, order[index + 1 :])
+
+    def enter(self, unit: Unit, upcoming: Sequence[Visit]) -> None:
+        """Unshard a unit, reshard those that are not running, and begin to unshard the first one to come."""
+        if unit is not self._current:
+            self._current = unit
+            for other in [u for u in self._unsharded if u is not unit and not u.stays]:
+                self._unsharded.remove(other)
+                reshard(other)
+            self.begin_unshard(unit)
+            unit.wait_unshard()
+        for visit in upcoming[:1]:
+            self.begin_unshard(visit.unit)
+
+    def begin_unshard(self, unit: Unit) -> None:
+        """Begin to gather a unit's parameters, if they are not there."""
+        if unit not in self._unsharded:
+            self._unsharded.append(unit)
+            for flat in unit.flats:
+                unshard(flat)
 
     def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
         """Backward has left a parameter's gradient; with the unit's last one, all of them leave."""
@@ -225,51 +215,6 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
             flat.gradients.ready.add(index)
             if all(flat.gradients.is_full for flat in unit.flats):
                 self.reduce(unit)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Wait until every piece has its part of the mean gradient over all ranks, and reshard all units."""
-        self.reduce_rest()
-        for flat in self.flats:
-            finish_mean(flat.gradients)
-        self._reducing = None
-        self.reshard_all()
-
-    def enter(self, unit: Unit, upcoming: Sequence[tuple[Unit, bool]]) -> None:
-        """Unshard a unit, reshard those that are not running, and begin to unshard the first one to come."""
-        if not self.is_current(unit):
-            self.make_current(unit)
-            self.unshard_unit(unit)
-            unit.wait_unshard()
-        for following, _ in upcoming[:1]:
-            self.unshard_unit(following)
-
-    def is_current(self, unit: Unit) -> bool:
-        """Whether the unit has been entered last: its parameters are there."""
-        return unit is self._current
-
-    def make_current(self, unit: Unit) -> None:
-        """Leave the current unit for another one; the others are freed, unless they are kept."""
-        self._current = unit
-        for other in [other for other in self._unsharded if other is not unit and self.may_reshard(other)]:
-            self._unsharded.remove(other)
-            reshard_unit(other)
-
-    def may_reshard(self, unit: Unit) -> bool:
-        """Whether the parameters of a unit that is not running are freed before the step ends."""
-        return self._reshards
-
-    def unshard_unit(self, unit: Unit) -> None:
-        """Begin to gather a unit's parameters, if they are not there."""
-        if unit not in self._unsharded:
-            self._unsharded.append(unit)
-            for flat in unit.flats:
-                unshard(flat)
-
-    def reshard_all(self) -> None:
-        """Free all parameters."""
-        for unit in self._unsharded:
-            reshard_unit(unit)
-        self._unsharded, self._current = [], None
 
     def reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's gradients; at most two units hold full ones."""
@@ -280,12 +225,17 @@ class FSDP(Accumulates, HoldsPieces, nn.Module):
             reduce_scatter_gradients(flat.gradients)
         self._reducing = unit
 
-    def reduce_rest(self) -> None:
-        """Begin to reduce the remaining units, in the order of backward."""
-        for unit in reversed(self.units):
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every piece has its part of the mean gradient over all ranks, and reshard all units."""
+        for unit in reversed(self.units):  # what backward left, in its order
             self.reduce(unit)
+        for flat in self.flats:
+            finish_mean(flat.gradients)
+        self._reducing = None
+        self.reshard_all()
 
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors, any shapes, of a module's output that backward goes through."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    def reshard_all(self) -> None:
+        """Free all parameters."""
+        for unit in self._unsharded:
+            reshard(unit)
+        self._unsharded, self._current = [], None

@@ -52,7 +52,7 @@ class Instruments(Observer):
         work = WorkMode(parallel.module, has_tasks=parallel.run_pipeline is not None)
         # To be watched is no reason to compile anew: other steps run this, too.
         as_it_is = (
-            torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiles else nullcontext()
+            torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiled else nullcontext()
         )
         with as_it_is, memory as self._watching, self.ledger, work:
             yield
@@ -72,4 +72,8 @@ class Instruments(Observer):
         """Memory, work and ledger of the step, which is over."""
         assert self._found, "no step was watched"
         memory, work = self._found
-        return memory, replace(work, compiled=self._run.parallel.compiled()), self.ledger.noted()
+        return (
+            memory,
+            replace(work, compiled=compiled() if (compiled := self._run.parallel.compiled) else ""),
+            self.ledger.noted(),
+        )

@@ -22,7 +22,7 @@ from compare.contract.timeline import Kind
 from compare.spec.axes import PP
 from torchpar.comm.counter import Call, observers
 from torchpar.comm.rank import Rank
-from torchpar.manual.pipeline.stage import Stage
+from torchpar.manual.stage import Stage
 from torchpar.state import Run
 
 PREFIX, BETWEEN = "shardpair", "|"  # a trace drops quotes and turns backslashes

@@ -121,7 +121,7 @@ def noted_tasks(tasks: list[str]) -> Generator[None]:
     """Add every task of a pipeline's stages, of both engines, to `tasks` as it begins."""
     from torch.distributed.pipelining import PipelineStage  # a second of imports, for pipelines alone
 
-    from torchpar.manual.pipeline.stage import Stage
+    from torchpar.manual.stage import Stage
 
     def backward(stage: Any, microbatch: int, *_: Any, full_backward: bool = True, **options: Any) -> Kind:
         is_half = stage.splits_backward if isinstance(stage, Stage) else not full_backward

@@ -1,0 +1,234 @@
+"""Flat memory of parameters and gradients, cut over the ranks: what ZeRO-1, 2 and 3 keep and move.
+
+`FlatParameters` hold, for parameters of one dtype and device,
+
+    full      (n,) all of them end to end: each is a view of it, and its storage may come and go
+    shard     (about n / ranks,) this rank's cut of it, which an optimizer updates
+    pieces    a view of the shard for each parameter: 1-D, perhaps empty
+
+and `FlatGradients` the same for their gradients. A `Unit` gives modules the parameters or the pieces. What
+moves between the ranks, and when, is the strategy's: `fully_sharded`, `sharded_optimizer`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from compare.contract.communication import RECORD
+from torchpar.comm.chunks import chunk_slices
+from torchpar.comm.collectives import Axis
+from torchpar.comm.handles import Work
+from torchpar.manual.data_parallel import NamedParameters, pack, replicate
+
+
+class FlatParameters:
+    """Some parameters, cut over an axis. They keep their identity: hooks and tied uses stay.
+
+    Args:
+        named: of one dtype and device, by name; their values become those of the first rank.
+        axis: the ranks that share them out.
+        replicas: ranks that hold the same shard, or None: gradients are averaged over both axes.
+        keeps_full: the buffer stays in memory, and the shard is a view of it (ZeRO-1 and 2).
+        keeps_gradients: the buffer of gradients stays until they are dropped (ZeRO-1).
+
+    Attributes:
+        own: this rank's cut of the buffer.
+        is_unsharded: the parameters hold what the optimizers of all ranks made of them.
+        work: the all_gather under way, or None.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        named: NamedParameters,
+        axis: Axis,
+        *,
+        replicas: Axis | None = None,
+        keeps_full: bool = False,
+        keeps_gradients: bool = False,
+    ):
+        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self.axis, self.replicas, self.keeps_full = axis, replicas, keeps_full
+        # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
+        self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
+        self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
+        self.own = chunk_slices(self._starts[-1], axis.size)[axis.rank]
+        self.full = self.parameters[0].detach().new_empty(self._starts[-1])
+        for index, parameter in enumerate(self.parameters):
+            self.view(self.full, index).copy_(parameter)
+        replicate([self.full], [axis, replicas])
+        self.shard = self.full[self.own] if keeps_full else self.full[self.own].clone()
+        self.pieces = [
+            nn.Parameter(self.shard[self.slice_of(index)], requires_grad=parameter.requires_grad)
+            for index, parameter in enumerate(self.parameters)
+        ]
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self.view(self.full, index)
+        self.is_unsharded = True
+        self.work: Work | None = None
+        self.gradients = FlatGradients(self, keeps_buffer=keeps_gradients)
+
+    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """The view of a flat buffer (n,) that is the parameter at `index`, in its shape."""
+        return buffer.as_strided(*self._shapes[index], self._starts[index])
+
+    def slice_of(self, index: int) -> slice:
+        """The slice of this rank's shard that is the piece of the parameter at `index`."""
+        first = max(self._starts[index], self.own.start)
+        last = min(self._starts[index + 1], self.own.stop)
+        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
+
+    def elements_of(self, index: int) -> slice:
+        """Elements of the parameter at `index` in this rank's piece, in the order of its strides."""
+        first, cut = max(self.own.start - self._starts[index], 0), self.slice_of(index)
+        return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)
+
+    def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
+        """Call `ready(index, parameter)` whenever backward has left a parameter's gradient."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(ready, index))
+
+    def wait_unshard(self) -> None:
+        """Wait for the gather under way, if there is one."""
+        if self.work:
+            self.work.wait()
+            self.work, self.is_unsharded = None, True
+
+
+class FlatGradients:
+    """Takes gradients from parameters in backward, and gives the pieces their parts of this rank's shard.
+
+    Args:
+        flat: whose parameters' gradients these are.
+        keeps_buffer: of all gradients, until they are dropped: the pieces' are views of it.
+
+    Attributes:
+        used: indices of the parameters with a gradient that is still to be reduced.
+        ready: indices of those whose gradient of the step's last backward is there.
+        full: the gradients (n,) that are being summed over the ranks, or None.
+        shard: this rank's cut of the sum, from `begin_reduction` to `hand_out`.
+        work: the collective under way, or None.
+    """
+
+    def __init__(self, flat: FlatParameters, *, keeps_buffer: bool):
+        self.flat, self._keeps_buffer = flat, keeps_buffer
+        self.axis, self.replicas = flat.axis, flat.replicas
+        self.ranks = self.axis.size * (self.replicas.size if self.replicas else 1)
+        self._trainable = {index for index, p in enumerate(flat.parameters) if p.requires_grad}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is not handed out."""
+        self.used, self.ready, self._reduced = set[int](), set[int](), set[int]()
+        self._buffer: torch.Tensor | None = None  # of what backward is adding up
+        self.full: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
+        self.work: Work | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """True if the step's last backward has left every gradient."""
+        return self.ready == self._trainable
+
+    @torch.no_grad()
+    def add(self, index: int) -> None:
+        """Take the gradient that backward left on the parameter at `index`, and add it to the buffer."""
+        parameter = self.flat.parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        slot = self._slot(index)
+        if index in self.used:
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
+            self.used.add(index)
+
+    def _slot(self, index: int) -> torch.Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty_like(self.flat.full)
+        return self.flat.view(self._buffer, index)
+
+    def begin_reduction(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's shard, to be filled with the sum's, and the full gradients (n,)."""
+        for index in set(range(len(self.flat.parameters))) - self.used:
+            self._slot(index).zero_()
+        full, self._buffer = self._buffer, None
+        assert full is not None
+        own = full[self.flat.own]
+        self.full, self.shard = full, own if self._keeps_buffer else torch.empty_like(own)
+        self._reduced, self.used, self.ready = self.used, set(), set()
+        return self.shard, full
+
+    def wait(self) -> None:
+        """Wait for the collective under way, if there is one."""
+        if self.work:
+            self.work.wait()
+        self.work = None
+
+    def hand_out(self) -> None:
+        """Add its part of the shard of the mean, (n,), to each piece's gradient."""
+        for index in sorted(self._reduced):
+            assert self.shard is not None
+            part, piece = self.shard[self.flat.slice_of(index)], self.flat.pieces[index]
+            piece.grad = part if piece.grad is None else piece.grad + part
+        self.shard, self._reduced = None, set()
+
+
+class Unit:
+    """Parameters that are gathered and freed together, whenever one of some modules runs.
+
+    Attributes:
+        modules: while one of these runs, the parameters are unsharded.
+        flats: the parameters, as they are cut.
+        stays: not freed before the step ends.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters], *, stays: bool):
+        self.modules, self.flats, self.stays = modules, flats, stays
+        piece_of = pieces_of(flats)
+        holders = dict.fromkeys(holder for module in modules for holder in module.modules())
+        self.uses = [  # every place where a module has one of the parameters; a tied one has several
+            (holder, name, parameter, piece_of[parameter])
+            for holder in holders
+            for name, parameter in holder._parameters.items()
+            if parameter is not None and parameter in piece_of
+        ]
+
+    def wait_unshard(self) -> None:
+        """Wait until the parameters are unsharded, and give them to the modules."""
+        for flat in self.flats:
+            flat.wait_unshard()
+        for holder, name, parameter, _ in self.uses:
+            holder._parameters[name] = parameter
+
+    def show_pieces(self) -> None:
+        """Give the modules this rank's pieces in place of the parameters."""
+        for holder, name, _, piece in self.uses:
+            holder._parameters[name] = piece
+
+
+def flatten(named: NamedParameters, axis: Axis, *, limit_bytes: float = float("inf"), **options) -> list:
+    """`FlatParameters` of some parameters: one for each dtype and device, frozen ones apart, none larger."""
+    return [FlatParameters(members, axis, **options) for members in pack(named, limit_bytes)]
+
+
+def pieces_of(flats: Iterable[FlatParameters]) -> dict[torch.Tensor, nn.Parameter]:
+    """This rank's piece of each parameter, (n,): what an optimizer updates."""
+    return {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
+
+
+def gather_pieces(
+    flats: Iterable[FlatParameters], pieces: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Full tensors by parameter, shaped as it, from all ranks' pieces (n,). All ranks call it at once."""
+    full: dict[torch.Tensor, torch.Tensor] = {}
+    for flat in flats:
+        shard = torch.cat([pieces[p].reshape(-1) for p in flat.parameters])
+        values = shard.new_empty(flat.full.shape)
+        flat.axis.all_gather(values, shard, purpose=RECORD)
+        full.update((p, flat.view(values, index)) for index, p in enumerate(flat.parameters))
+    return full

@@ -1,1 +1,0 @@
-"""Helpers of tensor parallelism by hand: Megatron's mappings, split parameters, vocabulary."""

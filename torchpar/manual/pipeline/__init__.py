@@ -1,1 +1,0 @@
-"""Helpers of the pipeline by hand: instructions, mailbox, one stage, deferred weight gradients."""

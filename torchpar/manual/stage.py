@@ -1,0 +1,201 @@
+"""One stage of a pipeline: forward and backward of one microbatch at a time, backward in one task or in two.
+
+Backward of a linear layer is two products. The layers before it need the one for its input at once; only the
+optimizer needs the one for its weight. Here the second is taken out of autograd's backward. Its two factors
+are kept for a task of its own, as zero-bubble schedules want it. Or the product is added to the gradients of
+the microbatches before as it is made, in place of a gradient of its own that is then read, added and freed.
+Everything else (norms, embeddings, attention) is differentiated as always.
+
+N rows (all dims but the last), I input features, O output features.
+Sources: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241; Megatron-LM's fused accumulation.
+"""
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class Factors(NamedTuple):
+    """Factors of the gradients of one linear layer."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    x_NI: torch.Tensor
+    gradient_NO: torch.Tensor
+
+
+class Activations(NamedTuple):
+    """Tensors that backward needs of one microbatch; dropping them frees the graph behind `y`."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    factors: list[Factors]
+    """Of the weight gradients that are put off."""
+
+
+class Stage:
+    """A module that takes one tensor and returns one, and the microbatches that are under way in it.
+
+    Args:
+        module: on the first stage its input is the microbatch itself.
+        splits_backward: whether weight gradients are a task of their own.
+        number: along the model.
+    """
+
+    def __init__(self, module: nn.Module, *, splits_backward: bool, number: int = 0):
+        self.module, self.splits_backward, self.number = module, splits_backward, number
+        self._activations: dict[int, Activations] = {}
+        self._factors: dict[int, list[Factors]] = {}
+        self._sink: Callable[[Factors], None] | None = None
+        for layer in module.modules():  # on the instance, so that it holds where a checkpoint runs it again
+            if any(True for _ in layer.parameters(recurse=False)):
+                layer.forward = functools.partial(self._forward_of, layer.forward)
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose forward is done, and whose backward is not."""
+        return len(self._activations) + len(self._factors)
+
+    def forward(
+        self,
+        microbatch: int,
+        x: torch.Tensor,
+        *also: torch.Tensor,
+        finish: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
+    ) -> torch.Tensor:
+        """Run the module on one microbatch, and keep what its backward needs; nothing without gradients.
+
+        Args:
+            microbatch: its number.
+            x: output of the stage before, (B, ...) of a microbatch; on the first stage the microbatch.
+            also: further inputs of the module, (B, ...), without gradients.
+            finish: from the module's output to the stage's: the loss, on the last stage.
+
+        Returns:
+            The output, detached: (B, ...), or a loss ().
+        """
+        x, factors = x.detach().requires_grad_(x.is_floating_point()), list[Factors]()
+        with self._weight_gradients_to(factors):
+            y = finish(self.module(x, *also))
+        if torch.is_grad_enabled():
+            self._activations[microbatch] = Activations(x, y, factors)
+        return y.detach()
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Add this microbatch's gradients to those of the parameters, and free its activations.
+
+        Args:
+            microbatch: its number.
+            gradient: of the stage's output, shaped as it; None for a loss.
+
+        Returns:
+            The gradient of the input, shaped as it; None of tokens, which are integers.
+        """
+        x, y, factors = self._activations.pop(microbatch)
+        with self._weight_gradients_to(factors):
+            torch.autograd.backward(y, gradient)
+        if self.splits_backward:
+            self._factors[microbatch] = factors
+        return x.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients that `backward` left, where they are a task of their own."""
+        factors = self._factors.pop(microbatch)
+        while factors:
+            add_up(factors.pop())
+
+    @contextmanager
+    def _weight_gradients_to(self, factors: list[Factors]) -> Generator[None]:
+        """Around a forward, and around a backward that may run it again."""
+        self._sink = factors.append if self.splits_backward else add_up
+        try:
+            yield
+        finally:
+            self._sink = None
+
+    def _forward_of(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._sink is None:
+            return forward(*args, **kwargs)
+        with _Mode(self._sink, spares_hooks=not self.splits_backward):
+            return forward(*args, **kwargs)
+
+
+@torch.no_grad()
+def add_up(factors: Factors) -> None:
+    """Add the gradients to the parameters', the weight's as it is made. Hooks run as in backward."""
+    weight, bias, x_NI, gradient_NO = factors
+    if bias is not None and bias.requires_grad:
+        _add(bias, gradient_NO.sum(0))
+    if weight.grad is not None and weight.grad.dtype == x_NI.dtype and not _has_hooks(weight):
+        weight.grad.addmm_(gradient_NO.t(), x_NI)
+    else:
+        _add(weight, gradient_NO.t() @ x_NI)
+
+
+def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if _has_hooks(parameter):
+        torch.autograd.backward(parameter, gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody is to be told of a parameter's gradients, such as a data-parallel wrapper."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class _Mode(TorchFunctionMode):
+    """F.linear of a trainable weight becomes `_Linear`; not if `spares_hooks` leaves hooks to autograd."""
+
+    def __init__(self, sink: Callable[[Factors], None], *, spares_hooks: bool):
+        super().__init__()
+        self._sink, self._spares_hooks = sink, spares_hooks
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        parameters = [p for p in (weight, bias) if p is not None]
+        if (
+            not (torch.is_grad_enabled() and weight.requires_grad and weight.dim() == 2)
+            or not all(p.is_leaf for p in parameters)  # backward has to go on through a computed weight
+            or (self._spares_hooks and any(_has_hooks(p) for p in parameters))
+        ):
+            return F.linear(input, weight, bias)
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        # Without the anchor a layer on plain inputs would be no part of the graph.
+        anchor = torch.empty((), requires_grad=True)
+        return _Linear.apply(input, anchor, self._sink, (weight, bias))
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear, differentiated by its input alone. Its parameters are hidden in a tuple from autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x, anchor, sink, parameters):
+        weight = parameters[0].detach().to(x.dtype)
+        bias = None if parameters[1] is None else parameters[1].detach().to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.sink, ctx.parameters = sink, parameters
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients):
+        x, weight = ctx.saved_tensors
+        x_NI, gradient_NO = (t.reshape(-1, t.shape[-1]) for t in (x, gradients[0]))
+        of_input = gradients[0] @ weight if ctx.needs_input_grad[0] else None
+        ctx.sink(Factors(*ctx.parameters, x_NI, gradient_NO))
+        return of_input, None, None, None

@@ -1,0 +1,463 @@
+"""The lessons' strategies for modules that train as usual: `DataParallel`, `FSDP`, `ShardedOptimizer`.
+
+As usual: tied, frozen and unused parameters, buffers, passes that accumulate, several param groups,
+optimizers that treat elements one by one, and whole states out and in. A step, or a clipping, before the
+gradients are synchronised is an error. What is beyond that is refused, in a line that names PyTorch's class
+for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of PyTorch is replaced.
+
+    model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for x in batches:                                  # this rank's share of each
+        model(x).square().mean().backward()
+        model.finish_gradient_synchronization()        # the mean over all ranks
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from compare.contract.communication import BUFFERS, UNUSED
+from torchpar.comm.collectives import Axis
+from torchpar.manual import data_parallel, fully_sharded, sharded_optimizer
+from torchpar.manual.data_parallel import Bucket, replicate
+from torchpar.manual.flat_parameters import FlatParameters, Unit, gather_pieces, pieces_of
+from torchpar.optimizer import gradient_norm, scale_gradients
+
+DDP, ZERO, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"
+ELEMENTWISE = [
+    "SGD",
+    "ASGD",
+    "Rprop",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+]
+"""Classes of torch.optim that compute the same on pieces of tensors as on tensors."""
+_scale = torch._amp_foreach_non_finite_check_and_unscale_
+NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm, torch._foreach_norm, _scale}
+CHANGES = {torch._foreach_clamp_min_, torch._foreach_clamp_max_, torch.Tensor.clamp_}
+FINISH = "call finish_gradient_synchronization() first"
+
+
+class PieceOfGradient(torch.Tensor):
+    """This rank's piece of a gradient, whose norm is not the gradient's: PyTorch's clipping asks for it."""
+
+    refused, advice = NORMS, "is not the gradient's: use clip_grad_norm_ of the wrapper, and no GradScaler"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in cls.refused:
+            raise RuntimeError(f"{func.__name__} of this rank's part of a gradient {cls.advice}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class UnfinishedGradient(PieceOfGradient):
+    """A gradient that other ranks' are still to be added to."""
+
+    refused, advice = NORMS | CHANGES, f"is not the mean over ranks: {FINISH}"
+
+
+class Guarded(nn.Module):
+    """What `DataParallel` and `FSDP` have in common."""
+
+    module: nn.Module
+    is_synchronizing: bool
+
+    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor]) -> None:
+        """Make buffers the first rank's, and look at every `step()` of an optimizer over the parameters."""
+        self._axes, self._buffers_are_due = [a for a in axes if a and a.size > 1], True
+        self._unfinished = 0  # 1: gradients are accumulating, 2: the last backward was there
+        replicate(self.module.buffers(), self._axes)
+        ids, reference = {id(parameter) for parameter in parameters}, weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+            wrapper, closure = reference(), args[1:] or kwargs.get("closure")
+            theirs = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
+            if wrapper is not None and theirs and not closure:
+                wrapper.before_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._unfinished:
+            raise RuntimeError(f"step() before gradients are the mean over ranks: {FINISH}")
+
+    def _begin_pass(self) -> None:
+        if self._unfinished == 2 and torch.is_grad_enabled():
+            raise RuntimeError(f"forward after a backward without no_sync(): {FINISH}, or zero_grad()")
+        if self._buffers_are_due:  # DDP's rule: not after an evaluation, nor within accumulated passes
+            for buffer in self.module.buffers():
+                for axis in self._axes:
+                    axis.broadcast(buffer, purpose=BUFFERS)
+        self._buffers_are_due = self.is_synchronizing and torch.is_grad_enabled()
+
+    def _agreed(self, used: Sequence[bool], like: torch.Tensor) -> list[bool]:
+        """Whether any rank has used each parameter."""
+        flags = torch.tensor(used, dtype=torch.int32, device=like.device)
+        for axis in self._axes:
+            axis.all_reduce(flags, purpose=UNUSED, op="max")
+        return flags.bool().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
+        raise RuntimeError(
+            f"a copy would share hooks: load the whole state into another module, or use {DDP}"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Guarded":
+        raise RuntimeError("convert or move the module before it is wrapped")
+
+
+class DataParallel(Guarded, data_parallel.DataParallel):
+    """Averages the gradients of a module over the ranks: see `manual.data_parallel`.
+
+    Args:
+        module: parameters and buffers become those of the first rank.
+        find_unused_parameters: let parameters be without a gradient. One used on no rank keeps None on
+            all; one used on some counts as zero on the others. Costs one small all-reduce a step.
+        options: gradient_sync, bucket_size_mb and group.
+    """
+
+    def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **options: Any):
+        require_usual(module)
+        super().__init__(module, **options)
+        self._find_unused = find_unused_parameters
+        self._watch([self.axis], module.parameters())
+
+    def forward(self, *args, **kwargs):
+        self._begin_pass()
+        return super().forward(*args, **kwargs)
+
+    def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            raise RuntimeError(f"a hook on {bucket.names[index]} takes its gradient away: use {DDP}")
+        if self.is_synchronizing and index not in bucket.pending:
+            raise RuntimeError(
+                f"{bucket.names[index]} has a second gradient: put all but the last in no_sync()"
+            )
+        super().gradient_ready(bucket, index, parameter)
+        self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
+        parameter.grad = parameter.grad.as_subclass(UnfinishedGradient)
+
+    def finish_gradient_synchronization(self) -> None:
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        used = [parameter.grad is not None for parameter in parameters]
+        for bucket in self.buckets:
+            for index in bucket.pending:
+                parameter = bucket.parameters[index]
+                if parameter.grad is None and not self._find_unused:
+                    raise RuntimeError(f"{bucket.names[index]} took no part: set find_unused_parameters=True")
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient.as_subclass(torch.Tensor)
+        super().finish_gradient_synchronization()
+        used = self._agreed(used, parameters[0]) if self._find_unused else used
+        for parameter, is_used in zip(parameters, used, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and is_used:
+                parameter.grad = gradient.as_subclass(torch.Tensor)
+        self._unfinished = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also of a step that is given up halfway, on all ranks."""
+        for bucket in self.buckets:
+            if bucket.work:
+                bucket.work.wait()
+            bucket.reset()
+        self.buckets.taken = self._unfinished = 0
+        super().zero_grad(set_to_none)
+
+
+class FSDP(Guarded, fully_sharded.FSDP):
+    """Shards parameters, gradients and optimizer state over the ranks: see `manual.fully_sharded`.
+
+    An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty, under the original names. So
+    choose param groups by name, and before wrapping: `p.dim()` is 1 of each.
+
+    Args:
+        module: its values become those of the first rank. Every rank runs the same units in the same order.
+        units: submodules to gather one after the other, or lists of them that are gathered together. What is
+            in none, or tied between two, stays gathered from forward to the end of the step. None: the
+            elements of the outermost ModuleLists and Sequentials.
+        find_unused_parameters: as for DataParallel; gradients are then reduced after backward.
+        options: group, replicate_group, zero (2 or 3) and reshard_after_forward.
+
+    Attributes:
+        pieces: by the original names, what an optimizer is to update.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        units: Iterable[nn.Module | Iterable[nn.Module]] | None = None,
+        find_unused_parameters: bool = False,
+        **options: Any,
+    ):
+        require_usual(module)
+        chosen = default_units(module) if units is None else units
+        groups = grouped(module, ([u] if isinstance(u, nn.Module) else list(u) for u in chosen))
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        super().__init__(module, units=groups, **options)
+        piece_of = pieces_of(self.flats)
+        self.pieces = {name: piece_of[parameter] for parameter, name in names.items()}
+        self._find_unused = find_unused_parameters
+        self._watch([self.axis, self.flats[0].replicas], self.pieces.values())
+        module.register_state_dict_pre_hook(self._refuse_state)
+
+    def forward(self, *args, **kwargs):
+        self._begin_pass()
+        for unit in self.units:
+            memory = {
+                piece: flat.shard.untyped_storage().data_ptr() for flat in unit.flats for piece in flat.pieces
+            }
+            for holder, name, parameter, piece in unit.uses:
+                is_shown = holder._parameters.get(name) is piece or unit in self._unsharded
+                if not is_shown or piece.untyped_storage().data_ptr() != memory[piece]:
+                    raise RuntimeError(
+                        f"{name} was replaced since FSDP was made: write into it, or use {FSDP2}"
+                    )
+                if parameter.requires_grad != piece.requires_grad:
+                    raise RuntimeError(f"{name} was frozen or thawed since FSDP was made: use {FSDP2}")
+        return super().forward(*args, **kwargs)
+
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
+        hidden = [x for x in tree_leaves(output) if not isinstance(x, torch.Tensor | float | str | None)]
+        if hidden and torch.is_grad_enabled():  # backward could enter the unit through it, unseen
+            raise TypeError(f"{type(module).__name__} returns {type(hidden[0]).__name__}: use {FSDP2}")
+        super().after_forward(unit, module, args, output)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Without gathering ahead: a weight that backward reads unseen has no memory then, and raises."""
+        self.enter(unit, ())
+
+    def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
+        self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
+        super().gradient_ready(unit, flat, index, parameter)
+
+    def reduce(self, unit: Unit) -> None:
+        if not self._find_unused:
+            super().reduce(unit)
+
+    def finish_gradient_synchronization(self) -> None:
+        places = [(flat, n) for flat in self.flats for n, p in enumerate(flat.parameters) if p.requires_grad]
+        used = [n in flat.gradients.used for flat, n in places]
+        if self._find_unused:
+            for (flat, n), is_used in zip(places, self._agreed(used, self.flats[0].shard), strict=True):
+                if is_used and n not in flat.gradients.used:
+                    flat.parameters[n].grad = torch.zeros_like(flat.parameters[n])
+                    flat.gradients.add(n)
+            for unit in reversed(self.units):
+                super().reduce(unit)
+        for (flat, n), is_used in zip(places, used, strict=True):
+            if flat.gradients.used and not is_used:
+                raise RuntimeError(f"{flat.names[n]} took no part: set find_unused_parameters=True")
+        super().finish_gradient_synchronization()
+        for piece in self.pieces.values():
+            piece.grad = None if piece.grad is None else piece.grad.as_subclass(PieceOfGradient)
+        self._unfinished = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also those that are still to be reduced, on all ranks."""
+        for flat in self.flats:
+            flat.gradients.wait()
+            flat.gradients.reset()
+            for piece in flat.pieces:
+                piece.grad = None
+        self._reducing, self._unfinished = None, 0
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().before_step(optimizer)
+        require_elementwise(type(optimizer))
+        if not all(group["params"] for group in optimizer.param_groups):
+            raise ValueError("a param group is empty: all pieces are 1-D, so choose groups by name")
+        self.reshard_all()  # what is gathered will be old
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
+        if self._unfinished:
+            raise RuntimeError(f"clip_grad_norm_: {FINISH}")
+        return clip_pieces(self.flats, max_norm)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The `state_dict()` of the wrapped module as if it were not sharded, on every rank."""
+        piece_of = pieces_of(self.flats)
+        full = gather_pieces(self.flats, {p: piece.detach() for p, piece in piece_of.items()})
+        by_piece = {id(piece): full[parameter] for parameter, piece in piece_of.items()}
+        return {name: by_piece.get(id(value), value) for name, value in self._state().items()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict()` of the unwrapped module, or a `full_state_dict`, the same on all ranks.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a tensor has another shape; nothing is changed then.
+        """
+        self.reshard_all()
+        places = {id(piece): (f, n) for f in self.flats for n, piece in enumerate(f.pieces)}
+        targets, copies = self._state(), []
+        if set(targets) != set(state):
+            raise ValueError(f"names that differ: {', '.join(sorted(set(targets) ^ set(state)))}")
+        for name, target in targets.items():
+            flat, index = places.get(id(target), (None, 0))
+            like = target if flat is None else flat.parameters[index]
+            if state[name].shape != like.shape:
+                raise ValueError(
+                    f"{name} is {tuple(like.shape)}, and the state has {tuple(state[name].shape)}"
+                )
+            value = state[name]
+            if flat is not None:
+                dense = torch.empty_like(like, device=target.device).copy_(value)
+                value = dense.as_strided((dense.numel(),), (1,))[flat.elements_of(index)]
+            copies.append((target, value))
+        for target, value in copies:
+            target.copy_(value)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The module's own state dict, with pieces for parameters."""
+        self._shows_pieces = True
+        try:
+            return self.module.state_dict(keep_vars=True)
+        finally:
+            self._shows_pieces = False
+
+    _shows_pieces = False
+
+    def _refuse_state(self, module: nn.Module, *arguments: Any) -> None:
+        if not self._shows_pieces:
+            raise RuntimeError("state_dict() would have this rank's pieces alone: use full_state_dict()")
+
+
+class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
+    """An optimizer that treats elements one by one, its state shared out: see `manual.sharded_optimizer`.
+
+    Gradients are the mean already, such as DataParallel's; or with `reduce_gradients=True` they are reduced
+    here, and `finish_gradient_synchronization()` comes before `step()`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        reduce_gradients: bool = False,
+        **kwargs: Any,
+    ):
+        require_elementwise(optimizer_cls)
+        super().__init__(params, optimizer_cls, reduce_gradients=reduce_gradients, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "inner" in vars(self):
+            raise RuntimeError(f"a param group after the start: use {ZERO}")
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if hasattr(parameter, "device_mesh"):
+                raise ValueError(f"a DTensor is parallel already: use {FSDP2}")
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for flat in self.flats:
+            for piece in flat.pieces:
+                piece.grad = None if piece.grad is None else piece.grad.as_subclass(PieceOfGradient)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip what `finish_gradient_synchronization` left, by the norm over all ranks' pieces: a scalar."""
+        self.require_finished()
+        return clip_pieces(self.flats, max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.state = self.inner.state
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({**inner, "params": group["params"]})
+
+
+def clip_pieces(flats: Iterable[FlatParameters], max_norm: float) -> torch.Tensor:
+    """Scale the pieces' gradients to a norm over all ranks of at most `max_norm`; the norm before, ()."""
+    pieces, axes = dict[str, nn.Parameter](), dict[str, tuple[Axis, ...]]()
+    for flat in flats:
+        for piece in flat.pieces:
+            piece.grad = None if piece.grad is None else piece.grad.as_subclass(torch.Tensor)
+            pieces[str(len(pieces))] = piece
+            axes[str(len(axes))] = (flat.axis,)
+    norm = gradient_norm(pieces, axes)
+    scale_gradients(pieces, norm, max_norm=max_norm)
+    return norm
+
+
+def require_usual(module: nn.Module) -> None:
+    """Refuse what is seen before training, and not usual."""
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(f"{name} is a DTensor, parallel already: use {FSDP2} alone")
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"gradients of {name} go to a wrapper already: use one of the two")
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False):
+            raise ValueError(f"{name} has sparse gradients: use a dense embedding")
+
+
+def require_elementwise(optimizer_cls: type[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that may look at rows or norms; `is_elementwise = True` vouches for yours."""
+    is_known = optimizer_cls.__module__.startswith("torch.optim.") and optimizer_cls.__name__ in ELEMENTWISE
+    if not (is_known or getattr(optimizer_cls, "is_elementwise", False)):
+        raise ValueError(
+            f"{optimizer_cls.__name__} may not treat elements one by one, as pieces of tensors need it: use "
+            f"{FSDP2}, or set is_elementwise = True on the class if it does"
+        )
+
+
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.Module]:
+    """The elements of the outermost ModuleLists and Sequentials: the layers of most models."""
+    is_listed = is_listed or isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if is_listed and not isinstance(child, _UNCALLED):
+            yield child
+        else:
+            yield from default_units(child, is_listed=is_listed)
+
+
+def grouped(module: nn.Module, units: Iterable[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    """Units of which each parameter is in one: those that share one are joined, or go to the module's own.
+
+    The module itself is the last unit, for what is in no other.
+    """
+    inside, used_by = set(module.modules()), dict[nn.Module, int]()
+    groups = [list(unit) for unit in units]
+    for number, unit in enumerate(groups):
+        for part in (part for root in unit for part in root.modules()):
+            if part not in inside or used_by.setdefault(part, number) != number:
+                raise ValueError(f"a unit is no part of the module, or in another one's, too: use {FSDP2}")
+    homes: dict[nn.Parameter, set[int]] = {}  # by parameter its units; -1 is the module's own
+    for holder in module.modules():
+        for parameter in holder.parameters(recurse=False):
+            homes.setdefault(parameter, set()).add(used_by.get(holder, -1))
+    moved = {number: number for number in range(-1, len(groups))}
+    for shared in homes.values():
+        first = min(moved[number] for number in shared)
+        joined = {moved[number] for number in shared}
+        moved = {number: first if to in joined else to for number, to in moved.items()}
+    roots = {moved[number] for shared in homes.values() for number in shared}
+    made = {
+        root: [part for n, to in moved.items() if to == root >= 0 for part in groups[n]] for root in roots
+    }
+    return [*(made[root] for root in sorted(roots - {-1})), *([[module]] if -1 in roots else [])]
