@@ -56,6 +56,9 @@ def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
     return find_fault(FAULTS, fault, engine=engine, layout=layout).plant()
 
 
+# At a collective, or in its place in a type -----------------------------------------------------------------
+
+
 @contextmanager
 def wrong_collectives(
     *kinds: str, axis: str, purpose: str, of: Callable[[jax.Array, str], jax.Array]
@@ -75,27 +78,13 @@ def wrong_collectives(
 
 
 def first_only(x: jax.Array, axis: str) -> jax.Array:
-    """x, any shape, on the first device of an axis, zeros on the others: a sum over the axis has one term."""
+    """x on the first device of an axis, zeros on the others: a sum over the axis has one term."""
     return jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
 
 
 def times_devices(x: jax.Array, axis: str) -> jax.Array:
-    """x, any shape, times the devices of an axis: a mean over the axis becomes the sum."""
+    """x times the devices of an axis: a mean over the axis becomes the sum."""
     return x * collectives.axis_size(axis)
-
-
-def overwritten_microbatch() -> AbstractContextManager:
-    """A microbatch's gradient takes the place of those before it."""
-    return patch.object(pipeline_parallel, "add", lambda total, gradients: gradients)
-
-
-def doubled_row_bias() -> AbstractContextManager:
-    """A row-parallel bias is added on each device, before the sum."""
-
-    def wrong(self: tensor_parallel.RowParallelLinear, x: jax.Array) -> jax.Array:
-        return self.g(Linear.__call__(self, x))
-
-    return patch.object(tensor_parallel.RowParallelLinear, "__call__", wrong)
 
 
 def norm_counts_replicas_twice() -> AbstractContextManager:
@@ -108,6 +97,55 @@ def norm_counts_replicas_twice() -> AbstractContextManager:
         return jnp.sqrt(square)
 
     return patch.object(manual, "global_norm", wrong)
+
+
+def first_copy_only() -> AbstractContextManager:
+    """In types: of a parameter's copies for replicas, only the first one's gradient counts."""
+
+    def wrong(w: jax.Array) -> jax.Array:
+        copies = replicas.copies(w)
+        first = (np.arange(len(copies)) == 0).reshape(-1, *(1,) * (copies.ndim - 1))
+        return jnp.where(first, copies, lax.stop_gradient(copies))
+
+    return patch.object(typed_data_parallel, "copies", wrong)
+
+
+def sum_over_replicas() -> AbstractContextManager:
+    """In types: the sum of gradients over replicas is not divided by their number."""
+    right = typed_data_parallel.synchronize_gradients
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        count = jax.sharding.get_abstract_mesh().shape[DP_REPLICATE]
+        return jax.tree.map(lambda g: count * g, right(*arguments, **options))
+
+    return patch.object(typed_data_parallel, "synchronize_gradients", wrong)
+
+
+def first_part_only() -> AbstractContextManager:
+    """In types: of a row-parallel product, only the first device's part counts."""
+    row = typed_tensor_parallel.RowParallelLinear
+    right = row.product
+
+    def wrong(self: Any, x: jax.Array) -> jax.Array:
+        dim, devices = x.ndim - self.contracted, jax.sharding.get_abstract_mesh().shape[TP]
+        first = np.arange(x.shape[dim]) < x.shape[dim] // devices
+        return right(self, x * first.reshape(-1, *(1,) * (self.contracted - 1)).astype(x.dtype))
+
+    return patch.object(row, "product", wrong)
+
+
+# In a strategy ----------------------------------------------------------------------------------------------
+
+
+def overwritten_microbatch() -> AbstractContextManager:
+    """A microbatch's gradient takes the place of those before it."""
+    return patch.object(pipeline_parallel, "add", lambda total, gradients: gradients)
+
+
+def doubled_row_bias() -> AbstractContextManager:
+    """A row-parallel bias is added on each device, before the sum."""
+    row = tensor_parallel.RowParallelLinear
+    return patch.object(row, "__call__", lambda self, x: self.g(Linear.__call__(self, x)))
 
 
 def wrong_optimizer_shard() -> AbstractContextManager:
@@ -124,6 +162,14 @@ def wrong_optimizer_shard() -> AbstractContextManager:
         return optax.GradientTransformationExtraArgs(right.init, update)
 
     return patch.object(optimizer, "clip_by_given_norm", wrong)
+
+
+def same_dropout_on_every_rank() -> AbstractContextManager:
+    """Every device takes its rows for the first ones."""
+    return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
+
+
+# In a run ---------------------------------------------------------------------------------------------------
 
 
 def moved_weight() -> AbstractContextManager:
@@ -180,58 +226,9 @@ def _to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
     return (parameter + update).astype(jnp.bfloat16).astype(parameter.dtype) - parameter
 
 
-reversed_update = partial(changed_update, lambda update, parameter: -update)
-"""Every update goes the other way."""
-rounded_weights = partial(changed_update, _to_8_bits)
-"""The optimizer's own weights have 8 bits."""
-
-
 def unscaled_dropout() -> AbstractContextManager:
-    """Kept elements are not scaled up."""
+    """Elements that are not dropped are not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
-
-
-def same_dropout_on_every_rank() -> AbstractContextManager:
-    """Every device takes its rows for the first ones."""
-    return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
-
-
-def first_copy_only() -> AbstractContextManager:
-    """Of a parameter's copies for replicas, only the first one's gradient counts."""
-    right = replicas.copies
-
-    def wrong(w: jax.Array) -> jax.Array:
-        copies = right(w)
-        first = (np.arange(len(copies)) == 0).reshape(-1, *(1,) * (copies.ndim - 1))
-        return jnp.where(first, copies, lax.stop_gradient(copies))
-
-    return patch.object(typed_data_parallel, "copies", wrong)
-
-
-def sum_over_replicas() -> AbstractContextManager:
-    """The sum of gradients over replicas is not divided by their number."""
-    right = typed_data_parallel.synchronize_gradients
-
-    def wrong(gradients: Any, placements: Any, *, sharded: bool) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        return jax.tree.map(
-            lambda g: mesh.shape[DP_REPLICATE] * g, right(gradients, placements, sharded=sharded)
-        )
-
-    return patch.object(typed_data_parallel, "synchronize_gradients", wrong)
-
-
-def first_part_only() -> AbstractContextManager:
-    """Of a row-parallel product, only the first device's part counts."""
-    row = typed_tensor_parallel.RowParallelLinear
-    right = row.product
-
-    def wrong(self: Any, x: jax.Array) -> jax.Array:
-        dim, devices = x.ndim - self.contracted, jax.sharding.get_abstract_mesh().shape[TP]
-        first = np.arange(x.shape[dim]) < x.shape[dim] // devices
-        return right(self, x * first.reshape(-1, *(1,) * (self.contracted - 1)).astype(x.dtype))
-
-    return patch.object(row, "product", wrong)
 
 
 MANUAL, TYPED, ALL = ("manual",), ("explicit",), ("compiler", "explicit", "manual")
@@ -256,8 +253,8 @@ FAULTS = (
     PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
     PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
     PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
-    PlantedFault("reversed_update", ALL, REPLICAS, reversed_update),
-    PlantedFault("rounded_weights", ALL, REPLICAS, rounded_weights),
+    PlantedFault("reversed_update", ALL, REPLICAS, partial(changed_update, lambda update, _: -update)),
+    PlantedFault("rounded_weights", ALL, REPLICAS, partial(changed_update, _to_8_bits)),
     PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
-    *(PlantedFault(name, ALL, one.need, partial(ignored, one)) for name, one in IGNORED.items()),
+    *(PlantedFault(name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
 )

@@ -5,7 +5,7 @@ its purpose, in a named scope that the ledger reads back.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,6 +31,12 @@ def ledger_scope(purpose: str) -> AbstractContextManager:
     return jax.named_scope("for_" + purpose.replace(" ", "_")) if purpose else nullcontext()
 
 
+def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
+    """A scope that gives the ledger the turns, of a loop around it, at which it is entered, by rank of pp."""
+    counts = "_".join(map(str, turns if len(set(turns)) > 1 else turns[:1]))
+    return jax.named_scope(f"runs_{counts}_of_{of}")
+
+
 def axis_size(axis: str) -> int:
     """Devices along a mesh axis."""
     return lax.axis_size(axis)
@@ -41,9 +47,8 @@ def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_varying(x: jax.Array, axis: str) -> bool:
-    """Whether JAX counts x as each device's own along an axis; if it does not tell, it may be."""
-    kinds = getattr(jax.typeof(x), "mat", jax.typeof(x))
-    return axis in getattr(kinds, "varying", getattr(kinds, "vma", (axis,)))
+    """Whether JAX counts x as each device's own along an axis."""
+    return axis in jax.typeof(x).mat.varying
 
 
 def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:

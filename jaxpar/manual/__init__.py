@@ -162,7 +162,9 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
     scatter = partial(fully_sharded.scatter_gradients, placements=full)
 
     def gradients_of(params: Any, batch: Any, scalars: Any):
-        batch = pipeline_parallel.microbatches(batch, each=layout.microbatches)
+        batch = jax.tree.map(  # (A, b, ...) -> (A microbatches, b / microbatches, ...)
+            lambda x: x.reshape(x.shape[0] * layout.microbatches, -1, *x.shape[2:]), batch
+        )
         like = fully_sharded.shard_parameters(params, placements) if layout.zero == 2 else params
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.

@@ -32,7 +32,7 @@ from compare.spec.axes import PP
 from jaxpar.comm import collectives
 from jaxpar.manual.stage import EndSums, Stage
 from jaxpar.placement import map_repeated
-from jaxpar.problem import Pieces
+from jaxpar.problem import Pieces, without_layers
 from jaxpar.remat import Remat, apply_remat
 from jaxpar.step import Strategy, as_it_is, same
 from jaxpar.weights import STACKED
@@ -41,7 +41,7 @@ AXIS = PP
 
 
 def strategy(placements: Any, remat: Remat) -> Strategy:
-    """What pp does not split stays each device's own in the ticks, and is summed once a step."""
+    """Gradients of what pp does not split stay each device's own in the ticks, and are summed once a step."""
     own = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=TIED_GRADIENTS)
     return Strategy(
@@ -52,21 +52,13 @@ def strategy(placements: Any, remat: Remat) -> Strategy:
 
 
 def keep_within_a_tick(model: Any) -> None:
-    """An edit of the model: its blocks keep matrix products, for the rest of a tick and of one microbatch.
-
-    Backward has computed forward anew in that tick: without this, matrix products would be a third time.
-    """
+    """An edit of the model: in a tick that computes forward anew, backward need not do it once more."""
     model.wrap_layer = partial(apply_remat, remat="dots")
 
 
 def keeps_activations(remat: Remat) -> bool:
     """Whether forwards keep the residuals of backward; else they keep their input."""
     return remat != "full"
-
-
-def microbatches(batch: Any, *, each: int) -> Any:
-    """Cut every accumulated pass into `each` microbatches: arrays (A, b, ...) -> (A each, b / each, ...)."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * each, -1, *x.shape[2:]), batch)
 
 
 def run_pipeline(
@@ -78,26 +70,30 @@ def run_pipeline(
     reduce: Callable[[Any], Any] = same,
     like: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """Mean loss and its gradients over the microbatches of a batch, by all devices of pp together.
+    """Mean loss, on all devices, and its gradients: of all but blocks what this device's stages contribute.
 
     Args:
         pieces: the model.
         ticks: `lock_step` of the schedule.
         params: this device's blocks, chunk after chunk; all else is marked as its own (`Strategy.mark`).
         batch: a pytree of arrays (M, B, ...), the same on all devices of pp.
-        reduce: applied to the gradients of each microbatch before they accumulate: to a dict that has some
-            of the keys of `params`.
+        reduce: applied to gradients of each microbatch before they accumulate, some keys at a time.
         like: a pytree like the reduced gradients of all of `params`; these by default.
-
-    Returns:
-        The loss, on all devices; and gradients as `reduce` leaves them: means over M, of the blocks this
-        device's, of all else what this device's stages contribute.
     """
     device = Device(pieces, ticks, params, batch, reduce)
     tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
     sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
+    # For their types alone, the axes along which they vary included; XLA drops the numbers.
+    stage = device.stage(jax.tree.map(lambda task_T: task_T[0], tasks_T))
+    x = pieces.embed(params, stage.batch)
+    loss = pieces.loss(params, x, stage.batch)
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
-    carry = device.initial_carry(jax.tree.map(lambda x: x[0], tasks_T), zeros)
+    carry = Carry(
+        _slots(x, ticks.input_slots + 1),
+        _slots(x, ticks.gradient_slots + 1),
+        (device.by_chunk(zeros[STACKED]), EndSums(jnp.zeros_like(loss), without_layers(zeros))),
+        _slots(stage.forward(x)[1], ticks.kept_slots),
+    )
     of_layers, ends = lax.scan(device.tick, carry, (tasks_T, *sends_T))[0].sums
     gradients = {**ends.gradients, STACKED: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
     loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
@@ -108,9 +104,8 @@ class Carry(NamedTuple):
     """State of a device between two ticks."""
 
     inputs_S: jax.Array
-    """Inputs of stages, and last the scratch slot."""
     gradients_S: jax.Array
-    """Gradients of stages' outputs, and last the scratch slot."""
+    """Inputs of stages, and gradients of their outputs; last in each the scratch slot."""
     sums: tuple[Any, EndSums]
     """Gradients of this device's blocks by chunk, leaves (v, layers of a stage, ...); and the ends'."""
     kept_S: Any
@@ -139,9 +134,9 @@ class Device(NamedTuple):
         from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
         from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
         # All devices agree on whether one of them sends.
-        with self.turns_scope(self.ticks.sends_activations.sum()):
+        with self.runs(self.ticks.sends_activations.sum()):
             y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
-        with self.turns_scope(self.ticks.sends_gradients.sum()):
+        with self.runs(self.ticks.sends_gradients.sum()):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, task.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, task.arriving_gradient, 0)
@@ -149,7 +144,7 @@ class Device(NamedTuple):
 
     def forward(self, task: TickTasks, x: jax.Array, kept_S: Any) -> tuple[jax.Array, Any]:
         """Output of the stage at work; its residuals go into their slot."""
-        with self.turns_scope(*self.runs_forward(self.ticks.tasks).sum(axis=0)):
+        with self.runs(*self.runs_forward(self.ticks.tasks).sum(axis=0)):
             y, kept = self.stage(task).forward(x)
             put = partial(lax.dynamic_update_index_in_dim, index=task.kept_slot, axis=0)
             return y, jax.tree.map(put, kept_S, kept)
@@ -159,7 +154,7 @@ class Device(NamedTuple):
     ) -> tuple[jax.Array, Any]:
         """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
-        with self.turns_scope(*(self.ticks.tasks.kind == BACKWARD).sum(axis=0)):
+        with self.runs(*(self.ticks.tasks.kind == BACKWARD).sum(axis=0)):
             kept = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), kept_S)
             of_x, of_layers, ends = self.stage(task).backward(x, kept, g, ends)
             of_layers = self.reduce({STACKED: of_layers})[STACKED]
@@ -173,36 +168,17 @@ class Device(NamedTuple):
         is_forward = task.kind == FORWARD
         return is_forward if self.ticks.kept_slots else is_forward & (task.stage < self.ticks.stages - 1)
 
-    def initial_carry(self, task: TickTasks, zeros: Any) -> Carry:
-        """Empty slots, and sums of zero; given the first tick's task, and zeros like gradients."""
-        stage = self.stage(task)
-        # For their types alone, the axes along which they vary included; XLA drops the numbers.
-        x = self.pieces.embed(stage.params(stage.rest), stage.batch)
-        loss = self.pieces.loss(stage.params(stage.rest), x, stage.batch)
-        kept = stage.forward(x)[1] if stage.keeps else ()
-        zero_rest = {key: zeros[key] for key in zeros if key != STACKED}
-        return Carry(
-            _slots(x, self.ticks.input_slots + 1),
-            _slots(x, self.ticks.gradient_slots + 1),
-            (self.by_chunk(zeros[STACKED]), EndSums(jnp.zeros_like(loss), zero_rest)),
-            _slots(kept, self.ticks.kept_slots),
-        )
-
     def stage(self, task: TickTasks) -> Stage:
         """The stage and the microbatch that are next."""
         by_chunk = self.by_chunk(self.params[STACKED])
-        of_stage = jax.tree.leaves(by_chunk)[0].shape[1]
         return Stage(
             self.pieces,
+            self.ticks,
+            task,
             layers=jax.tree.map(lambda x: _at(x, task.stage // self.ticks.ranks), by_chunk),
-            rest={key: self.params[key] for key in self.params if key != STACKED},
+            rest=without_layers(self.params),
             batch=jax.tree.map(lambda x: _at(x, task.microbatch), self.batch),
-            first_layer=task.stage * of_stage,
-            is_first=task.stage == 0,
-            is_last=task.stage == self.ticks.stages - 1,
-            keeps=self.ticks.kept_slots > 0,
             accumulate=lambda total, gradients: add(total, self.reduce(gradients)),
-            end_scope=self.end_scope,
         )
 
     def by_chunk(self, layers: Any) -> Any:
@@ -210,16 +186,9 @@ class Device(NamedTuple):
         chunks = self.ticks.stages // self.ticks.ranks
         return jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), layers)
 
-    def end_scope(self, rank: int) -> AbstractContextManager:
-        """The scope of what one end of the pipeline runs, for each microbatch; the last rank is -1."""
-        turns = [0] * self.ticks.ranks
-        turns[rank] = self.ticks.microbatches
-        return self.turns_scope(*turns)
-
-    def turns_scope(self, *turns: int) -> AbstractContextManager:
+    def runs(self, *turns: int) -> AbstractContextManager:
         """A scope that tells the ledger at how many of the ticks its content runs, on each rank."""
-        counts = "_".join(map(str, turns if len(set(turns)) > 1 else turns[:1]))
-        return jax.named_scope(f"runs_{counts}_of_{len(self.ticks.tasks.kind)}")
+        return collectives.turns_scope(turns, of=len(self.ticks.tasks.kind))
 
 
 def add(total: Any, gradients: Any) -> Any:

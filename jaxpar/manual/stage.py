@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compare.pipeline.ticks import Ticks, TickTasks
+from jaxpar.comm import collectives
 from jaxpar.problem import Pieces
 from jaxpar.weights import STACKED
 
@@ -48,27 +50,21 @@ class Stage(NamedTuple):
     """A stage and its current microbatch."""
 
     pieces: Pieces
+    ticks: Ticks
+    task: TickTasks
     layers: Any
     """Parameters of the stage's blocks: leaves (layers of a stage, ...)."""
     rest: dict[str, Any]
     """All other parameters."""
     batch: Any
     """The microbatch: leaves (B, ...)."""
-    first_layer: jax.Array
-    """The number of its first block in the model, (); `is_first` and `is_last` are scalars, too."""
-    is_first: jax.Array
-    is_last: jax.Array
-    keeps: bool
-    """Whether forward keeps residuals."""
     accumulate: Callable[[Any, Any], Any]
     """(sums, gradients of `rest` for this microbatch) -> sums."""
-    end_scope: Callable[[int], AbstractContextManager]
-    """A scope around the computations of one end alone, given FIRST or LAST, for the ledger."""
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, Any]:
         """Output y for the next stage, and `Residuals`, or (). The first stage ignores x."""
         start = self.start(x)
-        if not self.keeps:
+        if not self.ticks.kept_slots:
             return self.run_layers(self.layers, start), ()
         y, back = jax.vjp(self.run_layers, self.layers, start)
         arrays = zip(jax.tree.leaves(back), self.grows_with_rows(start), strict=True)
@@ -88,10 +84,17 @@ class Stage(NamedTuple):
         Returns:
             Gradients of the stage's input, and of its blocks; the new sums.
         """
-        y, back = self.restored(kept) if self.keeps else self.again(x)
-        g, sums = lax.cond(self.is_last, self.loss_backward, lambda y, g, sums: (g, sums), y, g, sums)
+        y, back = self.restored(kept) if self.ticks.kept_slots else self.again(x)
+        g, sums = lax.cond(
+            self.task.stage == self.ticks.stages - 1,
+            self.loss_backward,
+            lambda y, g, sums: (g, sums),
+            y,
+            g,
+            sums,
+        )
         of_layers, of_x = back(g)
-        sums = lax.cond(self.is_first, self.embed_backward, lambda g, sums: sums, of_x, sums)
+        sums = lax.cond(self.task.stage == 0, self.embed_backward, lambda g, sums: sums, of_x, sums)
         return of_x, of_layers, sums
 
     def again(self, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
@@ -130,11 +133,12 @@ class Stage(NamedTuple):
             with self.end_scope(FIRST):
                 return self.pieces.embed(self.params(self.rest), self.batch)
 
-        return lax.cond(self.is_first, embed, lambda x: x, x)
+        return lax.cond(self.task.stage == 0, embed, lambda x: x, x)
 
     def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
         """Output y of the blocks."""
-        return self.pieces.layers({**self.rest, STACKED: layers}, x, self.batch, self.first_layer)
+        first_layer = self.task.stage * jax.tree.leaves(layers)[0].shape[0]
+        return self.pieces.layers({**self.rest, STACKED: layers}, x, self.batch, first_layer)
 
     def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
         """Gradient of the loss by y; g is ignored."""
@@ -156,6 +160,12 @@ class Stage(NamedTuple):
             _, back = jax.vjp(embed, self.rest)
             (of_rest,) = back(g)
             return sums._replace(gradients=self.accumulate(sums.gradients, of_rest))
+
+    def end_scope(self, rank: int) -> AbstractContextManager:
+        """The scope, for the ledger, of what one end of the pipeline runs for each microbatch."""
+        turns = [0] * self.ticks.ranks
+        turns[rank] = self.ticks.microbatches
+        return collectives.turns_scope(turns, of=len(self.ticks.tasks.kind))
 
     def params(self, rest: Any) -> Any:
         """The whole tree, as the pieces take it."""
