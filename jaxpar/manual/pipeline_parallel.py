@@ -10,10 +10,10 @@ its neighbours:
 
 Autodiff never sees the pipeline. Under layout.remat = full a device keeps the inputs of its stages, and
 backward computes forward anew; under dots and none it keeps what backward needs. One program wants equal
-shapes, so every device has all that pp does not split (embeddings, the last norm). Only the two ends use it;
-their gradients are summed once a step, so that copies of a tied embedding stay equal.
+shapes, so every device has all that pp does not split. Only the two ends use it; their gradients are summed
+once a step, so that copies of a tied embedding stay equal. GPipe is arXiv 1811.06965, 1F1B 2006.09503,
+interleaved 2104.04473.
 
-Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473).
 Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a rank.
 """
 
@@ -38,6 +38,7 @@ from jaxpar.step import Strategy, as_it_is, same
 from jaxpar.weights import STACKED
 
 AXIS = PP
+_at = partial(lax.dynamic_index_in_dim, keepdims=False)
 
 
 def strategy(placements: Any, remat: Remat) -> Strategy:
@@ -70,7 +71,7 @@ def run_pipeline(
     reduce: Callable[[Any], Any] = same,
     like: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """Mean loss, on all devices, and its gradients: of all but blocks what this device's stages contribute.
+    """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
 
     Args:
         pieces: the model.
@@ -92,7 +93,7 @@ def run_pipeline(
         _slots(x, ticks.input_slots + 1),
         _slots(x, ticks.gradient_slots + 1),
         (device.by_chunk(zeros[STACKED]), EndSums(jnp.zeros_like(loss), without_layers(zeros))),
-        _slots(stage.forward(x)[1], ticks.kept_slots),
+        _slots(stage.forward(x)[1], ticks.kept_slots) if ticks.kept_slots else (),
     )
     of_layers, ends = lax.scan(device.tick, carry, (tasks_T, *sends_T))[0].sums
     gradients = {**ends.gradients, STACKED: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
@@ -104,8 +105,7 @@ class Carry(NamedTuple):
     """State of a device between two ticks."""
 
     inputs_S: jax.Array
-    gradients_S: jax.Array
-    """Inputs of stages, and gradients of their outputs; last in each the scratch slot."""
+    gradients_S: jax.Array  # of stages' outputs; last in both the scratch slot
     sums: tuple[Any, EndSums]
     """Gradients of this device's blocks by chunk, leaves (v, layers of a stage, ...); and the ends'."""
     kept_S: Any
@@ -183,8 +183,8 @@ class Device(NamedTuple):
 
     def by_chunk(self, layers: Any) -> Any:
         """Leaves (v layers of a stage, ...) -> (v, layers of a stage, ...)."""
-        chunks = self.ticks.stages // self.ticks.ranks
-        return jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), layers)
+        shape = (self.ticks.stages // self.ticks.ranks, -1)
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), layers)
 
     def runs(self, *turns: int) -> AbstractContextManager:
         """A scope that tells the ledger at how many of the ticks its content runs, on each rank."""
@@ -196,10 +196,5 @@ def add(total: Any, gradients: Any) -> Any:
     return jax.tree.map(lax.add, total, gradients)
 
 
-def _at(x: jax.Array, index: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, index, keepdims=False)
-
-
 def _slots(tree: Any, count: int) -> Any:
-    """Zeros for `count` of these."""
     return jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x)] * count), tree)

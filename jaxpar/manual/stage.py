@@ -85,14 +85,8 @@ class Stage(NamedTuple):
             Gradients of the stage's input, and of its blocks; the new sums.
         """
         y, back = self.restored(kept) if self.ticks.kept_slots else self.again(x)
-        g, sums = lax.cond(
-            self.task.stage == self.ticks.stages - 1,
-            self.loss_backward,
-            lambda y, g, sums: (g, sums),
-            y,
-            g,
-            sums,
-        )
+        is_last, elsewhere = self.task.stage == self.ticks.stages - 1, lambda y, g, sums: (g, sums)
+        g, sums = lax.cond(is_last, self.loss_backward, elsewhere, y, g, sums)
         of_layers, of_x = back(g)
         sums = lax.cond(self.task.stage == 0, self.embed_backward, lambda g, sums: sums, of_x, sums)
         return of_x, of_layers, sums

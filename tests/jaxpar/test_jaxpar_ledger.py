@@ -1,4 +1,4 @@
-"""The ledger: HLO text that XLA writes, by hand and for real, and the closed form of data parallelism."""
+"""The ledger: HLO text that XLA writes, by hand and for real."""
 
 from collections.abc import Mapping
 
@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax_steps import two_steps
 
 from compare.contract.communication import Communication, summed
-from compare.judge.closed_forms.communication import data_parallel
-from compare.numerics.parameters import parameter_count
-from compare.spec.experiment import Experiment, Layout, Model, Train
+from compare.spec.experiment import Layout
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
-from jaxpar.step import compile_step
-from jaxpar.train import prepare
 
 GRID = {"dp": 2, "tp": 2}
 CASES = {
@@ -80,14 +77,6 @@ CASES = {
 }
 
 
-PIPELINE = {
-    'op_name="jit(step)/jvp()/while/body/vmap()/add"': "activations",
-    'op_name="jit(step)/transpose(jvp())/while/body/add_any"': "activation gradients",
-    'op_name="jit(step)/vmap(transpose(vmap(jvp(jit(_roll_static)))))/concatenate"': "activation gradients",
-    'op_name="jit(step)/jvp()/transpose"': "activations",
-}
-
-
 def entries(hlo: str | None, sizes: Mapping[str, int]) -> list[Communication]:
     """Sums of kind, axis and purpose."""
     assert hlo
@@ -100,21 +89,13 @@ def module(entry: str, others: str = "") -> str:
     )
 
 
-@pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
-def test_spellings(text, expected):
-    (entry,) = entries(module(text), GRID)
-    kind, axis, calls, size, wire, purpose = expected
-    assert entry == Communication(
-        kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
-    )
-
-
-@pytest.mark.parametrize(("made_by", "purpose"), PIPELINE.items())
-def test_permutes_along_a_pipeline_are_for_activations_or_their_gradients(made_by, purpose):
-    permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
-    text = f"{permute}, metadata={{{made_by}}}"
-    (entry,) = entries(module(text), {"pp": 2, "tp": 2})
-    assert (entry.axis, entry.purpose, entry.bytes) == ("pp", purpose, 32)
+def test_spellings():
+    for name, (text, expected) in CASES.items():
+        (entry,) = entries(module(text), GRID)
+        kind, axis, calls, size, wire, purpose = expected
+        assert entry == Communication(
+            kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
+        ), name
 
 
 def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
@@ -128,15 +109,12 @@ def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
     assert found == [("permute", 0, 1, 32, ()), ("all_reduce", 1, 3, 96, (6,))]
 
 
-def test_groups_of_one_are_no_communication():
-    text = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
-    assert len(collectives(module(text), GRID)) == 1
-    assert entries(module(text), GRID) == []
-
-
-def test_scalars_are_metrics():
-    text = "%x = f64[] all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add"
-    assert [entry.purpose for entry in entries(module(text), GRID)] == ["metrics"]
+def test_groups_of_one_are_no_communication_and_scalars_are_metrics():
+    alone = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
+    assert len(collectives(module(alone), GRID)) == 1
+    assert entries(module(alone), GRID) == []
+    scalar = "%x = f64[] all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add"
+    assert [entry.purpose for entry in entries(module(scalar), GRID)] == ["metrics"]
 
 
 LOOP = """%cond (q: f32[8]) -> pred[] {
@@ -163,10 +141,12 @@ def test_loops_multiply_and_wrapped_calls_count_once():
     assert counted == {"all_reduce": 6, "reduce_scatter": 1}
 
 
-def test_a_loop_of_unknown_length_is_an_error():
+def test_what_cannot_be_read_is_an_error():
     text = "%w = f32[8]{0} while(%p), condition=%cond, body=%body"
     with pytest.raises(ValueError, match="trip count"):
         entries(module(text, LOOP), GRID)
+    with pytest.raises(ValueError, match="replica groups"):
+        entries(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
 
 
 def test_a_merged_permute_counts_all_that_it_sends():
@@ -180,27 +160,18 @@ def test_a_merged_permute_counts_all_that_it_sends():
     assert (entry.bytes, entry.dtype) == (20, "u32")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_may_communicate_in_other_ways_is_named():
+    for text in (
         "%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1",
         '%c = f32[8]{0} custom-call(%p), custom_call_target="nvshmem_all_reduce"',
-    ],
-)
-def test_what_may_communicate_in_other_ways_is_named(text):
-    problems: list[str] = []
-    assert communications(module(text), GRID, problems=problems) == []
-    assert len(problems) == 1
-    assert "is an operation that the ledger does not know" in problems[0]
-    on_host = f"{text}, is_host_transfer=true"
-    problems.clear()
-    assert communications(module(on_host), GRID, problems=problems) == []
-    assert problems == []
-
-
-def test_unreadable_groups_are_an_error():
-    with pytest.raises(ValueError, match="replica groups"):
-        entries(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
+    ):
+        problems: list[str] = []
+        assert communications(module(text), GRID, problems=problems) == []
+        assert len(problems) == 1
+        assert "is an operation that the ledger does not know" in problems[0]
+        problems.clear()
+        on_host = f"{text}, is_host_transfer=true"
+        assert communications(module(on_host), GRID, problems=problems) == problems == []
 
 
 def test_a_real_scan():
@@ -232,47 +203,27 @@ DERIVED = {
     "jit(step)/transpose(jvp())/for_tied_gradients/psum": "tied gradients",
     "jit(step)/for_good/psum": "activations",
 }
+OF_PIPELINES = {
+    "jit(step)/jvp()/while/body/vmap()/add": "activations",
+    "jit(step)/transpose(jvp())/while/body/add_any": "activation gradients",
+    "jit(step)/vmap(transpose(vmap(jvp(jit(_roll_static)))))/concatenate": "activation gradients",
+    "jit(step)/jvp()/transpose": "activations",
+}
 
 
-@pytest.mark.parametrize(("op_name", "purpose"), DERIVED.items())
-def test_a_purpose_that_was_said_or_that_of_its_derivative(op_name, purpose):
+def test_a_purpose_that_was_said_or_that_of_its_derivative():
     """Autodiff's transpose has the scope of what it is derived from; so has a forward computed anew."""
     reduce = "%x = f64[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add"
-    text = f'{reduce}, metadata={{op_name="{op_name}"}}'
-    assert [entry.purpose for entry in entries(module(text), GRID)] == [purpose]
+    permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
+    for text, purposes in ((reduce, DERIVED), (permute, OF_PIPELINES)):
+        for op_name, purpose in purposes.items():
+            made = f'{text}, metadata={{op_name="{op_name}"}}'
+            found = entries(module(made), {"pp": 2, "tp": 2})
+            assert [entry.purpose for entry in found] == [purpose], op_name
 
 
-@pytest.mark.parametrize("gradient_sync", ["naive", "flat", "bucketed"])
-def test_data_parallel_closed_form(gradient_sync):
-    """Every gradient once, in float32, whatever the accumulation: 4 N bytes, and 4 for the loss."""
-    experiment = Experiment(
-        model=Model(n_layer=2, n_head=2, n_embd=16, block_size=8),
-        train=Train(batch_size=4, gradient_accumulation_steps=2),
-        layout=Layout(dp_replicate=4, gradient_sync=gradient_sync, bucket_mb=0.01),
-    )
-    mesh = make_mesh(experiment.layout, platform="cpu")
-    sharded, state = prepare("jax-manual", experiment, mesh=mesh)
-    compiled = compile_step(sharded, state, experiment)
-    found = {entry.purpose: entry for entry in entries(compiled.as_text(), mesh.shape)}
-    (size,) = data_parallel("jax-manual", experiment).values()
-    assert size == 4 * parameter_count(experiment.model)
-    # 9 leaves, layers stacked: 16, 8, 8 and 6 kB are sent as they are, the others are less than a quarter.
-    expected_calls = {"naive": 9, "flat": 1, "bucketed": 4 + 1}
-    assert found["gradients"].calls == expected_calls[gradient_sync]
-    assert found["gradients"].bytes == size
-    assert found["gradients"].wire_bytes == pytest.approx(2 * 3 / 4 * size, abs=found["gradients"].calls)
-    assert (found["loss"].calls, found["loss"].bytes) == (1, 4)
-
-
-@pytest.mark.parametrize(
-    "layout", [Layout(), Layout(dp_replicate=4), Layout(dp_shard=4, zero=1), Layout(tp=2)]
-)
-def test_nothing_is_reduced_over_axes_of_one_device(layout):
+def test_nothing_is_reduced_over_axes_of_one_device():
     """XLA on a CPU would copy what it reduces."""
-    experiment = Experiment(
-        model=Model(n_layer=2, n_head=2, n_embd=16, block_size=8), train=Train(batch_size=4), layout=layout
-    )
-    mesh = make_mesh(layout, platform="cpu")
-    sharded, state = prepare("jax-manual", experiment, mesh=mesh)
-    hlo = compile_step(sharded, state, experiment).as_text()
-    assert all(max(map(len, found.groups)) > 1 for found in collectives(hlo, mesh.shape))
+    for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=4, zero=1), Layout(tp=2)):
+        found = collectives(two_steps("jax-manual", layout).hlo, layout.axes)
+        assert all(max(map(len, collective.groups)) > 1 for collective in found)
