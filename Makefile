@@ -40,7 +40,7 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff format .
 
 check: $(READY)  ## every layout on every engine against one device in float64; docs/generated/parity.md
-	$(BIN)/shardpair check --presets all --output docs/generated/parity.md
+	$(BIN)/shardpair matrix --output docs/generated/parity.md
 
 mutations: $(READY)  ## plant each known mistake in the code; the tests must turn red: nightly
 	$(BIN)/python tests/mutations.py

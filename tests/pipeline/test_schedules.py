@@ -1,13 +1,11 @@
 """Pipeline schedules without a network: order, progress, memory and time, for p in 1..8 and m in 1..16."""
 
 import itertools
-import json
 from functools import cache
 
 import pytest
 from meetings import check_rendezvous
 
-from compare.cli import main
 from compare.pipeline.rendezvous import in_one_order
 from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
 from compare.pipeline.simulator import (
@@ -170,12 +168,3 @@ def test_an_incomplete_schedule_is_refused(damage, says):
 def test_numbers_that_do_not_fit_are_refused(arguments, says):
     with pytest.raises(ExperimentError, match=says):
         make_schedule(**arguments)
-
-
-def test_picture_and_trace(tmp_path, capsys):
-    picture, trace = tmp_path / "schedules.png", tmp_path / "trace.json"
-    assert main(["schedule", "--picture", str(picture), "--trace", str(trace)]) == 0
-    assert "zero_bubble" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert len([event for event in events if event["ph"] == "X"]) == 4 * 8 * (2 + 2 + 2 * 2 + 3)
