@@ -10,7 +10,7 @@ import torch
 
 from compare.checkpoint.saver import Part
 from compare.contract import recording
-from compare.contract.across_hosts import host_names, numbered
+from compare.contract.across_hosts import host_names
 from compare.contract.early_stop import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.observers import Observer, Observers
@@ -114,7 +114,7 @@ class RankSide:
         recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         recorder.work(work_of_all_ranks(work, stages=stages))
         counts_own = engine.observed.counts_own_calls
-        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=counts_own, hosts=numbered(hosts)))
+        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
         return {
             "device_kind": device_kind(run.mesh.device),
             "initial_weights_sha256": run.initial_weights_sha256,

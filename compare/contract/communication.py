@@ -85,9 +85,6 @@ class Communication(Struct, frozen=True, kw_only=True):
     """Turns of the loops of a compiled program that it is in, the outermost first."""
     stage: int = 0
     """The rank of the pipeline whose devices do it."""
-    crossing_bytes: int = 0
-    """Bytes that the devices of the stage, all together, send to other hosts (`contract.across_hosts`); 0 on
-    one host. In no sum of `summed`."""
 
 
 def summed(rows: Iterable[Communication]) -> list[Communication]:

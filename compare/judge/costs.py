@@ -52,8 +52,6 @@ class Cost(Struct, frozen=True, kw_only=True):
     """Logical bytes per step: the full tensors."""
     comm_wire_bytes: int
     """Bytes one device sends per step on a ring."""
-    crossing_bytes: int = 0
-    """Bytes that all devices together send to other hosts per step; 0 on one host."""
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
     """At rest, per device: see `Manifest.resident_bytes`."""
 
@@ -101,7 +99,6 @@ def cost_of(record: Record) -> Cost:
         comm_calls=sum(row.calls for row in sent),
         comm_bytes=sum(row.bytes for row in sent),
         comm_wire_bytes=sum(row.wire_bytes for row in sent),
-        crossing_bytes=sum(row.crossing_bytes for row in record.ledger.rows),
         resident_bytes=manifest.resident_bytes,
     )
 

@@ -11,8 +11,7 @@ computes the same. So each setting is read off what was observed, and held again
     layout.gradient_sync  how many all-reduces carry gradients, and whether they begin within backward;
       and bucket_mb       as many as the closed form of the buckets has (`closed_forms.gradient_messages`)
     layout.zero, offload  bytes at rest, against `closed_forms.memory`
-    all that sends        every row of the ledger, against `closed_forms.communication`; on several hosts
-                          also what of it crosses them, against `closed_forms.across_hosts`
+    all that sends        every row of the ledger, against `closed_forms.communication`
 
 What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
 """
@@ -26,7 +25,6 @@ from msgspec.structs import replace
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
 from compare.contract.work import ObservedWork, name_of
-from compare.judge.across_hosts import crossings, hosts_of
 from compare.judge.closed_forms.communication import WIDE
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
@@ -252,18 +250,6 @@ def _sent(record: Record, work: ObservedWork, engine: Engine, experiment: Experi
         found = f"{line.found:,} bytes of {line.kind} over {line.axis} for {line.purpose} instead of "
         found += f"{line.expected:,.0f}"
     yield Finding(setting="what is sent", asked=asked, found=found)
-    yield from _crossed(record, engine, experiment)
-
-
-def _crossed(record: Record, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
-    """Which axes cross hosts, and with how many bytes."""
-    if (hosts := hosts_of(record)) == 1:
-        return
-    resolved, rows = with_remat_resolved(engine.name, experiment), record.ledger.rows
-    found = crossings(engine.name, resolved, line_up(engine.name, resolved, rows), rows, hosts)
-    wrong = next((str(one) for one in found if not one.is_as_expected), "")
-    asked = f"the closed form of {hosts} hosts"
-    yield Finding(setting="what crosses hosts", asked=asked, found=wrong or asked)
 
 
 def _new(record: Record, engine: Engine, experiment: Experiment) -> list[Line]:

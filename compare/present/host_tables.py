@@ -1,15 +1,11 @@
-"""Hosts and their devices: who holds which coordinates of the mesh, and what crosses from host to host."""
+"""Hosts and their devices: who holds which coordinates of the mesh, and which axes cross hosts."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 
-from compare.judge.across_hosts import Crossing
-from compare.judge.closed_forms.across_hosts import crosses
 from compare.show.findings import Row, Table, Text
 from compare.spec.axes import TP
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Layout
-
-NONE, AS_EXPECTED = "\N{EN DASH}", "="
 
 
 def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
@@ -51,6 +47,21 @@ def coordinates(device: int, layout: Layout) -> str:
     return ", ".join(found)
 
 
+def crosses(axis: str, layout: Layout, hosts: int) -> bool:
+    """Whether neighbours along an axis are on different hosts; devices fill one host after the other."""
+    names = list(layout.axes)
+    degree, inside = (
+        layout.axes[axis],
+        math.prod(layout.axes[name] for name in names[names.index(axis) + 1 :]),
+    )
+    host = [device * hosts // layout.devices for device in range(layout.devices)]
+    return any(
+        host[device] != host[device + inside]
+        for device in range(layout.devices)
+        if device // inside % degree < degree - 1
+    )
+
+
 def crossing_words(layout: Layout, hosts: int) -> str:
     """Which axes cross hosts, in a sentence; of tp also what that costs."""
     split = [axis for axis, degree in layout.axes.items() if degree > 1]
@@ -63,35 +74,3 @@ def crossing_words(layout: Layout, hosts: int) -> str:
     if TP in across:
         words += "; with tp every layer waits for the link between them, forward and backward"
     return f"{words}."
-
-
-def crossing_table(found: Mapping[str, Sequence[Crossing]]) -> Table:
-    """Bytes that cross hosts in a step, of all devices together: by axis, closed form and engines.
-
-    Args:
-        found: of each engine.
-    """
-    sides = {ENGINES[engine].side: engine for engine in found}
-    rows = []
-    for axis in dict.fromkeys(one.axis for ones in found.values() for one in ones):
-        own = {engine: [one for one in ones if one.axis == axis] for engine, ones in found.items()}
-        sizes = [sum(one.closed_form for one in own[engine]) for engine in sides.values()]
-        form = " / ".join(dict.fromkeys(f"{size:,.0f}" if size else NONE for size in sizes))
-        rows.append(Row(Text(axis), [Text(form), *map(_cell, own.values())]))
-    return Table(
-        name="Bytes across hosts in a step, all devices together",
-        corner="axis",
-        columns=["closed form", *found],
-        rows=rows,
-        words=1,
-    )
-
-
-def _cell(ones: Sequence[Crossing]) -> Text:
-    """What one engine sent: = for the closed form's bytes."""
-    total, wrong = sum(one.found for one in ones), [one for one in ones if not one.is_as_expected]
-    if wrong:
-        return Text(f"{total:,}", "; ".join(map(str, wrong)), "fail")
-    if abs(total - sum(one.closed_form for one in ones)) <= sum(one.rows for one in ones):
-        return Text(AS_EXPECTED if total else NONE, news="pass")
-    return Text(f"{total:,}", news="known")

@@ -11,7 +11,6 @@ from compare.contract.communication import Communication
 from compare.contract.record import read_record
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import ORDER, Line
-from compare.present.host_tables import crossing_table
 from compare.present.tables import by_reason
 from compare.show.findings import Column, Findings, Row, Table, Text, table_of
 from compare.show.markdown import markdown_of
@@ -39,7 +38,6 @@ PLACES = (
     Column[Communication]("calls", lambda row: row.calls, ",d"),
     Column[Communication]("turns", lambda row: " x ".join(map(str, row.loops))),
     Column[Communication]("bytes", lambda row: row.bytes, ",d"),
-    Column[Communication]("across hosts", lambda row: row.crossing_bytes or None, ",d"),
     Column[Communication]("from", lambda row: row.source),
 )
 
@@ -152,8 +150,7 @@ def page(found: LedgerStudy) -> str:
 
 def tables_of_layout(ledgers: Sequence[EngineLedger]) -> list[Table]:
     """The lines of one layout and, of a run over several hosts, what of them crosses hosts."""
-    across = {ledger.engine: ledger.crossings for ledger in ledgers if ledger.crossings}
-    return [table_of_layout(ledgers), *([crossing_table(across)] if across else [])]
+    return [table_of_layout(ledgers)]
 
 
 def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:

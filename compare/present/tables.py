@@ -32,9 +32,6 @@ _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "peak memory per device": lambda cost: human_bytes(cost.peak_mem_bytes),
     "collectives per step": lambda cost: str(cost.comm_calls),
     "communicated per step": lambda cost: human_bytes(cost.comm_bytes),
-    "of it across hosts, all devices": lambda cost: (
-        human_bytes(cost.crossing_bytes) if cost.crossing_bytes else ""
-    ),
 }
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from compare.contract.record import Record
-from compare.judge.across_hosts import Crossing, crossings, hosts_of
 from compare.judge.comparison import read_comparison
 from compare.judge.ledger_lines import Line, line_up
 from compare.judge.strategy import with_remat_resolved
@@ -33,8 +32,6 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
     lines: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What could not be read, or has no closed form: the ledger is incomplete."""
-    crossings: list[Crossing] = field(default_factory=list)
-    """What of the lines crosses hosts; none on one host."""
 
     @property
     def unexplained(self) -> list[Line]:
@@ -43,10 +40,8 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if all of it could be read, none of it is unexplained and new, and as much as should crosses
-        hosts."""
-        as_expected = all(one.is_as_expected for one in self.crossings)
-        return not self.problems and not self.unexplained and as_expected
+        """True if all of it could be read, and none of it is unexplained and new."""
+        return not self.problems and not self.unexplained
 
 
 class LedgerStudy(Struct, frozen=True, kw_only=True):
@@ -114,11 +109,8 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
     experiment = with_remat_resolved(manifest.engine, manifest.experiment)
     problems = list(record.ledger.problems)
     lines: list[Line] = []
-    across: list[Crossing] = []
     try:
         lines = line_up(manifest.engine, experiment, record.ledger.rows)
-        if (hosts := hosts_of(record)) > 1:
-            across = crossings(manifest.engine, experiment, lines, record.ledger.rows, hosts)
     except ValueError as error:
         problems.append(str(error))
     return EngineLedger(
@@ -127,7 +119,6 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
         experiment=experiment,
         lines=lines,
         problems=problems,
-        crossings=across,
     )
 
 

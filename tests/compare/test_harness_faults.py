@@ -68,7 +68,6 @@ FAULTS = (
     ("other_sync", STRATEGY, BOTH, damages.ledger(calls=99)),
     ("other_messages", STRATEGY, BOTH, damages.ledger(dtype="bfloat16")),
     ("incomplete_ledger", STRATEGY, BOTH, damages.with_a_problem),
-    ("other_hosts", STRATEGY, BOTH, damages.manifest(hosts=["one", "another"])),
     ("held_more", STRATEGY, BOTH, damages.held_twice),
     ("failed_as_well", READING, BOTH, damages.failed_as_well),
     ("no_steps", READING, BOTH, damages.garble(files.STEPS, lambda text: b"")),

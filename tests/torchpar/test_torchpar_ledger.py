@@ -33,19 +33,6 @@ def test_each_stage_has_the_rows_of_its_busiest_rank():
     assert found.is_complete
 
 
-def test_what_crosses_hosts_is_that_of_all_ranks_of_a_stage():
-    """Two stages of two ranks: of a reduction along both ranks, and of a message to the other stage."""
-    reduce = Communication(kind="all_reduce", axis="tp", calls=1, bytes=400, wire_bytes=400)
-    send = Communication(kind="permute", axis="pp", calls=1, bytes=100, wire_bytes=100)
-    ranks = [
-        RankLedger([reduce, send], {}, {}, (), [{(one, two): 400}, {(rank, to): 100}])
-        for rank, (one, two, to) in enumerate([(0, 1, 2), (0, 1, 3), (2, 3, 0), (2, 3, 1)])
-    ]
-    for hosts, expected in (([0, 0, 1, 1], (0, 200)), ([0, 1, 0, 1], (800, 0)), ((), (0, 0))):
-        found = of_all_ranks(ranks, stages=[0, 0, 1, 1], counts_own=False, hosts=hosts)
-        assert [row.crossing_bytes for row in found.rows] == [*expected, *expected]
-
-
 @pytest.mark.parametrize(("seen", "complete"), [(1000, True), (1016, True), (1017, False), (0, False)])
 def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of(seen, complete):
     """But for the padding of pieces: at most a number for each call and rank."""

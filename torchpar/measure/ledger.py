@@ -7,18 +7,15 @@ dispatcher, the numbers of each process group tell.
 
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch.distributed.distributed_c10d import _world
 
-from compare.contract.across_hosts import sent_across
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -41,7 +38,6 @@ from torchpar.measure.frames import is_of_fsdp, is_of_optimizer, line_of
 from torchpar.measure.modules import RunningModules
 from torchpar.measure.waits import waits_held
 
-Members = tuple[int, ...]
 """Ranks that speak with each other, in order; of a message its sender and its receiver."""
 WIDEST = 8
 """Bytes of a float64."""
@@ -83,7 +79,6 @@ class LedgerMode:
         self._own_calls = own_calls or Traffic()
         self._modules = RunningModules()
         self._rows = dict[LedgerKey, list[int]]()
-        self._groups = dict[LedgerKey, Counter[Members]]()
         self._thread = threading.local()
         self._watch = ExitStack()
 
@@ -113,8 +108,7 @@ class LedgerMode:
         ranks = len(members)
         if ranks > 1 and not self._own_calls.is_paused:
             dtype = str(full.dtype).removeprefix("torch.")
-            group = tuple(members) if to is None else (dist.get_rank(), to)
-            self._note(call.kind, call.axis, call.purpose, ranks, dtype, full.nbytes, group)
+            self._note(call.kind, call.axis, call.purpose, ranks, dtype, full.nbytes)
             self.own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def ends(self) -> None:
@@ -130,8 +124,7 @@ class LedgerMode:
             if seen := call_of(name, arguments, ranks):
                 self.seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
                 if ranks > 1 and not self._depth:
-                    members = _members_of(seen.kind, arguments, group)
-                    self._note(seen.kind, axis, None, ranks, seen.dtype, seen.bytes, members)
+                    self._note(seen.kind, axis, None, ranks, seen.dtype, seen.bytes)
         except Exception as error:  # an observer never breaks what it watches
             self._objects(f"{name} over {axis} is in no row: {error}")
 
@@ -146,8 +139,7 @@ class LedgerMode:
             )
             for place, (calls, size) in self._rows.items()
         ]
-        groups = [dict(self._groups[place]) for place in self._rows]
-        return RankLedger(rows, dict(self.seen), dict(self.own), tuple(self.problems), groups)
+        return RankLedger(rows, dict(self.seen), dict(self.own), tuple(self.problems))
 
     @property
     def _depth(self) -> int:
@@ -165,9 +157,7 @@ class LedgerMode:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def _note(
-        self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int, group: Members
-    ) -> None:
+    def _note(self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row; `said` is None where it was not our own."""
         purpose = said if said is not None else self._inferred_purpose(kind, axis, dtype)
         if said is None:
@@ -175,7 +165,6 @@ class LedgerMode:
         place = LedgerKey(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
         row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
-        self._groups.setdefault(place, Counter())[group] += size
 
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
         """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
@@ -220,52 +209,27 @@ class RankLedger(NamedTuple):
     seen: dict[str, int]
     own: dict[str, int]
     problems: tuple[str, ...] = ()
-    groups: Sequence[Mapping[Members, int]] = ()
-    """Of each row: who spoke with each other, of a message its sender and receiver, and their bytes."""
 
 
-def of_all_ranks(
-    ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool, hosts: Sequence[int] = ()
-) -> Ledger:
+def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool) -> Ledger:
     """One ledger of all ranks: of each place in each stage that of the rank that has most of it.
-
-    What crosses hosts is that of all ranks of the stage together.
 
     Args:
         ranks: in the order of the mesh.
         stages: of each its rank of the pipeline.
         counts_own: all calls are our own, so that the dispatcher must have seen the same bytes.
-        hosts: the number of each rank's host; without them nothing crosses any.
     """
     most: dict[Communication, Communication] = {}
-    across = defaultdict[Communication, float](float)
     for rank, ledger in enumerate(ranks):
-        for row, groups in zip(ledger.rows, ledger.groups or repeat({}), strict=False):
+        for row in ledger.rows:
             mine = replace(row, stage=stages[rank])
             place = replace(mine, calls=0, bytes=0, wire_bytes=0)
             most[place] = max(most.get(place, mine), mine, key=lambda row: (row.bytes, row.calls))
-            for group, size in groups.items() if hosts else ():
-                across[place] += sent_across(row.kind, size, group, rank, hosts)
-    found = [replace(row, crossing_bytes=round(across[place])) for place, row in most.items()]
-    rows = sorted(found, key=lambda row: row.stage)
+    rows = sorted(most.values(), key=lambda row: row.stage)
     problems = [problem for ledger in ranks for problem in ledger.problems]
     return Ledger(
         rows=rows, problems=list(dict.fromkeys(problems + (_disagreements(ranks) if counts_own else [])))
     )
-
-
-def _members_of(kind: str, arguments: tuple, group: dist.ProcessGroup) -> Members:
-    """The ranks of an operator's group, in order; of a message this one and the receiver."""
-    numbers = next(  # a group that this rank is not in stands there as a number
-        ranks
-        for one, ranks in _world.pg_group_ranks.items()
-        if getattr(one, "group_name", None) == group.group_name
-    )
-    members = sorted(numbers, key=lambda rank: numbers[rank])
-    if kind != "permute":
-        return tuple(members)
-    receiver = next(argument for argument in arguments if isinstance(argument, int))
-    return dist.get_rank(), members[receiver]
 
 
 def _disagreements(ranks: Sequence[RankLedger]) -> list[str]:

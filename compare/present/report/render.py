@@ -10,7 +10,7 @@ from compare.contract.record import Record
 from compare.host.disk import write_atomically
 from compare.judge.comparison import Comparison, differences, read_comparison, read_saved
 from compare.numerics.parameters import parameter_count
-from compare.present.host_tables import crossing_table, host_table
+from compare.present.host_tables import host_table
 from compare.present.memory_tables import at_peak
 from compare.present.report import tables
 from compare.present.report.beside import (
@@ -99,7 +99,6 @@ def _findings(
     peaks = [at_peak(record) for record in records]
     sums = [summed(record.ledger.rows) for record in records]
     beside = [engine_ledger(name, record) for name, record in zip(names, records, strict=True)]
-    across = {one.engine: one.crossings for one in beside if one.crossings}
     return {
         "pictures": pictures(comparison, records, held),
         "timelines": [*measured_steps(names, records), *timelines(records)],
@@ -126,7 +125,6 @@ def _findings(
             if one
         ],
         "ledger": ledger_table(names, sums, comparison.costs, beside),
-        "across": [crossing_table(across)] if across else [],
         "ledger_notes": ledger_notes(beside),
         "manifests": [
             (
