@@ -150,7 +150,7 @@ def set_up(
     """Check the request, place its state on the devices, and compile its step. As of `train`."""
     experiment, layout = request.experiment, request.experiment.layout
     require_engine(request.engine, layout)
-    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
+    ENGINES[request.engine].require_watchable(profile=request.profile)
     mesh = make_mesh(layout, platform=request.platform)
     corpus = open_stream(request, batches)
     require_validation(experiment, corpus)

@@ -14,7 +14,6 @@ from compare.contract.across_hosts import host_names
 from compare.contract.early_stop import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.observers import Observer, Observers
-from compare.contract.progress import Progress
 from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
@@ -25,7 +24,6 @@ from compare.spec.axes import BATCH
 from compare.spec.engines.registry import ENGINES
 from torchpar.checkpoint import state_parts
 from torchpar.comm.devices import PACKAGES, device_kind
-from torchpar.comm.silence import fall_silent
 from torchpar.divergence import first_gradient_not_finite
 from torchpar.evaluation import evaluate_weights
 from torchpar.measure.instruments import Instruments
@@ -53,8 +51,6 @@ def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
         from torchpar.measure.timeline import StepProfiler  # what it marks is not imported for every run
 
         own.insert(0, StepProfiler(run, recorder, instruments))
-    if run.request.silent:
-        own.append(Silence(run))
     side = RankSide(run, instruments)
     return recording.observers_of(side, recorder, folder, started_utc=started_utc, own=own)
 
@@ -142,19 +138,6 @@ def first_batch(run: Run) -> Mapping[str, np.ndarray]:
     arrays = (np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True))
     named = dict(zip(("inputs", "targets", "keys"), arrays, strict=False))
     return {name: array.view(np.uint32) if name == "keys" else array for name, array in named.items()}
-
-
-class Silence(Observer):
-    """Silences a twin after its first step, in which wrappers still learn of the other ranks."""
-
-    def __init__(self, run: Run):
-        self._run = run
-
-    def between(self, progress: Progress) -> None:
-        """Fall silent."""
-        run = self._run
-        if progress.step == run.request.first_step + 1:
-            fall_silent(list(run.mesh.axes.values()), run.mesh.device, run.parallel.module)
 
 
 def resident(run: Run, gradient_bytes: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ def join_mesh(rank: Rank, request: Request) -> Mesh:
             timeout_s=rank.collective_timeout_s,
         )
     rank.at(0, "setting up")
-    return make_mesh(layout, rank=rank.rank, device=device, apart=request.silent)
+    return make_mesh(layout, rank=rank.rank, device=device)
 
 
 def agree_with_others(mesh: Mesh, rank: Rank, request: Request, folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from compare.contract.communication import LOSS
 from compare.contract.observers import FinishedStep, Observer
 from compare.contract.request import Request
-from compare.contract.timing import Stopwatch, merged
+from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
 from compare.numerics.stream import Batches, arrays_of_step
 from compare.spec.axes import BATCH
@@ -114,10 +114,7 @@ def train_step(run: Run, compute: Compute, update: Update, tell: Observer) -> No
         with clock:
             norm = update()
     run.rank.at(start.step, "record")
-    window = clock.window(1)
-    if run.request.silent:  # no rank waits for another but here
-        window = merged(run.mesh.world.all_gather_objects(window))
-    tell.steps([FinishedStep(start, loss, norm)], window)
+    tell.steps([FinishedStep(start, loss, norm)], clock.window(1))
     move_on(run, norm)
 
 
@@ -142,8 +139,6 @@ def move_on(run: Run, norm: torch.Tensor) -> None:
         DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
     """
     norm_of = norm.item() if run.state.loss_scale else None
-    if norm_of is not None and run.request.silent:
-        norm_of = 0.0  # it means nothing, and overflows nothing
     if norm_of is not None and run.state.snapshot.overflowed(norm_of):
         run.parallel.optimizer.zero_grad(set_to_none=True)
     run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of)
@@ -193,10 +188,7 @@ def update_weights(run: Run) -> torch.Tensor:
     """Clip the gradients, update the weights. Returns the norm before clipping, a scalar."""
     request, state = run.request, run.state
     run.rank.at(state.step, "optimizer")
-    # In a window the host does not wait for a GPU, unless the loss scale needs the norm. A silent twin's norm
-    # means nothing, and must not keep it from an update.
+    # In a window the host does not wait for a GPU, unless the loss scale needs the norm.
     is_timed = request.together(state.step) > 1
     waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
-    return optimizer_step(
-        run.parallel, run.experiment.optimizer, state.updates, waits=waits and not request.silent
-    )
+    return optimizer_step(run.parallel, run.experiment.optimizer, state.updates, waits=waits)

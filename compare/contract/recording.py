@@ -136,8 +136,7 @@ class Steps(Observer):
         )
         if self._recorder:
             self._recorder.step(line)
-        if not request.silent:
-            end_if_diverged(request.engine, line, where=self._side.not_finite)
+        end_if_diverged(request.engine, line, where=self._side.not_finite)
 
 
 class Ladder(Observer):

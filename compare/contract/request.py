@@ -81,8 +81,6 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
     profile: bool = False
     """Leave the timeline of one step (`compare.contract.timeline`)."""
-    silent: bool = False
-    """Communicate nothing, for the time of a twin: its numbers mean nothing."""
     fault: str = ""
     """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 
@@ -166,16 +164,10 @@ def _require_timeable(request: Request) -> None:
 
 
 def _require_watchable(request: Request) -> None:
-    """Refuse a profile of steps that nothing waits for, and a silent run that leaves more than its time."""
+    """Refuse a profile of steps that nothing waits for."""
     if request.profile and request.timing:
         raise ExperimentError(
             "profile: steps that nothing waits for cannot be told apart: ask without timing"
-        )
-    kept = request.ladder or request.resume or request.experiment.checkpoint.every
-    if request.silent and (kept or request.experiment.train.eval_interval):
-        raise ExperimentError(
-            "silent: numbers of a run that communicates nothing mean nothing: ask for its time alone, "
-            "without ladder, checkpoints and evaluations"
         )
 
 

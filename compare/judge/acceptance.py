@@ -40,8 +40,6 @@ def objections(record: Record) -> list[str]:
     request = record.request
     if request is None:
         return []
-    if request.silent:
-        return ["it communicated nothing (a silent twin): its numbers mean nothing"]
     return [
         *_of_manifest(record, request),
         *_of_steps(record.steps, request),

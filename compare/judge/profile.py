@@ -19,12 +19,10 @@ from compare.judge.comparison import Comparison
 from compare.judge.costs import steady_times_ms
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 PROFILE = "profile.json"
 NO_TIMELINE = "it left no timeline"
-NOT_ASKED = "no twin was asked for"
 
 
 class DeviceTime(Struct, frozen=True, kw_only=True):
@@ -55,21 +53,12 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
     """Time of the profiled step by the engine's own clock (ms)."""
     wall_ms: float | UnsetType = UNSET
     """Its wall time in the timeline, on the slowest device (ms)."""
-    twin_ms: float | UnsetType = UNSET
-    """Median step of the silent twin, on the slowest rank (ms)."""
-    no_twin: str = ""
-    """Reason for a missing twin."""
     bubble: float | UnsetType = UNSET
     """Measured share of a pipeline's time in which devices wait."""
     planned_bubble: float | UnsetType = UNSET
     """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
     method: str = ""
     """Method of the timeline, or the reason for a missing one."""
-
-    @property
-    def exposed_by_twin_ms(self) -> float | UnsetType:
-        """Step time less that of the twin, which waits for no message (ms)."""
-        return UNSET if self.twin_ms is UNSET else self.step_ms - self.twin_ms
 
     @property
     def overhead(self) -> float | UnsetType:
@@ -95,17 +84,9 @@ class Profile(Struct, frozen=True, kw_only=True):
     """Every engine finished, agreed and left a timeline."""
 
 
-def profile_of(
-    comparison: Comparison, records: Mapping[str, Record], twins: Mapping[str, Record | str]
-) -> Profile:
-    """Reduce timelines and twins to figures.
-
-    Args:
-        comparison: of the watched runs.
-        records: of its finished cases, by name.
-        twins: of some cases the record of the silent twin, or why there is none.
-    """
-    engines = [_engine(name, record, twins.get(name, NOT_ASKED)) for name, record in records.items()]
+def profile_of(comparison: Comparison, records: Mapping[str, Record]) -> Profile:
+    """Reduce the timelines of a comparison's finished cases, by name, to figures."""
+    engines = [_engine(name, record) for name, record in records.items()]
     without = [engine.name for engine in engines if not engine.devices]
     missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
     return Profile(
@@ -116,13 +97,11 @@ def profile_of(
     )
 
 
-def _engine(name: str, record: Record, twin: Record | str) -> EngineProfile:
+def _engine(name: str, record: Record) -> EngineProfile:
     timeline, experiment = record.timeline, record.manifest.experiment
     found = EngineProfile(
         name=name,
         step_ms=statistics.median(steady_times_ms(record)),
-        twin_ms=UNSET if isinstance(twin, str) else statistics.median(steady_times_ms(twin)),
-        no_twin=(ENGINES[record.manifest.engine].no_twin or twin) if isinstance(twin, str) else "",
         planned_bubble=planned_bubble(experiment),
         method=NO_TIMELINE,
     )

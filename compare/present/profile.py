@@ -20,8 +20,6 @@ ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "communication (ms)": lambda engine: engine.mean_ms("communication_ms"),
     "of it exposed (ms)": lambda engine: engine.mean_ms("exposed_ms"),
     "idle (ms)": lambda engine: engine.mean_ms("idle_ms"),
-    "silent twin's step (ms)": lambda engine: engine.twin_ms,
-    "exposed, by the twin (ms)": lambda engine: engine.exposed_by_twin_ms,
 }
 SHARES: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "cost of watching": lambda engine: engine.overhead,
@@ -76,28 +74,18 @@ def notes(profile: Profile) -> list[str]:
     """Sentences that say what the figures are, and what cannot be told."""
     lines = [
         "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
-        "counts in both rows. By the twin: the step less the same step without communication, on the rank "
-        "that takes longest; of a pipeline that is its bubble, too.",
+        "counts in both rows.",
     ]
     methods: dict[str, list[str]] = {}
-    twins: dict[str, list[str]] = {}
     for engine in profile.engines:
         methods.setdefault(engine.method, []).append(engine.name)
-        if engine.no_twin:
-            twins.setdefault(engine.no_twin, []).append(engine.name)
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
-    lines += [f"{', '.join(names)}: no silent twin: {why}" for why, names in twins.items()]
     lines += [f"{name} did not finish: {why}" for name, why in profile.comparison.failures.items()]
-    impossible = {
-        "the silent twin took longer than the step": [e.exposed_by_twin_ms for e in profile.engines],
-        "the watched step was shorter than the others": [e.overhead for e in profile.engines],
-    }
-    for what, values in impossible.items():
-        if names := [e.name for e, value in zip(profile.engines, values, strict=True) if (value or 0.0) < 0]:
-            lines.append(
-                f"{', '.join(names)}: {what}: the machine was busy with something else, and these times say "
-                f"little."
-            )
+    if names := [engine.name for engine in profile.engines if (engine.overhead or 0.0) < 0]:
+        lines.append(
+            f"{', '.join(names)}: the watched step was shorter than the others: the machine was busy with "
+            f"something else, and these times say little."
+        )
     if profile.comparison.platform == "cpu":
         lines.append("CPU timings: devices that share cores take them from each other.")
     return lines

@@ -7,7 +7,6 @@ import msgspec
 
 from compare.contract.record import read_record
 from compare.contract.timeline import PROFILED_STEP
-from compare.execute.progress import Reporter
 from compare.flags.chosen_layout import Spread
 from compare.host.disk import write_atomically
 from compare.host.json_files import write_json
@@ -22,7 +21,6 @@ from compare.show.pages import leave_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.cases import Settings, engine_cases
-from compare.studies.twins import read_twins, run_twins
 
 PAGE, TRACE = "profile.html", "trace.json"
 STEPS = 20
@@ -34,19 +32,15 @@ class Profile(Spread, PairedStudy, frozen=True, kw_only=True):
     """Watch one step of each engine: forward, backward, update and communication of every device.
 
     One step of a short run is watched. The others are not: their median is the step's time, beside which the
-    cost of watching is said. torch's engines run once more without communicating, each as a silent twin: what
-    the step takes beyond its twin's is communication that compute does not hide. For each engine a trace.json
-    is written, which Perfetto opens.
+    cost of watching is said. For each engine a trace.json is written, which Perfetto opens.
 
     Try:
       shardpair profile demo --preset fsdp --devices 2
       shardpair profile demo --preset pp --devices 2 --engines torch-manual torch-library
-      shardpair profile cpu --preset ddp --devices 2 --layout.bucket_mb 0.5 --no_twin
+      shardpair profile cpu --preset ddp --devices 2 --layout.bucket_mb 0.5
       shardpair profile --results runs/profile-demo-20260101-120000
     """
 
-    twin: bool = True
-    """Run torch's engines once more without communication; --no_twin leaves that out."""
     results: str = ""
     """Show a finished profile again, from its folder; nothing is run."""
 
@@ -55,7 +49,7 @@ class Profile(Spread, PairedStudy, frozen=True, kw_only=True):
     own_weights = "the time of a step does not depend on the weights"
     leaves_report = True
     needs_first = False
-    alters_nothing: ClassVar = frozenset({"picture", "twin", "results"})
+    alters_nothing: ClassVar = frozenset({"picture", "results"})
 
     @property
     def gives_layouts(self) -> bool:
@@ -76,19 +70,16 @@ class Profile(Spread, PairedStudy, frozen=True, kw_only=True):
         """Every engine that can express the layout."""
         engines, left_out = self.fitting(experiment)
         for name in engines:
-            ENGINES[name].require_watchable(profile=True, silent=False)
+            ENGINES[name].require_watchable(profile=True)
         return engine_cases(experiment, engines), left_out
 
     def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
-        """Run every engine with one of its steps watched, and its silent twin; or read what was run."""
+        """Run every engine with one of its steps watched; or read what was run."""
         if self.results:
             self._require_nothing_to_run(default)
             folder = Path(self.results)
             return read_comparison(folder)[0], folder
-        comparison, folder = super().outcome(default)
-        if self.twin:
-            run_twins(comparison, folder, settings=self.settings(), reporter=Reporter(quiet=self.quiet))
-        return comparison, folder
+        return super().outcome(default)
 
     def _require_nothing_to_run(self, default: Experiment) -> None:
         """Refuse what --results would ignore. Raises ExperimentError."""
@@ -100,7 +91,6 @@ class Profile(Spread, PairedStudy, frozen=True, kw_only=True):
             "preset": self.preset,
             "devices": self.devices,
             "dry_run": self.dry_run,
-            "no_twin": not self.twin,
         }
         others = [f"--{name}" for name, value in given.items() if value] + self.overrides(default)
         if others:
@@ -124,7 +114,7 @@ class Profile(Spread, PairedStudy, frozen=True, kw_only=True):
     def findings(cls, outcome: Comparison, folder: Path) -> Findings:
         """The table of all engines, every device's figures, and the measured and planned timelines."""
         records = {name: read_record(folder / name) for name in outcome.cases}
-        found = profile_of(outcome, records, read_twins(outcome, folder))
+        found = profile_of(outcome, records)
         watched = [engine for engine in found.engines if engine.devices]
         created, what = outcome.circumstances.created_utc[:16].replace("T", " "), title(found)
         return paired_findings(

@@ -104,7 +104,7 @@ def train(
     assert recorder, "one device has one process"
     experiment, sizes = request.experiment, request.experiment.train
     ENGINES[request.engine].require_experiment(experiment)
-    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
+    ENGINES[request.engine].require_watchable(profile=request.profile)
     (device,) = find_devices(1, platform=request.platform)
     problem = Problem(experiment)
     loss = problem.loss()

@@ -7,22 +7,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from records import comparison_of, make_record, make_request
+from records import comparison_of, make_record
 
 from compare.cli import main
-from compare.contract.record import Failure, write_failure
-from compare.contract.request import Request
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
-from compare.execute.launch import EngineError
 from compare.host.json_files import read_json
 from compare.judge.comparison import judged
 from compare.judge.costs import steady_times_ms
 from compare.judge.outcome import save
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.chrome_trace import chrome_trace, without_overlap
-from compare.studies import twins
 from compare.studies.profile import PAGE
-from compare.studies.twins import ALONE, twin_of
 
 
 def span(kind, begin, end, **more):
@@ -66,14 +61,12 @@ def spread(tiny):
     )
 
 
-def test_planted_exposure_is_found_and_beside_it_the_twins(spread, tmp_path):
+def test_planted_exposure_is_found(spread, tmp_path):
     record = profiled(tmp_path / "torch-manual", spread, timeline=planted())
-    steps = [msgspec.structs.replace(step, step_time_ms=4.0) for step in record.steps]
-    twin = msgspec.structs.replace(record, steps=steps, timeline=None)
     comparison = judged(
         comparison_of(spread, requests={"torch-manual": record.request}), {"torch-manual": record}
     )
-    (engine,) = profile_of(comparison, {"torch-manual": record}, {"torch-manual": twin}).engines
+    (engine,) = profile_of(comparison, {"torch-manual": record}).engines
     assert [device.exposed_ms for device in engine.devices] == [1, 3]
     assert [device.communication_ms for device in engine.devices] == [3, 3]
     assert [device.idle_ms for device in engine.devices] == [2.5, 0.5]
@@ -82,7 +75,6 @@ def test_planted_exposure_is_found_and_beside_it_the_twins(spread, tmp_path):
     assert steady_times_ms(record) == [12, 14, 15, 16, 17]
     assert engine.step_ms == 15
     assert engine.watched_ms == 13
-    assert engine.exposed_by_twin_ms == 11
     parts = ("forward_ms", "backward_ms", "update_ms", "exposed_ms", "idle_ms")
     for device in engine.devices:  # of the timeline's wall, which is a row of its own
         assert sum(getattr(device, part) for part in parts) == engine.wall_ms == 12.5
@@ -142,9 +134,6 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "jax-manual: it left no timeline" in said
     assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
-    assert "jax-manual: no silent twin: a collective is an operation of XLA's program" in said
-    assert "torch-manual: no silent twin: no twin was asked for" in said
-    assert "exposed, by the twin" not in said
     assert re.search(r"timeline's wall \(ms\) +12\.5 ", said)
     # planted: 13 ms beside 15 ms
     assert "torch-manual: the watched step was shorter than the others: the machine was busy" in said
@@ -159,31 +148,6 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert read_json(folder / PROFILE, Profile) == msgspec.json.decode(capsys.readouterr().out, type=Profile)
 
 
-def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
-    monkeypatch, spread, tmp_path, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    saved(tmp_path / "run", spread, engines=("torch-manual",), timelines=(True,))
-    asked = []
-
-    def interrupted(request, folder, **_):
-        asked.append((folder.name, request.silent))
-        raise KeyboardInterrupt
-
-    def failing(request, folder, **_):
-        folder.mkdir()
-        write_failure(folder, Failure(message="it died"))
-        raise EngineError("torch-manual: it died", exit_code=1)
-
-    monkeypatch.setattr(twins, "launch", interrupted)
-    assert main(["profile", "--continue", "run", "--quiet"]) == 130
-    assert asked == [("torch-manual.silent", True)]
-    assert "`shardpair profile --continue run` runs the silent twins" in capsys.readouterr().err
-    monkeypatch.setattr(twins, "launch", failing)
-    assert main(["profile", "--continue", "run", "--quiet"]) == 0
-    assert "torch-manual: no silent twin: it died" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -191,7 +155,7 @@ def test_a_twin_that_was_interrupted_is_gone_on_with_and_one_that_fails_is_told(
         ("--init_from nosuch.pt", "the time of a step does not depend on the weights"),
         ("--devices 2", "--devices 2 without --preset has no effect"),
         ("--engines nanogpt-loop --preset single", "nanogpt-loop leaves no timeline"),
-        ("--results . --preset ddp --no_twin", "leave out --preset, --no_twin"),
+        ("--results . --preset ddp", "leave out --preset"),
         ("--results .", "has no outcome.json"),
         ("--continue . --preset ddp", "leave out --preset"),
     ],
@@ -205,21 +169,6 @@ def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_twin_is_asked_for_its_time_alone_and_never_compared(spread, tiny, tmp_path):
-    request = msgspec.structs.replace(make_request(spread, ladder=False), profile=True)
-    twin = twin_of(request)
-    assert isinstance(twin, Request)
-    assert (twin.silent, twin.profile, twin.ladder) == (True, False, False)
-    assert twin_of(make_request(tiny, ladder=False)) == ALONE
-    assert "XLA" in str(twin_of(make_request(spread, engine="jax-manual", ladder=False)))
-    real = make_record(tmp_path / "real", spread, ladder=False, tensors={})
-    silent = msgspec.structs.replace(real, request=twin)
-    requests = {"real": real.request, "silent": twin}
-    comparison = judged(comparison_of(spread, requests=requests), {"real": real, "silent": silent})
-    assert not comparison.passed
-    assert "FAIL at request: silent: it communicated nothing" in comparison.sentence()
-
-
 def test_two_engines_for_real(shardpair):
     flags = (
         "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --model.n_layer 2"
@@ -230,14 +179,8 @@ def test_two_engines_for_real(shardpair):
     assert [engine.name for engine in result.engines] == ["torch-manual", "torch-library"]
     for engine in result.engines:
         assert engine.step == 3
-        assert engine.twin_ms is not msgspec.UNSET
         assert len(engine.devices) == 2
         assert all(device.forward_ms > 0 and device.communication_ms > 0 for device in engine.devices)
         folder = shardpair.folder / "run"
         assert json.loads((folder / engine.name / "trace.json").read_text())["traceEvents"]
-        twin = read_json(folder / f"{engine.name}.silent" / "request.json", Request)
-        assert twin.silent
-        assert not [
-            path for path in (folder / f"{engine.name}.silent").iterdir() if path.suffix == ".safetensors"
-        ]
     assert Path(shardpair.folder, "run", PAGE).is_file()

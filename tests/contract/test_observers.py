@@ -94,15 +94,10 @@ def test_steps_are_written_with_their_share_of_the_time(tiny, tmp_path):
     assert (steps.first_step_s, steps.windows) == (0.5, [window])
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_a_step_that_is_not_finite_is_written_and_ends_the_run_unless_silent(tiny, tmp_path, silent):
-    request = Request(engine="torch-manual", experiment=tiny, silent=silent)
-    steps = Steps(SideOf(request), Recorder(tmp_path))
-    if silent:
+def test_a_step_that_is_not_finite_is_written_and_ends_the_run(tiny, tmp_path):
+    steps = Steps(SideOf(Request(engine="torch-manual", experiment=tiny)), Recorder(tmp_path))
+    with pytest.raises(DivergedError, match="step 0: its gradient norm is inf; here"):
         steps.steps([done(0, norm=math.inf)], ONE)
-    else:
-        with pytest.raises(DivergedError, match="step 0: its gradient norm is inf; here"):
-            steps.steps([done(0, norm=math.inf)], ONE)
     assert len(read_steps(tmp_path / STEPS_PART)) == 1
 
 

@@ -15,9 +15,8 @@ from watched_steps import EXPERIMENT, watch
 from compare.contract.record import Recorder, read_record
 from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE, Timeline, communication_us, exposed_us, idle_us
-from compare.spec.experiment import ExperimentError, Layout, Train
+from compare.spec.experiment import Layout, Train
 from jaxpar.measure.profile import Executions, make_timeline
-from jaxpar.peers import plain_jit
 from jaxpar.train import train
 
 PASSES = EXPERIMENT.train.gradient_accumulation_steps
@@ -117,10 +116,3 @@ def test_a_profiled_run_leaves_the_timeline_of_its_last_step_if_it_is_short(tmp_
     assert (tmp_path / "timeline.json").is_file()
     assert not any(path.is_dir() for path in tmp_path.iterdir())  # the profiler's own folder is gone
     assert {"trace.json.gz", "trace.xplane.pb"} <= {path.name for path in tmp_path.iterdir()}
-
-
-@pytest.mark.parametrize(("engine", "trains"), [("jax-manual", train), ("plain-jit", plain_jit.train)])
-def test_there_is_no_silent_twin(tmp_path, engine, trains):
-    request = Request(engine=engine, experiment=EXPERIMENT, silent=True)
-    with pytest.raises(ExperimentError, match=f"{engine} has no silent twin"):
-        trains(request, Recorder(tmp_path))

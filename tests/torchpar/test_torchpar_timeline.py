@@ -1,4 +1,4 @@
-"""Profiled and silent runs: spans in the order of the schedule, collectives as the ledger counts them."""
+"""Profiled runs: spans in the order of the schedule, collectives as the ledger counts them."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,7 +8,7 @@ from forks import run_torchpar
 from msgspec.structs import replace
 
 from compare.contract.record import Record, read_record
-from compare.contract.request import Request, Rung
+from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.spec.engines.registry import ENGINES
@@ -78,36 +78,6 @@ def test_there_are_as_many_collectives_as_the_ledger_counts(engine, layout, tmp_
     assert [step.step for step in record.steps if step.instrumented] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(dp_replicate=2, bucket_mb=0.05), Layout(pp=2, microbatches=2)], ids=["ddp", "pp"]
-)
-def test_a_silent_twin_runs_to_its_end_and_leaves_its_time_alone(layout, tmp_path):
-    real = ran(tmp_path / "real", "torch-manual", layout)
-    for engine in (name for name in ENGINES_OF_TORCH if layout.pp == 1 or ENGINES[name].layouts.schedules):
-        twin = ran(tmp_path / engine, engine, layout, silent=True)
-        assert len(twin.steps) == STEPS
-        # The first step still communicates; then each rank goes on alone, or with what it never received.
-        assert twin.steps[0].loss == pytest.approx(real.steps[0].loss, rel=1e-5)
-        assert twin.steps[-1].loss != pytest.approx(real.steps[-1].loss, rel=1e-4)
-        assert twin.timeline is None
-        assert not [rung for rung in Rung if (tmp_path / engine / f"{rung}.safetensors").exists()]
-        assert all(step.step_time_ms > 0 for step in twin.steps)
-
-
-@pytest.mark.parametrize(
-    ("engine", "fields", "says"),
-    [
-        ("torch-manual", {"silent": True, "ladder": True}, "without ladder"),
-        ("nanogpt-loop", {"profile": True}, "nanogpt-loop leaves no timeline"),
-        ("nanogpt-loop", {"silent": True}, "nanogpt-loop has no silent twin"),
-    ],
-)
-def test_what_has_no_timeline_or_twin_is_refused(engine, fields, says, tmp_path):
-    done = run_torchpar(tmp_path / "run", Request(engine=engine, experiment=EXPERIMENT, **fields))
-    assert done.returncode == 2
-    assert says in done.stderr
-
-
-def test_jax_says_why_it_has_no_twin():
-    with pytest.raises(ExperimentError, match="an operation of XLA's program"):
-        ENGINES["jax-manual"].require_watchable(profile=True, silent=True)
+def test_an_engine_without_a_timeline_is_refused():
+    with pytest.raises(ExperimentError, match="nanogpt-loop leaves no timeline"):
+        ENGINES["nanogpt-loop"].require_watchable(profile=True)

@@ -44,30 +44,27 @@ JOINED = (BATCH,)
 """Axes whose ranks communicate as one."""
 
 
-def make_mesh(layout: Layout, *, rank: int, device: torch.device, apart: bool = False) -> Mesh:
+def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
     """The mesh of a layout; with more than one device the process group must be there.
 
     Args:
         layout: the degrees.
         rank: this process among `layout.devices`.
         device: of this rank.
-        apart: no axis of a step shares the group of all ranks.
     """
     traffic, sizes = Traffic(), layout.axes
     make = partial(_make_axis, sizes=sizes, rank=rank, traffic=traffic)
     several = [names for names in JOINED if all(sizes[name] > 1 for name in names)]
-    axes = {joined(*names): make(names, apart=apart) for names in [*((name,) for name in sizes), *several]}
+    axes = {joined(*names): make(names) for names in [*((name,) for name in sizes), *several]}
     return Mesh(axes, world=make(tuple(sizes)), device=device, traffic=traffic)
 
 
-def _make_axis(
-    names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int, traffic: Traffic, apart: bool = False
-) -> Axis:
+def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int, traffic: Traffic) -> Axis:
     """The axis, or several axes as one, of the grid of ranks."""
     places = [list(sizes).index(name) for name in names]
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     size = math.prod(sizes[name] for name in names)
     lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, size).tolist()
     mine = next(line for line in lines if rank in line)
-    group = make_group(lines, apart=apart) if size > 1 else None
+    group = make_group(lines) if size > 1 else None
     return Axis(joined(*names), size=size, rank=mine.index(rank), group=group, traffic=traffic)

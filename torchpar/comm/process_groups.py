@@ -70,16 +70,12 @@ def make_stock_group() -> dist.ProcessGroup:
     return group
 
 
-def make_group(partition: list[list[int]], *, apart: bool = False) -> dist.ProcessGroup | None:
+def make_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
     """This rank's group of a partition of all ranks; None where the groups have one member each.
 
     Every rank calls this with the same partition, and for all partitions in the same order.
-
-    Args:
-        partition: of the ranks.
-        apart: never the group of all ranks itself, but one of its own.
     """
-    if len(partition) == 1 and not apart:
+    if len(partition) == 1:
         return world_group()
     if len(partition[0]) == 1:
         return None

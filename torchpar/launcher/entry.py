@@ -41,7 +41,7 @@ def read_request(folder: Path) -> Request:
     if request.engine not in known:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(known)}")
     ENGINES[request.engine].require_experiment(request.experiment)
-    ENGINES[request.engine].require_watchable(profile=request.profile, silent=request.silent)
+    ENGINES[request.engine].require_watchable(profile=request.profile)
     ENGINES[request.engine].require_installed()
     planted(request)  # validates only: nothing is entered
     return request

@@ -74,8 +74,6 @@ class Observed(Struct, frozen=True, kw_only=True):
 
     timeline: bool = False
     """Whether it leaves the timeline of a step (`Request.profile`)."""
-    silent_twin: Ability = ""
-    """Whether it runs without communicating, too (`Request.silent`)."""
     work: bool = False
     """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
     counts_own_calls: bool = False
@@ -183,18 +181,10 @@ class Engine(Struct, frozen=True, kw_only=True):
                     "--engines"
                 )
 
-    def require_watchable(self, *, profile: bool, silent: bool) -> None:
-        """Refuse a timeline or a silent run that this engine does not have. Raises ExperimentError."""
+    def require_watchable(self, *, profile: bool) -> None:
+        """Refuse a timeline that this engine does not leave. Raises ExperimentError."""
         if profile and not self.observed.timeline:
             raise ExperimentError(f"profile: {self.name} leaves no timeline: leave it out of --engines")
-        if silent and (why := self.no_twin):
-            raise ExperimentError(f"silent: {self.name} has no silent twin: {why}")
-
-    @property
-    def no_twin(self) -> str:
-        """Reason for no silent twin; empty if it has one."""
-        twin = self.observed.silent_twin
-        return "" if twin is True else twin or f"{self.name} always communicates"
 
     @property
     def sent_by_xla(self) -> bool:

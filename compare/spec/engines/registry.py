@@ -94,7 +94,6 @@ JAX_PEERS = (
 JAX_OBSERVED = Observed(
     timeline=True,
     work=True,
-    silent_twin="a collective is an operation of XLA's program: to leave it out makes another program",
 )
 SCANNED = Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=2)
 BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
@@ -210,7 +209,7 @@ JAX = Side(
 )
 
 
-TORCH_OBSERVED = Observed(timeline=True, work=True, silent_twin=True)
+TORCH_OBSERVED = Observed(timeline=True, work=True)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 FSDP2 = "fsdp2"
 """What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
@@ -271,7 +270,7 @@ TORCH = Side(
             layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
             precisions=LOSS_SCALED,
             can=ALL_ABILITIES,
-            observed=Observed(timeline=True, work=True, silent_twin=True, counts_own_calls=True),
+            observed=Observed(timeline=True, work=True, counts_own_calls=True),
             # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
             holds=Holds(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
         ),
