@@ -28,12 +28,8 @@ def causal_attention(
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`: (B, T, H, D).
 
-    Differentiable in reverse mode only, as every custom_vjp.
-
-    Args:
-        q_BTHD, k_BSHD, v_BSHD: queries, keys and values.
-        softmax_dtype: of the weights.
-        factor_BHTS: what weights are multiplied by after the softmax, a constant: dropout's.
+    `factor_BHTS`, a constant, is what weights are multiplied by after the softmax: dropout's. Differentiable
+    in reverse mode only, as every custom_vjp.
     """
     q_BHTD, k_BHSD, v_BHSD = (x.swapaxes(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
     return _attend(q_BHTD, k_BHSD, v_BHSD, factor_BHTS, softmax_dtype).swapaxes(1, 2)

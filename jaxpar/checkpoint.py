@@ -30,20 +30,13 @@ Index = tuple[int | slice, ...]
 def place_weights(
     weights: Mapping[str, np.ndarray], *, placements: Any, shardings: Any, model: Model, dtype: np.dtype
 ) -> dict[str, Any]:
-    """Weights or moments on the devices, one leaf after the other.
+    """Weights or moments on the devices, one leaf after the other: a tree like the parameters.
 
     Args:
         weights: full tensors by canonical name: drawn, read or given.
-        placements: how leaves are padded, and their layers ordered.
-        shardings: where they are to live.
+        placements, shardings: trees like the parameters: how leaves are padded, and where they live.
         model: the sizes.
         dtype: of all.
-
-    Returns:
-        A tree like the parameters.
-
-    Raises:
-        CheckpointError: a checkpoint cannot be read.
     """
     how, where = flatten_dict(placements), flatten_dict(shardings)
     return unflatten_dict(
@@ -66,10 +59,7 @@ def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterat
 def local_shards(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.ndarray]]:
     """This process's shards of every canonical tensor, without padding, each with its values.
 
-    Args:
-        tree: placed weights, gradients or moments, with the parameters' structure.
-        placements: of its leaves.
-        model: the sizes.
+    `tree` is of placed weights, gradients or moments, and `placements` of its leaves.
     """
     leaves, how = flatten_dict(tree), flatten_dict(placements)
     for path, parameters in parameters_by_path(model).items():

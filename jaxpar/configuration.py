@@ -36,14 +36,7 @@ def configure_products(platform: str, dtype: str) -> None:
 def join_devices(platform: str, devices: int, process: Process | None, *, timeout_s: float) -> None:
     """This process's part of the devices, in reach of all others; before JAX starts a backend.
 
-    Args:
-        platform: cpu or gpu.
-        devices: of the run.
-        process: which of several; None for the only one.
-        timeout_s: how long to wait for the others.
-
-    Raises:
-        MissingDevicesError: the processes do not divide the devices.
+    Raises MissingDevicesError: the processes do not divide the devices.
     """
     if process is None:
         configure_devices(platform, devices)

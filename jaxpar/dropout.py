@@ -96,15 +96,14 @@ def is_kept(
     rate: float,
     first_row: jax.Array | int = 0,
 ) -> jax.Array:
-    """Mask of the kept elements: bool (B, *shape).
+    """Mask of the elements that stay: bool (B, *shape).
 
     Args:
         keys_B2: of the sequences, uint32.
         site: from `site_number`.
         shape: of a sequence's elements that are here.
         rate: of what is dropped.
-        first_row: number of the first row that is here (of all dims but the last, flattened) in the whole
-            sequence, where devices have consecutive ones.
+        first_row: number of the first row that is here (of all dims but the last, flattened).
     """
     groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
     row_R1 = (jnp.arange(rows, dtype=jnp.uint32) + jnp.uint32(first_row))[:, None]

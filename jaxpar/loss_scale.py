@@ -19,12 +19,9 @@ Scalars = dict[str, Any]
 
 
 def scaled(loss: Callable[..., jax.Array], scalars: Scalars, *, parts: float = 1) -> Callable[..., jax.Array]:
-    """The loss with gradients multiplied by the scale.
+    """The loss, the mean over a microbatch, with gradients multiplied by the scale.
 
-    Args:
-        loss: the mean over a microbatch.
-        scalars: of the step.
-        parts: of how many microbatches of the step it is one, over the replicas whose mean it is.
+    `parts` is the number of the step's microbatches, over the replicas whose mean it is.
     """
     if "loss_scale" not in scalars:
         return loss
@@ -39,12 +36,9 @@ def unscaled(gradients: Any, scalars: Scalars, *, parts: float = 1) -> Any:
 
 
 def unless_overflowed(after: Any, before: Any, *, grad_norm: jax.Array, scalars: Scalars) -> Any:
-    """The state after a step, or the one before it if the norm, a scalar, is infinite or NaN.
+    """The state after a step, or the one before it if the norm of its unscaled gradients is infinite or NaN.
 
-    Args:
-        after, before: trees with leaves of equal shapes.
-        grad_norm: of the unscaled gradients, ().
-        scalars: without a loss scale every step counts.
+    Without a loss scale every step counts.
     """
     if "loss_scale" not in scalars:
         return after

@@ -37,14 +37,7 @@ from jaxpar.step import ShardedStep, TrainState, compile_evaluation, device_scal
 
 
 def observers_of(run: Run, recorder: Recorder | None, folder: Path, *, started_utc: str) -> Observers:
-    """Observers of a training; its evaluation is compiled here.
-
-    Args:
-        run: the training.
-        recorder: writes; None in all processes but the first.
-        folder: of the run.
-        started_utc: when the run began.
-    """
+    """Observers of a training; its evaluation is compiled here. Only the first process has a recorder."""
     own = [StepProfiler(run, recorder)] if run.request.profile and recorder else []
     return recording.observers_of(RunSide(run), recorder, folder, started_utc=started_utc, own=own)
 

@@ -18,14 +18,10 @@ from compare.spec.experiment import Optimizer
 
 
 def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
-    """The experiment's optimizer.
+    """The experiment's optimizer: `update(gradients, state, params, *, grad_norm, scalars)`.
 
-    Its `update(gradients, state, params, *, grad_norm, scalars)` takes the global norm before clipping
-    and a `compare.numerics.optimizer.StepScalars` as a dict of scalars.
-
-    Args:
-        spec: the optimizer's name and hyperparameters.
-        decay: a tree of bools like the parameters: whether a leaf decays (`weights.decay_mask`).
+    It takes the global norm before clipping, and `compare.numerics.optimizer.StepScalars` as a dict.
+    `decay` is a tree of bools like the parameters: whether a leaf decays (`weights.decay_mask`).
     """
     rule = adamw(spec, decay=decay) if spec.name == "adamw" else sgd(spec, decay=decay)
     return optax.chain(clip_by_given_norm(spec.grad_clip), rule)

@@ -28,14 +28,9 @@ PARAMS = "params"
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Write a checkpoint of ours as one of orbax.
+    """Write a checkpoint of ours as one of orbax, in a folder that must not exist.
 
-    Args:
-        source: folder of the checkpoint.
-        target: folder; must not exist.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole.
+    Raises CheckpointError: the checkpoint is not complete.
     """
     reader = CheckpointReader(source)
     description, model = reader.description, reader.description.experiment.model
@@ -51,14 +46,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 
 def import_checkpoint(source: Path, target: Path) -> None:
-    """Write a checkpoint of orbax, of these names, as one of ours.
+    """Write a checkpoint of orbax, of these names, as one of ours, in a folder that must not exist.
 
-    Args:
-        source: a checkpoint of `export_checkpoint`, or of another program with its names and shapes.
-        target: folder of the checkpoint; must not exist.
-
-    Raises:
-        CheckpointError: it cannot be read, or does not fit the model that it names.
+    Raises CheckpointError: it cannot be read, or does not fit the model that it names.
     """
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         try:

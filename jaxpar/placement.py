@@ -112,13 +112,7 @@ class Placement:
 
 
 def place(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout) -> Placement:
-    """The placement of one leaf.
-
-    Args:
-        shape: its true shape.
-        axes: a logical axis for each dim; `LAYER` for a dim of stacked layers.
-        layout: the degrees, and the stages of each device of pp.
-    """
+    """The placement of one leaf of this true shape, with a logical axis for each dim."""
     dims: dict[str, int] = {}
     for dim, logical in enumerate(axes):
         axis = SPLIT.get(logical)

@@ -141,9 +141,7 @@ def run_stage(
     """A device's work at a tick: the blocks of the chunk whose turn it is, on a microbatch x (b, T, C).
 
     Args:
-        pieces: the model.
-        params: this device's; the blocks' leaves are (N, L, ...).
-        batch: all microbatches, (M, b, ...).
+        pieces, params, batch: the model; this device's blocks are (N, L, ...); all microbatches, (M, b, ...).
         x, turn: the task.
         remat: what forward may keep of a chunk, if it picks or gathers its layers.
         is_gather: tells operations that gather layers: their results last one tick.

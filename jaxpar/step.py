@@ -105,18 +105,13 @@ def accumulated_gradients(
     finish: Callable[[Any], Any] = same,
     like: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """Mean loss and its gradients over the A microbatches of a batch, one at a time.
+    """Mean loss and its gradients over the A microbatches of a batch (A, B, ...), one at a time.
 
     Args:
-        loss: see `Loss`.
-        params: any pytree.
-        batch: a pytree of arrays (A, B, ...).
+        loss, params, batch: see `Loss`.
         reduce: applied to the gradients of each microbatch before they are added up.
-        finish: applied to their sum, before it is divided.
+        finish: applied to their sum, before it is divided by A.
         like: a pytree like what `reduce` returns; `params` by default.
-
-    Returns:
-        The loss, and gradients as `finish` leaves them: sums over A divided by A.
     """
     value_and_grad = jax.value_and_grad(loss)
     accumulation = passes_of(batch)
@@ -143,9 +138,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile the sharded step ahead of time, its state donated.
 
-    Args:
-        with_gradients: also return the gradients, for the ladder; otherwise they never leave the step.
-        see: called with the traced program (a ClosedJaxpr) before XLA has it.
+    With `with_gradients` it returns the gradients, for the ladder; otherwise they never leave the step. `see`
+    is given the traced program (a ClosedJaxpr) before XLA has it.
     """
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):

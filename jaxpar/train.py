@@ -98,16 +98,9 @@ def train(
 
 
 def run_loop(run: Run, take: Take, tell: Observer, *, progress: Callable[..., None]) -> None:
-    """Train to the end.
+    """Train to the end. Raises DivergedError: a loss or a gradient norm is not finite.
 
-    Args:
-        run: the training.
-        take: a step, from a placed batch to loss and grad_norm, scalars; puts the new state into `run.state`.
-        tell: the observers.
-        progress: as of `train`.
-
-    Raises:
-        DivergedError: a loss or a gradient norm is not finite.
+    `take` does a step: from a placed batch to loss and grad_norm, scalars, with the new state in `run.state`.
     """
     state, last = run.state, run.experiment.train.max_iters
     progress(in_step=True)
@@ -207,9 +200,7 @@ def prepare(
 ) -> tuple[ShardedStep, TrainState]:
     """The engine's step for an experiment, and the state to begin with, placed on the devices.
 
-    Args:
-        initial: weights by canonical name; by default the seed's.
-        checkpoint: a full state, to go on from.
+    `initial` weights are the seed's by default; a checkpoint is a full state, to go on from.
     """
     sharded, optimizer = sharded_step(engine, experiment, mesh=mesh)
     at_rest = sharded.moments_at_rest or sharded.moments

@@ -15,18 +15,14 @@ GRACE_S = 10.0
 
 
 class Watchdog:
-    """Calls `on_hang` and ends the process when nothing has been finished for `timeout_s`.
+    """Ends the process when nothing has been finished for `timeout_s`, after on_hang(one line, the stack).
 
-    A step has to end within that time. Whatever else goes on (opening data, tracing, compiling, reading the
-    compiled program) only has to use the processor: it may take any time.
+    A step has to end within that time. Whatever else goes on (data, tracing, compiling, reading the compiled
+    program) only has to use the processor.
 
     A Python thread, so that the end leaves a message. Behind it, should native code never let go of the
-    interpreter, faulthandler's thread, which needs no interpreter, `GRACE_S` later. (Not alone: it walks
-    frames of a thread that runs, and was seen to crash instead of printing.)
-
-    Args:
-        timeout_s: seconds without progress.
-        on_hang: given one line and the main thread's stack.
+    interpreter, faulthandler's thread, `GRACE_S` later. (Not alone: it walks frames of a thread that runs,
+    and was seen to crash instead of printing.)
     """
 
     def __init__(self, timeout_s: float, on_hang: Callable[[str, str], None]):
@@ -37,11 +33,7 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def progress(self, *, in_step: bool = False) -> None:
-        """Something was finished: start the clock again.
-
-        Args:
-            in_step: a step follows.
-        """
+        """Something was finished, and perhaps a step follows: start the clock again."""
         self._in_step = in_step
         self._restart()
 

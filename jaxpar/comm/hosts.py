@@ -35,16 +35,9 @@ _LOST = (
 
 
 def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> None:
-    """Become one of the processes of a run; before JAX starts a backend.
+    """Become one of the processes of a run, which drive as many devices each; before JAX starts a backend.
 
-    Args:
-        process: which.
-        devices: of the layout: each process drives as many.
-        platform: cpu or gpu.
-        timeout_s: how long to wait for the others.
-
-    Raises:
-        MissingDevicesError: the processes do not divide the devices.
+    Raises MissingDevicesError: the processes do not divide the devices.
     """
     if devices % process.count:
         raise MissingDevicesError(
@@ -71,9 +64,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
 def spread(tree: Any, shardings: Any) -> Any:
     """NumPy arrays, the same in every process, as arrays over the devices.
 
-    Args:
-        tree: of arrays, whole.
-        shardings: one, or a tree of them like `tree`.
+    `shardings` is one, or a tree of them like `tree`.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)

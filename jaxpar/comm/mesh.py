@@ -14,15 +14,8 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     """A mesh over the first `layout.devices` devices: the axes are `layout.axes`, of size 1 included.
 
     Devices are in the order of the processes: of several hosts, the outermost axes cross from one to another.
-
-    The axes are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual.
-
-    Args:
-        layout: its degrees are the mesh's shape.
-        platform: cpu or gpu.
-
-    Raises:
-        MissingDevicesError: from `find_devices`.
+    The axes are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual. Raises
+    MissingDevicesError.
     """
     return mesh_over(find_devices(layout.devices, platform=platform), layout)
 

@@ -28,10 +28,7 @@ def parallelize(
 ) -> ShardedStep:
     """The training step of a problem, as the compiler partitions it.
 
-    Args:
-        problem: the training problem; gradient_sync of its layout is the compiler's own choice.
-        optimizer: of `jaxpar.optimizer.make_optimizer`.
-        mesh: has the axes of the layout.
+    gradient_sync has no say: that is the compiler's choice. The mesh has the axes of the layout.
     """
     layout, placements = problem.layout, problem.placements()
     loss = _loss(problem, placements, mesh=mesh)

@@ -51,9 +51,7 @@ def synchronize_gradients(
 
     Args:
         gradients_of: (params, batch) -> (mean loss, gradients), accumulating over A.
-        params: any pytree.
-        batch: a pytree of (A, B, ...), B split as `batch_sharding` says. With A = 1 XLA does as it likes.
-        mesh: has `axes`.
+        params, batch: pytrees; the batch is (A, B, ...), B split. With A = 1 XLA does as it likes.
         axes: the mesh axes that become a dim, the first ones of those that split rows.
         loops: `gradients_of` loops over parts of each of the A, too: a pipeline over its microbatches.
     """

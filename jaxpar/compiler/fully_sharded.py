@@ -44,13 +44,7 @@ def unpad(params: Any, placements: Any) -> Any:
 
 
 def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edit, IsGather]:
-    """Stage 3: every scanned block wants its own parameters whole; and what tells a remat policy of it.
-
-    Args:
-        problem: the training problem.
-        placements: of the stacked blocks' leaves.
-        mesh: has an axis dp_shard.
-    """
+    """Stage 3: every scanned block wants its own parameters whole; and what tells a remat policy of it."""
     placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
     in_front = (PP,) if problem.layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
     leaves = jax.tree.leaves(shardings(mesh, placements, sharded=False))
@@ -76,11 +70,7 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edi
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:
     """The loss over shards, all but the blocks gathered up front, and kept.
 
-    Args:
-        loss: over whole parameters, blocks aside.
-        placements: of all leaves.
-        mesh: has an axis dp_shard.
-        layers_too: gather the blocks up front as well: they do not gather themselves.
+    `layers_too`: gather the blocks up front as well: they do not gather themselves.
     """
 
     def gathering(params: Any, batch: Any) -> jax.Array:

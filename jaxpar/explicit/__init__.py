@@ -28,15 +28,10 @@ from jaxpar.weights import STACKED
 def parallelize(
     problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
-    """The training step of a problem, typed.
+    """The training step of a problem, typed: the axes of the mesh, which are the layout's, are made explicit.
 
-    Args:
-        problem: what is trained; gradient_sync of its layout has no say: gradients are summed once.
-        optimizer: of `jaxpar.optimizer.make_optimizer`.
-        mesh: has the axes of the layout, of any type: they are made explicit.
-
-    The step raises JAX's ShardingTypeError when it is traced, for an operation whose types leave open what it
-    sends.
+    gradient_sync of the layout has no say: gradients are summed once. When the step is traced, JAX raises a
+    ShardingTypeError for an operation whose types leave open what it sends.
     """
     layout, placements, mesh = problem.layout, problem.placements(), typed(mesh)
     loss = _loss(problem, placements, mesh=mesh)

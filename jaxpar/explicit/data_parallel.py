@@ -71,9 +71,6 @@ def _by_replica(x: jax.Array, *, replicas: int, dim: int) -> jax.Array:
 def synchronize_gradients(gradients: Any, placements: Any, *, sharded: bool) -> Any:
     """Sum gradients that are unreduced: the one all-reduce over replicas.
 
-    Args:
-        gradients: as they have accumulated.
-        placements: of the parameters.
-        sharded: they are split over dp_shard already.
+    `sharded` says that dp_shard splits them already.
     """
     return reshard(gradients, specs(placements, sharded=sharded))

@@ -54,13 +54,7 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
 
 
 def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
-    """An edit of the model: every scanned block gathers its own parameters.
-
-    Args:
-        problem: what is trained.
-        placements: of the stacked blocks' leaves.
-        mesh: has an axis dp_shard.
-    """
+    """An edit of the model: every scanned block gathers its own parameters."""
     placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
 
     def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,11 +93,9 @@ _copies.defvjp(lambda w, axes: (_copies(w, axes), None), _sum_later)
 
 @custom_vmap
 def own_copy(w: jax.Array, of_replica: jax.Array) -> jax.Array:
-    """What each replica has of a parameter {R:dp} that the `vmap` over replicas does not map.
+    """Each replica's copy of a parameter {R:dp} that the `vmap` over replicas does not map.
 
-    Args:
-        w: the parameter.
-        of_replica: anything that the `vmap` maps.
+    `of_replica` is anything that the `vmap` maps.
     """
     return reshard(w, P(*jax.typeof(w).sharding.spec.partitions))
 

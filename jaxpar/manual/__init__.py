@@ -36,10 +36,7 @@ def parallelize(
 ) -> ShardedStep:
     """The training step of a problem, with the layout's collectives written out.
 
-    Args:
-        problem: its loss, or its pieces, run on each device, on its share of the batch.
-        optimizer: of `jaxpar.optimizer.make_optimizer`.
-        mesh: has the axes of the layout.
+    Each device runs the loss, or its pieces, on its share of the batch. The mesh has the axes of the layout.
     """
     layout, placements = problem.layout, problem.placements()
     batch_spec = P(None, tuple(axis for axis in ROWS if mesh.shape[axis] > 1))
@@ -118,9 +115,7 @@ def _step(
 def global_norm(gradients: Any, placements: Any) -> jax.Array:
     """Euclidean norm over all leaves of all devices, a scalar, equal on all; one psum for each set of axes.
 
-    Args:
-        gradients: this device's shards, synchronised: leaves of any shape.
-        placements: a tree like `gradients`: which axes split each leaf. Every element counts once.
+    `gradients` are this device's shards, synchronised. Every element counts once.
     """
     squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)]
     totals = []

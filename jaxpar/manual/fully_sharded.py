@@ -78,10 +78,7 @@ def all_gather_parameters(shards: Any, placements: Any) -> Any:
 def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit:
     """An edit of the model: every scanned block gathers its own parameters.
 
-    Args:
-        placements: of the stacked blocks' leaves.
-        remat: what forward keeps besides gathered parameters.
-        keep_gathered: keep what forward gathered; otherwise it is gathered again in backward.
+    With `keep_gathered` they are kept until backward; otherwise backward gathers them again.
     """
     placements = one_layer(placements)
 

@@ -86,13 +86,7 @@ def measure_ceiling(request: CeilingRequest) -> Ceiling:
 def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..., None]) -> None:
     """Time collectives: rows.jsonl, then side.json in `folder`.
 
-    Args:
-        request: kinds and sizes to time.
-        folder: where.
-        progress: called after every row: the caller's watchdog.
-
-    Raises:
-        MissingDevicesError: fewer devices than ranks.
+    `progress` is called after every row. Raises MissingDevicesError: fewer devices than ranks.
     """
     mesh = make_mesh(Layout(dp_replicate=request.ranks), platform=request.platform)
     devices, is_first = list(mesh.devices.flat), jax.process_index() == 0

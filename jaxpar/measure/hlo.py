@@ -1,13 +1,12 @@
 """Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
 
 Static and exact: each with its calls in one run, the trip counts of the loops around it multiplied; a loop's
-condition runs once more than its body. What a loop of M turns runs only at some of them, in a branch, says so
-by a named scope `runs_N_of_M`, or `runs_N_0_N_of_M` where the ranks of a pipeline differ (the innermost
-counts). Of other branches it is known what they send only if all send the same.
+condition runs once more than its body. What a loop of M turns runs at N of them, in a branch, is in a named
+scope `runs_N_of_M` (`comm.collectives.turns_scope`). Other branches are counted if all send the same.
 
 XLA for TPUs writes otherwise: a collective that runs beside other work is a chain of fusions, each with a
-clone of it, and a loop does not tell its trip count: it is the bound that the condition of a scan has.
-Elsewhere a bound alone is none: a loop may begin anywhere.
+clone of it, and a loop's trip count is the bound in the condition of a scan. Elsewhere a bound alone is none:
+a loop may begin anywhere.
 """
 
 import math
@@ -67,18 +66,14 @@ class Collective:
         groups: as of `replica_groups`.
         arrays: bytes of each array that it moves, full (gathered) size.
         calls: how often it runs in one step, on the rank of a pipeline on which it runs most.
-        turns: at how many of `of_turns` turns of the loop around it its branch is taken; several numbers are
-            of the ranks of a pipeline.
+        turns: at how many of `of_turns` turns of the loop around it its branch is taken, by rank of pp.
         loops: trip counts of the loops around it, the outermost first.
-        purpose: from the named scope `for_PURPOSE` around what made it (the innermost one counts), or of
-            its derivative, if that is what it is; or "".
-        backward: whether autodiff made it: it is the derivative of something, and no forward computed anew.
+        purpose: of the innermost scope `for_PURPOSE`, or of its derivative, if that is what it is; or "".
+        backward: whether it is the derivative of something, and no forward computed anew.
         dtypes: of the arrays, as HLO has them: f32, bf16.
-        op_name: of the operation in JAX that it is made of: the path of scopes and transforms.
-        source: the line of the program, if the module tells.
-        stack: that line and its callers, the innermost first, without jaxpar's wrappers of collectives.
-        text: the instruction as XLA writes it.
-        name: of the instruction, which no other of the module has.
+        op_name: path of scopes and transforms of the operation in JAX that it is made of.
+        stack: lines of the program that made it, the innermost first; () if the module does not tell.
+        text: the instruction as XLA writes it; `name`, which no other of the module has, is its beginning.
     """
 
     kind: str
@@ -92,14 +87,13 @@ class Collective:
     backward: bool = False
     dtypes: tuple[str, ...] = ()
     op_name: str = ""
-    source: SourceLine | None = None
     stack: tuple[SourceLine, ...] = ()
     text: str = ""
     name: str = ""
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether nothing runs beside it: no pair of start and done, no chain, or one that says so."""
+        """Whether nothing runs beside it."""
         is_begun = opcode_of(self.text).endswith("-start") or _CHAIN.search(self.text)
         return not is_begun or _IS_SYNC in self.text
 
@@ -122,12 +116,8 @@ def collectives(
     Args:
         hlo: `compiled.as_text()`.
         axis_sizes: mesh axes with their sizes, in the order of the mesh.
-        problems: takes a line for each instruction that cannot be counted, which is then left out or, in a
-            loop of unknown length, counted as if that ran once; by default it is an error.
-
-    Raises:
-        UnreadableError: without `problems`, a collective in a loop of unknown length, or replica groups in an
-            unknown spelling.
+        problems: takes a line for each instruction that cannot be counted: it is left out, or, in a loop of
+            unknown length, counted once. Without it that is an UnreadableError.
     """
     module = _Module(hlo, axis_sizes, problems)
     return [module.at_its_turns(found) for found in module.walk(module.entry, times=1)]
@@ -209,8 +199,7 @@ class _Module:
         except ValueError as error:
             self._object(str(error), text)
         else:
-            stack = tuple(self._sources.stack(text))
-            yield replace(found, calls=times, source=stack[0] if stack else None, stack=stack, text=text)
+            yield replace(found, calls=times, stack=tuple(self._sources.stack(text)), text=text)
 
     def _trip_count(self, text: str, tested: list[str], inner: list[Collective]) -> int:
         if match := TRIP_COUNT.search(text):
@@ -318,15 +307,8 @@ def _bytes(dtype: str, dims: str) -> int:
 def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
     """The groups of a collective: {{0,1},{2,3}}, [2,2]<=[4], or mesh['x'=2,'y'=2] {'x'}.
 
-    Args:
-        text: the instruction.
-        axis_sizes: mesh axes with their sizes, in the order of the mesh.
-
-    Returns:
-        Positions of devices in the mesh; of a permute, (source, target) pairs.
-
-    Raises:
-        ValueError: another spelling.
+    Positions of devices in the mesh; of a permute, (source, target) pairs. Raises ValueError for another
+    spelling.
     """
     everyone = math.prod(axis_sizes.values())
     if match := _LISTED.search(text):

@@ -46,20 +46,10 @@ def communications(
     *,
     problems: list[str] | None = None,
 ) -> list[Communication]:
-    """The ledger of a compiled function.
+    """The ledger of a compiled function: a row for each place in the program, per device and per call.
 
-    Args:
-        hlo: `compiled.as_text()`.
-        axis_sizes: mesh axes with their sizes, in the order of the mesh (`mesh.shape`).
-        problems: as in `hlo.collectives`.
-
-    Returns:
-        A row for each place in the program, per device and per call of the function; of a pipeline for each
-        of its ranks. The purpose is what the collective was given (`comm.collectives`), else the inferred
-        one. A collective over one device is none.
-
-    Raises:
-        UnreadableError: without `problems`, as `hlo.collectives`.
+    Of a pipeline each rank has rows of its own. The purpose is what the collective was given
+    (`comm.collectives`), else the inferred one. Arguments and errors as of `hlo.collectives`.
     """
     found, differentiates = collectives(hlo, axis_sizes, problems=problems), "jvp(" in hlo
     stages = axis_sizes.get(PP, 1)
@@ -72,10 +62,7 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
     Args:
         function: jitted or not, with `shard_map` or without. It is compiled, and does not run.
         arguments: of the function: arrays, or `ShapeDtypeStruct`s with shardings.
-        mesh: names the axes.
-
-    Raises:
-        ValueError: the function runs on another number of devices than the mesh has.
+        mesh: names the axes. A ValueError says that the function runs on another number of devices.
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     hlo = jitted.lower(*arguments).compile().as_text()
@@ -98,13 +85,14 @@ def _rows(
     stages: int,
     differentiates: bool,
 ) -> list[Communication]:
-    """Rows of collectives, of each stage of a pipeline. Those of one place that are alike are one row."""
+    """Rows of collectives, of each stage of a pipeline; alike ones of one place are one."""
     merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     for collective in found:
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
             continue
         purpose = collective.purpose or infer(collective, axis)
+        line = str(collective.stack[0]) if collective.stack else ""
         size = sum(collective.arrays)
         wire = ring_wire_bytes(collective.kind, size, group_size)
         for stage in range(stages):
@@ -121,7 +109,7 @@ def _rows(
                 group_size=group_size,
                 dtype=", ".join(collective.dtypes),
                 phase=_phase(collective, purpose) if differentiates else "",
-                source=": ".join(str(part) for part in (collective.source, collective.op_name) if part),
+                source=": ".join(filter(None, (line, collective.op_name))),
                 loops=collective.loops,
                 stage=stage,
             )
@@ -147,10 +135,9 @@ def _calls_at(collective: Collective, stage: int, axis_sizes: Mapping[str, int])
 
 
 def _phase(collective: Collective, purpose: str) -> str:
-    """When it is sent, in a program that differentiates: see `PHASES`.
+    """When it is sent, in a program that differentiates: by what autodiff made it of, or by `PHASES`.
 
-    Else by what autodiff made it of. A forward that is computed anew for backward is in backward. Of what no
-    autodiff made, and nobody says what it is for, it is not known: gradients may be summed by hand.
+    Unknown if no autodiff made it and nothing says its purpose: gradients may be summed by hand.
     """
     if "transpose(" in collective.op_name:
         return "backward"
@@ -161,12 +148,9 @@ def _phase(collective: Collective, purpose: str) -> str:
 
 
 def inferred_purpose(collective: Collective, axis: str) -> str:
-    """A guess, for what XLA put there by itself, without a purpose.
+    """A guess, for what XLA put there by itself: by size, by axis, by kind.
 
-    By size: scalars are of the loss or the norm. By axis: along tp go activations, and permutes along pp
-    carry these or, in what autodiff made, their gradients. By kind: other gathers are of parameters, and all
-    else is of gradients. It is wrong where XLA does as it likes: a gradient of parameters that it reduces
-    along tp counts as one of activations.
+    It is wrong where XLA does as it likes: a gradient of parameters reduced along tp counts as activations'.
     """
     if max(collective.arrays) <= SCALAR:
         return METRICS
@@ -199,13 +183,9 @@ def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
-    """Every collective over more than one device; those that are alike are one, with their calls added up.
+    """Every collective over more than one device, one by one; alike ones are one, their calls added up.
 
     What cannot be read is left out: the ledger says so.
-
-    Args:
-        hlo: `compiled.as_text()`.
-        axis_sizes: mesh axes with their sizes, in the order of the mesh.
     """
     calls: Counter[Instruction] = Counter()
     for collective in collectives(hlo, axis_sizes, problems=[]):

@@ -39,9 +39,7 @@ def planned_memory(step: jax.stages.Compiled) -> int:
 def memory_profile(step: jax.stages.Compiled, *, parameters: int, optimizer: int) -> MemoryProfile | None:
     """Memory of a compiled step by class, on each of its devices; None if XLA does not tell.
 
-    Args:
-        step: compiled.
-        parameters, optimizer: bytes of the state on a device, which are arguments of the step.
+    `parameters` and `optimizer` are bytes of the state on a device, which are arguments of the step.
     """
     analysis = step.memory_analysis()
     if analysis is None:

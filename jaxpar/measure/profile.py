@@ -91,13 +91,8 @@ def recorded(
 ) -> Generator[list[Executions]]:
     """A list that has, in the end, one item: what devices did of a module meanwhile.
 
-    Args:
-        hlo: `compiled.as_text()` of what runs, once, and is waited for inside.
-        devices: of the mesh, in order.
-        folder: where the profiler's own files stay.
-
-    Raises:
-        UnreadableProfileError: the profile does not tell.
+    It runs once, and is waited for inside. The profiler's own files stay in `folder`. Raises
+    UnreadableProfileError: the profile does not tell.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0  # every call of Python otherwise, for much time and no use
@@ -115,15 +110,9 @@ def recorded(
 
 
 def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) -> Executions:
-    """Every execution of an instruction of a module.
+    """Every execution of an instruction of a module; devices are in the order of the mesh.
 
-    Args:
-        profile: of any length.
-        hlo: the module's text.
-        devices: in the order of the mesh.
-
-    Raises:
-        UnreadableProfileError: nothing of the module is in the profile, or not on which device it ran.
+    Raises UnreadableProfileError: nothing of the module is in the profile, or not on which device it ran.
     """
     module = _MODULE.match(hlo)
     assert module, "a module has a name"
@@ -177,14 +166,7 @@ def _on_gpus(profile: ProfileData, module: str) -> Iterator[_Row]:
 
 
 def make_timeline(executions: Executions, hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
-    """The timeline of one run of a module.
-
-    Args:
-        executions: all of it.
-        hlo: the module's text.
-        axis_sizes: mesh axes with their sizes, in the order of the mesh.
-        step: its number.
-    """
+    """The timeline of one run of a module: all of its executions, its text, the axes in the mesh's order."""
     events, operations = executions.events, dict(_operations(hlo))
     sent = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes, problems=[])}
     begin, end = events[0].begin_us, max(event.end_us for event in events)

@@ -29,9 +29,9 @@ from jaxpar.comm.mesh import find_devices
 from jaxpar.measure.work import work_of
 from jaxpar.observers import observers_of
 from jaxpar.optimizer import global_norm
-from jaxpar.problem import Loss, Problem
+from jaxpar.problem import Problem
 from jaxpar.run import Run
-from jaxpar.step import ShardedStep, TrainState, accumulated_gradients
+from jaxpar.step import ShardedStep, TrainState, accumulated_gradients, batch_like
 from jaxpar.train import run_loop
 
 
@@ -68,21 +68,6 @@ def learning_rate_of(config: Optimizer) -> optax.Schedule:
     return schedule if config.decay_lr else optax.constant_schedule(peak)
 
 
-def make_step(loss: Loss, optimizer: optax.GradientTransformation, *, grad_clip: float) -> Callable[..., Any]:
-    """step(params, opt_state, batch) -> (params, opt_state, {"loss", "grad_norm"}), to be jitted."""
-
-    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        value, gradients = accumulated_gradients(loss, params, batch)
-        norm = global_norm(gradients)
-        if grad_clip:
-            scale = jnp.minimum(1.0, grad_clip / (norm + CLIP_EPS))
-            gradients = jax.tree.map(lambda g: g * scale, gradients)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": value, "grad_norm": norm}
-
-    return step
-
-
 def moments(opt_state: Any) -> dict[str, Any]:
     """The moments that optax keeps, by the contract's names: m and v, m of SGD with momentum, or none."""
     names_of_optax = {"mu": "m", "trace": "m", "nu": "v"}
@@ -102,7 +87,7 @@ def train(
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     assert recorder, "one device has one process"
-    experiment, sizes = request.experiment, request.experiment.train
+    experiment = request.experiment
     ENGINES[request.engine].require_experiment(experiment)
     ENGINES[request.engine].require_watchable(profile=request.profile)
     (device,) = find_devices(1, platform=request.platform)
@@ -113,24 +98,40 @@ def train(
     corpus, initial = open_stream(request, batches), starting_parameters(request, weights)
     progress()
 
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        value, gradients = accumulated_gradients(loss, params, batch)
+        norm = global_norm(gradients)
+        if max_norm := experiment.optimizer.grad_clip:
+            scale = jnp.minimum(1.0, max_norm / (norm + CLIP_EPS))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": value, "grad_norm": norm}
+
     params = jax.device_put(names.from_canonical(initial, experiment.model), device)
     state = TrainState(params=params, opt_state=jax.jit(optimizer.init)(params))
-    step = make_step(loss, optimizer, grad_clip=experiment.optimizer.grad_clip)
-    shape_ABT = (sizes.gradient_accumulation_steps, sizes.batch_size, experiment.model.block_size)
-    shapes = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape_ABT, np.int32))
-    clock = Stopwatch()
+    like, clock = batch_like(experiment), Stopwatch()
+    like.pop("keys", None)
     with clock:
-        traced = jax.jit(step, donate_argnums=(0, 1)).trace(state.params, state.opt_state, shapes)
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(state.params, state.opt_state, like)
         recorder.work(work_of(traced.jaxpr))
         compiled = traced.lower().compile()
     progress()
 
-    sharded = _on_one_device(step, problem, params, device)
+    here = SingleDeviceSharding(device)
+    everywhere = jax.tree.map(lambda leaf: here, params)
     run = Run(
         request=request,
         corpus=corpus,
         devices=[device],
-        sharded=sharded,
+        sharded=ShardedStep(
+            step=step,
+            placements=problem.placements(),
+            params=everywhere,
+            moments=everywhere,
+            accumulated=everywhere,
+            batch=here,
+            scalars=here,
+        ),
         state=state,
         step=compiled,
         compile_s=clock.wall_s,
@@ -148,20 +149,3 @@ def train(
 
     tell = observers_of(run, recorder, folder or recorder.folder, started_utc=started_utc)
     run_loop(run, take, tell, progress=progress)
-
-
-def _on_one_device(
-    step: Callable[..., Any], problem: Problem, params: Any, device: jax.Device
-) -> ShardedStep:
-    """Whole arrays, described as the record reads them."""
-    here = SingleDeviceSharding(device)
-    whole = jax.tree.map(lambda leaf: here, params)
-    return ShardedStep(
-        step=step,
-        placements=problem.placements(),
-        params=whole,
-        moments=whole,
-        accumulated=whole,
-        batch=here,
-        scalars=here,
-    )
