@@ -4,109 +4,166 @@ Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage
 3 this machine lacks something; 4 it was asked to end early, and saved its state; 130 Ctrl-C.
 """
 
-import errno
-import functools
 import importlib.metadata
 import os
 import platform
+import re
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Union
 
 import msgspec
 import tyro
 
-from compare.commands.command_line import read_line, suggestion
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
-from compare.commands.given import flags_given
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
-from compare.commands.overview import overview
 from compare.commands.report import Report
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
-from compare.execute.paths import is_utf8
 from compare.flags.arguments import FixedExperiment, Spec, defaults_for
 from compare.host.tensors import RecordError
-from compare.spec.experiment import ExperimentError, load, named_experiments, shortened
+from compare.spec.experiment import ExperimentError, load
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.studies.registry import STUDIES
-from compare.terminal import standard_output
-from compare.terminal.console import errors_console, printable
+from compare.terminal import errors_console, printable
 
-COMMANDS: dict[str, type] = {
+COMMANDS: dict[str, Any] = {
     **STUDIES,
-    "list": List,
-    "runs": Runs,
     "report": Report,
     "diff": Diff,
-    "doctor": Doctor,
+    "runs": Runs,
     "lesson": ReadLesson,
+    "list": List,
+    "doctor": Doctor,
     "convert": Convert,
     "sample": Sample,
 }
-DEFAULT_EXPERIMENT = {
-    **{word: study.default for word, study in STUDIES.items()},
+OTHERS = {
+    "Train and compare": {
+        "report": "judge a finished run again, and write its page anew",
+        "diff": "two finished runs of any settings: numbers, settings, costs",
+    },
+    "Prove": {},
+    "Measure": {},
+    "Read": {
+        "runs": "what was run here: layout, verdict, age, size; --prune",
+        "lesson": "one strategy in every engine, side by side, on a page",
+        "list": "names of experiments, presets, faults, engines, lessons",
+        "doctor": "what is installed, and what can run here",
+    },
+    "Use a trained model": {
+        "convert": "a training's state into another format: nanoGPT, Hugging Face",
+        "sample": "draw text from a checkpoint",
+    },
 }
-FIXED_EXPERIMENT = {
-    word: study.default for word, study in STUDIES.items() if issubclass(study, FixedExperiment)
-}
-_ABOUT_A_NAME = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-_ABOUT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+"""Commands that are no studies, in groups: a study says itself where it belongs."""
+HEAD = """usage: shardpair COMMAND [arguments]
+Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
+TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
+More of one     shardpair COMMAND --help       (every flag, with examples)
+Everywhere      --dry_run: what would run; --json: for machines; also --version"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit code."""
+    """Run the command line. Returns the exit code; SystemExit after --help or a malformed flag is tyro's."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.environ.pop("MPLBACKEND", None)  # a kernel's, which matplotlib may not find here; a Figure needs none
     errors = errors_console()
-
-    def say(error: object) -> None:
-        errors.print(f"shardpair: error: {printable(str(error))}", style="red")
-
+    code, said = 1, ""
     try:
-        _require_utf8(arguments)
-        if arguments[:1] == ["--version"]:
-            print(version_line())
-            return 0
-        if arguments[:1] in (["--help"], ["-h"]):
-            print(overview())
-            return 0
-        if arguments[:1] and arguments[0].startswith("--tyro-"):
-            _print_completion(arguments)
         return _dispatch(arguments)
     except (ExperimentError, RecordError) as error:
-        say(error)
-        return 2
+        code, said = 2, str(error)
     except EnvironmentMissing as error:
-        say(error)
-        return 3
+        code, said = 3, str(error)
     except EngineError as error:
-        say(error)  # its log was shown when it failed
-        return error.exit_code
+        code, said = error.exit_code, str(error)  # its log was shown when it failed
     except KeyboardInterrupt as interrupt:
-        errors.print(f"shardpair: {str(interrupt) or 'interrupted; every process was ended'}", style="red")
-        return 130
-    except BrokenPipeError:  # `shardpair ... | head`: the reader has left, and nothing went wrong
-        standard_output.discard()
-        return 0
+        code, said = 130, str(interrupt) or "interrupted; every process was ended"
     except OSError as error:
-        say(_described(error))
-        return 2 if isinstance(error, _ABOUT_A_NAME) or error.errno in _ABOUT_A_PATH else 1
-    except MemoryError:
-        say("out of memory: make the model or the batch smaller")
-        return 1
+        code, said = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1, str(error)
+    errors.print(f"shardpair: error: {printable(said)}", style="red")
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    match arguments:
+        case ["--version", *_]:
+            print(version_line())
+            return 0
+        case ["--help" | "-h", *_]:
+            print(overview())
+            return 0
+        case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
+            words = [Annotated[COMMANDS[word], tyro.conf.subcommand(word)] for word in COMMANDS]
+            tyro.cli(Union[tuple(words)], args=arguments, prog="shardpair", use_underscores=True)  # noqa: UP007
+        case ["bench", "collectives", *_]:  # a benchmark, but not of an experiment
+            arguments = arguments[1:]
+    command, name = parse(arguments)
+    if not isinstance(command, Spec):
+        return command(load("demo"))
+    if (begin := begins_with(name)) and not (command.init_from or command.source or command.continue_):
+        raise ExperimentError(
+            f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
+        )
+    for note in notes_on(name):
+        errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
+    return command(command.default_experiment(name))
+
+
+def parse(arguments: list[str]) -> tuple[Any, str]:
+    """A command with its arguments, and the experiment that they override; nothing is started.
+
+    Raises:
+        ExperimentError: no such command or experiment, or one that is not given first.
+        SystemExit: code 0 after --help; 2 after tyro said what is wrong with a flag.
+    """
+    if not arguments or arguments[0] not in COMMANDS:
+        said = f"{arguments[0]}: no such command" if arguments else "give a command, such as shardpair run"
+        raise ExperimentError(f"{said}; see shardpair --help")
+    word, *line = arguments
+    command, prog = COMMANDS[word], f"shardpair {word}"
+    if not issubclass(command, Spec):
+        return tyro.cli(command, args=line, prog=prog, use_underscores=True), "demo"
+    is_named = not issubclass(command, FixedExperiment) and line and not line[0].startswith("-")
+    name = line[0] if is_named else STUDIES[word].default
+    default = defaults_for(command, name)
+    found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=default)
+    if found.experiment != name:
+        raise ExperimentError(
+            f"{found.experiment}: no flag takes this; an experiment comes first, a switch takes no value: "
+            f"see shardpair {word} --help"
+        )
+    return msgspec.structs.replace(found, given=flags_in(line)), name
+
+
+def flags_in(line: list[str]) -> frozenset[str]:
+    """Fields that a command line gives, such as `rounds` and `layout.reshard_after_forward`."""
+    names = (word.partition("=")[0][2:].replace("-", "_") for word in line if word.startswith("--"))
+    return frozenset(re.sub(r"(^|\.)no_", r"\1", name) for name in names)
+
+
+def overview() -> str:
+    """`shardpair --help`: every command on one screen, by what one wants to do."""
+    groups = {
+        group: {word: study.brief for word, study in STUDIES.items() if study.group == group} | words
+        for group, words in OTHERS.items()
+    }
+    blocks = (
+        "\n".join([f"{group}:", *(f"  {word:<12} {does}" for word, does in words.items())])
+        for group, words in groups.items()
+    )
+    return "\n".join([HEAD, "", *blocks, TAIL])
 
 
 def version_line() -> str:
     """This package's version, and those of Python and the frameworks beside it, without importing these."""
-    found = {"shardpair": _version_of("shardpair"), "python": platform.python_version()}
-    found |= {package: _version_of(package) for package in ("jax", "torch", "numpy")}
-    ours, *others = (f"{package} {version}" for package, version in found.items())
-    return f"{ours} ({', '.join(others)})"
+    jax, torch, numpy = (f"{package} {_version_of(package)}" for package in ("jax", "torch", "numpy"))
+    python = platform.python_version()
+    return f"shardpair {_version_of('shardpair')} (python {python}, {jax}, {torch}, {numpy})"
 
 
 def _version_of(package: str) -> str:
@@ -114,92 +171,3 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _require_utf8(arguments: list[str]) -> None:
-    """Records are JSON, and their names UTF-8: other bytes could be read, but not written down."""
-    for argument in arguments:
-        if not is_utf8(argument):
-            raise ExperimentError(f"{argument} is not UTF-8: write it so, or rename the file or folder")
-
-
-def _described(error: OSError) -> str:
-    """An error of reading or writing, in words: the file, and why."""
-    if error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    if isinstance(error, FileNotFoundError):  # only os.getcwd names no file
-        return "the current folder does not exist any more: go to another"
-    return f"{error.strerror or error}"
-
-
-def _dispatch(arguments: list[str]) -> int:
-    if arguments[:2] == ["bench", "collectives"]:  # a benchmark, but not of an experiment
-        arguments = arguments[1:]
-    command, name = parse(arguments)
-    if isinstance(command, Spec):
-        if (begin := begins_with(name)) and not (command.init_from or command.source or command.continue_):
-            raise ExperimentError(
-                f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
-            )
-        for note in notes_on(name):
-            errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
-    default = command.default_experiment(name) if isinstance(command, Spec) else load(name)
-    return command(default)
-
-
-def parse(arguments: list[str]) -> tuple[Any, str]:
-    """A command with its arguments, and the experiment that they override; nothing is started.
-
-    Raises:
-        ExperimentError: no such command, flag or experiment, or one that is not given first.
-        SystemExit: --help was asked for, and printed.
-    """
-    if not arguments:
-        raise ExperimentError("give a command, such as shardpair run; see shardpair --help")
-    word, *line = arguments
-    if word not in COMMANDS:
-        like = suggestion(word, COMMANDS)
-        raise ExperimentError(f"{shortened(word)}: no such command{like}; see shardpair --help")
-    command: Any = COMMANDS[word]
-    prog = f"shardpair {word}"
-    if not issubclass(command, Spec):
-        return read_line(command, line, prog=prog, default=None), "demo"
-    name = _experiment_name(arguments)
-    default = defaults_for(command, name)
-    read = functools.partial(read_line, command, line, prog=prog)
-    found = read(default=default)
-    if found.experiment != name:
-        raise ExperimentError(_misplaced(word, found.experiment))
-    given = flags_given(found, default, lambda other: read(default=other))
-    return msgspec.structs.replace(found, given=given), name
-
-
-def _subcommand(word: str) -> object:
-    command: Any = COMMANDS[word]
-    return Annotated[command, tyro.conf.subcommand(word)]
-
-
-def _print_completion(arguments: list[str]) -> None:
-    """tyro's completion for a shell, over all commands."""
-    commands: Any = Union[tuple(map(_subcommand, COMMANDS))]  # noqa: UP007
-    tyro.cli(commands, args=arguments, prog="shardpair", use_underscores=True)
-
-
-def _misplaced(command: str, word: str) -> str:
-    """Advice about a word that is not behind a flag, nor first."""
-    if word in named_experiments() or Path(word).suffix in (".toml", ".py"):
-        return f"give the experiment first: shardpair {command} {word} ..."
-    return (
-        f"{shortened(word)}: no flag takes this (a switch is --model.bias or --model.no_bias, without a "
-        f"value); see shardpair {command} --help"
-    )
-
-
-def _experiment_name(arguments: list[str]) -> str:
-    """The experiment that gives the defaults: known before the other arguments can be read."""
-    command, following = (arguments[0], arguments[1:2]) if arguments else ("", [])
-    if command in FIXED_EXPERIMENT:
-        return FIXED_EXPERIMENT[command]
-    if command in DEFAULT_EXPERIMENT and following and not following[0].startswith("-"):
-        return following[0]
-    return DEFAULT_EXPERIMENT.get(command, "demo")

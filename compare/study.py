@@ -23,7 +23,7 @@ from compare.show.findings import Figure, Findings, Table
 from compare.show.page import show
 from compare.spec.experiment import Experiment, ExperimentError, to_toml
 from compare.studies.cases import Case, Interrupted
-from compare.terminal.console import errors_console
+from compare.terminal import errors_console
 
 Edits = Mapping[str, Mapping[str, object]]
 """Fields of an experiment and their values, by section."""

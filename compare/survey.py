@@ -24,7 +24,7 @@ from compare.spec.experiment import Experiment
 from compare.studies.cases import Case
 from compare.studies.runner import Runner, new_folder, saved_in
 from compare.study import DrawnStudy, findings_of
-from compare.terminal.console import printable
+from compare.terminal import printable
 
 
 class Part(Struct, frozen=True, kw_only=True):

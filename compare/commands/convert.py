@@ -10,7 +10,7 @@ from compare.flags.pythons import SidePythons, checked_pythons
 from compare.spec.experiment import Experiment
 from compare.studies.conversion import Format, convert, format_of
 from compare.studies.nanogpt_config import load_experiment
-from compare.terminal.console import print_json, results_console
+from compare.terminal import print_json, results_console
 
 
 class Convert(SidePythons, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from compare.present.tables import by_reason, rung_text
 from compare.show.pages import leave_page
 from compare.show.terminal import cell_of
 from compare.spec.experiment import Experiment
-from compare.terminal.console import PlainConsole, print_json, results_console
+from compare.terminal import PlainConsole, print_json, results_console
 
 
 class Diff(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from compare.execute.paths import RUNS
 from compare.flags.pythons import SidePythons, pythons_of
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
-from compare.terminal.console import coloured, print_json, results_console
+from compare.terminal import coloured, print_json, results_console
 
 
 class EngineReport(Struct, frozen=True, kw_only=True):

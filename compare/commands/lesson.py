@@ -17,7 +17,7 @@ from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Settings
 from compare.studies.lessons import LESSONS, lesson_cases
 from compare.studies.paired_run import compare_cases
-from compare.terminal.console import print_json, results_console
+from compare.terminal import print_json, results_console
 
 if TYPE_CHECKING:
     StrategyName = str

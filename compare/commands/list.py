@@ -15,7 +15,7 @@ from compare.spec.experiment import Experiment, Layout, load, named_experiments
 from compare.studies.known_faults import FAULTS
 from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS, preset_layout
-from compare.terminal.console import print_json, results_console
+from compare.terminal import print_json, results_console
 
 
 class Entry(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from compare.show.markdown import markdown
 from compare.spec.experiment import Experiment
 from compare.studies.registry import read_study
 from compare.study import findings_in
-from compare.terminal.console import errors_console
+from compare.terminal import errors_console
 
 
 class Report(Struct, frozen=True, kw_only=True):

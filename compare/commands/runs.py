@@ -14,8 +14,7 @@ from compare.commands.kept_runs import KeptRun, kept_runs
 from compare.commands.pruning import Pruning, removable, remove
 from compare.execute.paths import RUNS
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.terminal.console import errors_console, print_json, results_console
-from compare.terminal.units import human_bytes, human_days
+from compare.terminal import errors_console, human_bytes, human_days, print_json, results_console
 
 SECONDS_OF_DAY = 86400
 

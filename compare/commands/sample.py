@@ -15,7 +15,7 @@ from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.conversion import as_checkpoint
 from compare.studies.sampling import Sampled, draw
 from compare.studies.tokens import Alphabet, alphabet_of
-from compare.terminal.console import print_json, results_console
+from compare.terminal import print_json, results_console
 
 if TYPE_CHECKING:
     SideName = str

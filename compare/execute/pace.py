@@ -10,7 +10,7 @@ from pathlib import Path
 from compare.contract.record import STEPS_PART, Step
 from compare.contract.request import Request
 from compare.spec.engines.registry import ENGINES, side_of
-from compare.terminal.units import human_seconds
+from compare.terminal import human_seconds
 
 SHORTEST_S = 10.0  # between two lines, whatever there is to say
 LONGEST_S = 60.0  # without a line, at first

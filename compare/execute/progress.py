@@ -21,8 +21,7 @@ from compare.execute.launch import EngineError
 from compare.execute.pace import Cadence, Pace
 from compare.numerics.data import TRAINING
 from compare.spec.experiment import Experiment
-from compare.terminal.console import coloured, messages_console
-from compare.terminal.units import human_bytes
+from compare.terminal import coloured, human_bytes, messages_console
 
 LOG_LINES = 20
 BAR_WIDTH = 20

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compare.terminal.console import messages_console
+from compare.terminal import messages_console
 
 LOOK_S = 0.5
 

@@ -32,7 +32,7 @@ from compare.studies.dry_run import plan, show
 from compare.studies.nanogpt_config import layout_fields, load_experiment
 from compare.studies.paired_run import compare_cases, continue_cases
 from compare.studies.presets import SPREAD, Said, check_names, layout_flag, settings_in, spread
-from compare.terminal.console import messages_console
+from compare.terminal import messages_console
 
 T = TypeVar("T")
 Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]

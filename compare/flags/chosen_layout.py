@@ -7,7 +7,7 @@ from compare.flags.pythons import pythons_of
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import fitting, installed
 from compare.studies.presets import PRESETS, apply_preset, check_names
-from compare.terminal.console import errors_console, printable
+from compare.terminal import errors_console, printable
 
 DEVICES = 4
 

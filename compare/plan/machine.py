@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from compare.host.files import why_not_readable
 from compare.plan.target import Target
-from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError, shortened
+from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError
 
 FOLDER = Path(__file__).parent.parent / "machines"
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
@@ -117,11 +117,11 @@ def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
     if found["count"]:
         fields["devices"] = int(found["count"])
     if "devices" not in fields:
-        raise ExperimentError(f"--machine {shortened(text)}: how many devices? Write {found['name']}x64")
+        raise ExperimentError(f"--machine {text}: how many devices? Write {found['name']}x64")
     try:
         machine = msgspec.convert({**fields, "name": text}, Machine)
     except msgspec.ValidationError as error:
-        raise ExperimentError(f"--machine {shortened(text)}: {_one_line(error)}") from None
+        raise ExperimentError(f"--machine {text}: {_one_line(error)}") from None
     _check(machine)
     return slowed(machine, link_speed) if link_speed != 1 else machine
 
@@ -156,7 +156,7 @@ def _fields(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
     path = known.get(name, Path(name))
     if wrong := why_not_readable(path):
         chips = f"no such chip (there are {', '.join(known)})" if path.suffix != ".toml" else wrong
-        raise ExperimentError(f"--machine {shortened(name)}: {chips}: give a chip or a TOML file")
+        raise ExperimentError(f"--machine {name}: {chips}: give a chip or a TOML file")
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
     try:

@@ -14,7 +14,7 @@ from compare.plan.predict import PARTS, predict
 from compare.plan.search import USABLE, Candidate, frontier
 from compare.present.memory_tables import AtPeak
 from compare.show.findings import Column, Figure, Series, Table, table_of
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 
 class KeptAtPeak(NamedTuple):

@@ -13,7 +13,7 @@ from compare.judge.strategy import with_remat_resolved
 from compare.judge.timed_outcome import TimedCase, TimedOutcome
 from compare.plan.machine import Machine
 from compare.show.findings import Column, Figure, Series
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 FASTER = 1.2
 """A case that takes so much longer than the fastest one in every round, twice at least, is timed no more."""

@@ -10,8 +10,7 @@ from compare.judge.bench_rows import BenchRow, baseline_of, blocks
 from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
 from compare.judge.timed_outcome import MOST_FAILURES, TimedCase, TimedOutcome
 from compare.show.findings import written
-from compare.terminal.layout_words import layout_in_words
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes, layout_in_words
 
 CACHED = "Compiled programs may have been kept between processes: compilation may have been reading one."
 

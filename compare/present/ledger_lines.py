@@ -16,7 +16,7 @@ from compare.show.findings import Column, Findings, Row, Table, Text, table_of
 from compare.show.markdown import markdown_of
 from compare.spec.engines.registry import ENGINES
 from compare.studies.ledgers import EngineLedger, LedgerStudy
-from compare.terminal.layout_words import layout_in_words
+from compare.terminal import layout_in_words
 
 NONE, AS_EXPECTED = "\N{EN DASH}", "="
 PREAMBLE = """Written by `make ledger`, not by hand: what each engine sends in one step of `check`, in

@@ -7,7 +7,7 @@ from msgspec import Struct
 from compare.contract.memory_profile import CLASSES, Class, Peak
 from compare.contract.record import Record
 from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 UNEXPLAINED = "unexplained"
 """Beside a figure that differs from its closed form, for no reason that is known."""

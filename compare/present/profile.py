@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from compare.contract.record import Record
 from compare.judge.profile import DeviceTime, EngineProfile, Profile
 from compare.show.findings import NONE, Column, Picture, Row, Table, Text
-from compare.terminal.layout_words import layout_in_words
+from compare.terminal import layout_in_words
 
 ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "step, unwatched (ms)": lambda engine: engine.step_ms,

@@ -12,8 +12,7 @@ from compare.show.findings import Column, Row, Table, Text, table_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.presets import SETTINGS, Said, layout_flag, settings_in, spread
 from compare.studies.sweep_outcome import FIRST, SINGLE, StrategyRow, SweepOutcome
-from compare.terminal.layout_words import layout_in_words
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes, layout_in_words
 
 NAMES = (
     Column[StrategyRow]("engine", lambda row: row.engine),

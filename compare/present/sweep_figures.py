@@ -9,7 +9,7 @@ from compare.judge.comparison import Comparison
 from compare.present.tables import how_peaks
 from compare.show.findings import Figure, Picture, Series
 from compare.studies.sweep_outcome import FIRST, SINGLE, StrategyRow, SweepOutcome
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 
 def figures_of(outcome: SweepOutcome, by_engine: Mapping[str, Record]) -> list[Figure]:

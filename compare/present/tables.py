@@ -9,7 +9,7 @@ from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
 from compare.judge.ladder import Verdict
 from compare.show.findings import NONE, Text
-from compare.terminal.units import error_text, human_bytes
+from compare.terminal import error_text, human_bytes
 
 _COST_CELLS: dict[str, Callable[[Cost], str]] = {
     "gradient synchronisation": lambda cost: cost.gradient_sync,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError
-from compare.terminal.console import errors_console, results_console
+from compare.terminal import errors_console, results_console
 
 
 def leave_page(draw: Callable[[], Path], *, as_json: bool, label: str = "report") -> None:

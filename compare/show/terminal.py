@@ -6,7 +6,7 @@ from rich.text import Text as RichText
 
 from compare.present.tables import by_reason
 from compare.show.findings import Findings, Table, Text
-from compare.terminal.console import coloured, print_json, results_console
+from compare.terminal import coloured, print_json, results_console
 
 COLOURS = {"pass": "green", "fail": "red", "known": "yellow", "unexplained": "magenta"}
 

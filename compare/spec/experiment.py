@@ -4,12 +4,10 @@ The file format is TOML, one table per section (`compare.spec.sections`). Readin
 key or a wrong type is an error that names the key.
 """
 
-import difflib
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 
@@ -123,7 +121,7 @@ def checked(fields: Any) -> Experiment:
     try:
         return check(msgspec.convert(fields, Experiment))
     except msgspec.ValidationError as error:
-        raise ExperimentError(_in_our_words(_one_line(error), fields)) from None
+        raise ExperimentError(_one_line(error)) from None
 
 
 def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:
@@ -143,59 +141,3 @@ def to_toml(experiment: Experiment) -> str:
 def _one_line(error: Exception) -> str:
     """msgspec's message with its `$.model.n_layer` path as we write keys: `model.n_layer`."""
     return " ".join(str(error).split()).replace("`$.", "`").replace("- at `$`", "at the top level")
-
-
-_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
-_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "object": "a table of fields",
-}
-LONGEST = 60
-"""Characters of a word that a message repeats."""
-
-
-def shortened(word: str) -> str:
-    """A word as a message repeats it."""
-    return word if len(word) <= LONGEST else f"{word[:LONGEST]}..."
-
-
-def _in_our_words(message: str, fields: Any) -> str:
-    """msgspec's complaint as `check` would put it: the key, its value, and what it must be."""
-    if found := re.search(r"^Object contains unknown field `(.*?)`(?: - at `(\w+)`)?$", message):
-        name, section = found.groups()
-        known = getattr(Experiment(), section).__struct_fields__ if section else Experiment.__struct_fields__
-        close = difflib.get_close_matches(name, known, n=1)
-        has_no = f"[{section}] has no field" if section else "there is no field"
-        return f"{has_no} {shortened(name)}{f' (did you mean {close[0]}?)' if close else ''}"
-    found = re.search(r"^(?:Expected|Invalid) (?:enum value )?(.*) - at `(\w+(?:\.\w+)?)`$", message)
-    if not found:
-        return message
-    said, key = found.groups()
-    value: Any = fields
-    for part in key.split("."):
-        value = value[part]
-    return f"{key} = {_short(value)} must be {_must_be(said, key)}"
-
-
-def _must_be(said: str, key: str) -> str:
-    """What a value must be, from msgspec's words: "`int` >= 1", "`int`, got `str`"."""
-    if bound := re.search(r"^`\w+` ([<>]=?) (\S+)$", said):
-        sign, number = bound.groups()
-        return f"{_BOUNDS[sign]} {number}"
-    section, _, field = key.partition(".")
-    hints = get_type_hints(type(getattr(Experiment(), section)))
-    if get_origin(hints.get(field)) is Literal:
-        return f"one of {', '.join(map(str, get_args(hints[field])))}"
-    expected = said.split(",")[0].strip("`").split(" | ")[0]
-    return _TYPES.get(expected, said)
-
-
-def _short(value: object) -> str:
-    """A value as a message repeats it; a table or list is only named."""
-    if isinstance(value, dict | list):
-        return "[...]" if isinstance(value, list) else "{...}"
-    text = shortened(str(value).lower() if isinstance(value, bool) else str(value))
-    return f'"{text}"' if isinstance(value, str) else text

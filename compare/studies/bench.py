@@ -15,7 +15,7 @@ from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import Choice, bench_cases
 from compare.studies.fitting import installed
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 from compare.timed_study import Cases, TimedStudy, timed_findings
 
 

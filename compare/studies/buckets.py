@@ -38,7 +38,7 @@ from compare.studies.collective_runs import (
     sizes_between,
 )
 from compare.studies.presets import spread
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 from compare.timed_study import Cases, TimedStudy, timed_findings
 
 OTHERS = ("flat", "naive", "overlapped")

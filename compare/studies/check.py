@@ -10,7 +10,7 @@ from compare.present.tables import rung_text
 from compare.show.findings import Findings, Row, Table, Text
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import ladder_cases
-from compare.terminal.units import error_text
+from compare.terminal import error_text
 
 SHOWN = ("gradients", "later_weights")
 """Rungs whose worst tensor is named."""

@@ -31,7 +31,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError, Layout
 from compare.studies.cases import Settings
 from compare.studies.runner import Runner, new_folder
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 RANKS = (2, 4, 6)
 

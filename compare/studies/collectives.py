@@ -30,7 +30,7 @@ from compare.studies.collective_runs import (
 )
 from compare.studies.presets import check_names
 from compare.study import Question
-from compare.terminal.console import errors_console
+from compare.terminal import errors_console
 
 if TYPE_CHECKING:
     Way = str

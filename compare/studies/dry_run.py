@@ -16,9 +16,7 @@ from compare.studies.fitting import require_case
 from compare.studies.memory_estimate import estimate_memory, may_not_fit
 from compare.studies.own_weights import objection_to
 from compare.studies.resuming import objection_to_resume
-from compare.terminal.console import print_json, results_console
-from compare.terminal.layout_words import layout_in_words
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes, layout_in_words, print_json, results_console
 
 UNREAD = "-"  # in place of a digest: the data is opened, and not read to its end
 

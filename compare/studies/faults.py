@@ -9,7 +9,7 @@ from compare.paired_study import Cases, PairedStudy, paired_findings
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.known_faults import FAULTS, fault_cases, planted
-from compare.terminal.units import error_text
+from compare.terminal import error_text
 
 DEVICES = 4
 

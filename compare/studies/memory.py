@@ -19,7 +19,7 @@ from compare.spec.experiment import Experiment, edited
 from compare.studies.cases import engine_cases, why_not
 from compare.studies.presets import check_names, spread
 from compare.survey import Part, Parts, Survey, survey_findings
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 STEPS = 3
 LAYOUTS = {

@@ -14,7 +14,7 @@ from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.peak_bound import held_at_most
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
 COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -13,7 +13,7 @@ from typing import Any
 
 from compare.execute.paths import is_utf8
 from compare.host.files import why_not_readable
-from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate, shortened
+from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.spec.experiment import layout_fields as toml_layout_fields
 from compare.spec.nanogpt_settings import FIELDS, experiment_of
 from compare.studies.tokens import META, alphabet_size
@@ -100,7 +100,7 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
     given = read_assignments(path)
     known = DEFAULTS.keys() | WITHOUT_MEANING.keys() | {"init_from", "eval_only"}
     if unknown := sorted(given.keys() - known):
-        raise ExperimentError(f"{path}: {shortened(unknown[0])}: nanoGPT has no such setting")
+        raise ExperimentError(f"{path}: {unknown[0]}: nanoGPT has no such setting")
     if given.get("eval_only"):
         raise ExperimentError(f"{path}: eval_only = True: a run here trains; leave it out")
     settings = {**DEFAULTS, **given}
@@ -173,7 +173,7 @@ def _assignments(tree: ast.Module, path: Path) -> dict[str, Any]:
 def _literal(value: ast.expr, where: str) -> Any:
     match value:
         case ast.Constant(value=str() as text) if not is_utf8(text):
-            raise ExperimentError(f"{where}: {shortened(repr(text))} is no text that a file can hold")
+            raise ExperimentError(f"{where}: {repr(text)} is no text that a file can hold")
         case ast.Constant(value=int() | float() | str() | bool() as constant):
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=operand):

@@ -26,7 +26,7 @@ from compare.studies.fitting import require_case, require_sides
 from compare.studies.own_weights import Init, freeze_weights
 from compare.studies.resuming import require_resumable, resumes
 from compare.studies.runner import Runner, new_folder, saved_in
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 LATER_STEP = 20
 

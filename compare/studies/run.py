@@ -16,7 +16,7 @@ from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.cases import Settings, engine_cases
 from compare.studies.ladder_tensors import remove_tensors
 from compare.studies.resuming import changed_settings
-from compare.terminal.console import errors_console
+from compare.terminal import errors_console
 
 
 class Run(Spread, PairedStudy, frozen=True, kw_only=True):

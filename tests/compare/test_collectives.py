@@ -31,7 +31,7 @@ from compare.show.page import write_page
 from compare.studies import collective_runs as study
 from compare.studies.collective_runs import CollectiveBench, Order, requests_of, sizes_between
 from compare.studies.collectives import Collectives
-from compare.terminal.console import PlainConsole
+from compare.terminal import PlainConsole
 
 SIZES = sizes_between(1024, 2**20, 4)
 LATENCY_S, BANDWIDTH = 50e-6, 2e9

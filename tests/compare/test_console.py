@@ -19,8 +19,7 @@ from compare.show.pages import leave_page
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment
 from compare.studies.run import Run
-from compare.terminal import console
-from compare.terminal.console import PlainConsole, coloured, printable, results_console
+from compare.terminal import PlainConsole, coloured, console, printable, results_console
 
 COMPARE = Path(console.__file__).parents[1]
 SOURCES = sorted(COMPARE.rglob("*.py"))

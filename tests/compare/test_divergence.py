@@ -14,7 +14,7 @@ from compare.contract.request import Request
 from compare.host.json_files import read_json
 from compare.judge.comparison import read_saved
 from compare.numerics.parameters import initial_parameters
-from compare.terminal.units import error_text
+from compare.terminal import error_text
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import make_report

@@ -36,7 +36,7 @@ from compare.present.report.render import write_report
 from compare.present.report.slim_svg import slim
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 MOST_BYTES = 300_000

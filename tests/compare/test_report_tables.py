@@ -15,8 +15,7 @@ from compare.present.report.memory import at_rest, device_table, memory_table
 from compare.present.report.traffic import ledger_table
 from compare.spec.experiment import Experiment, edited
 from compare.studies.presets import spread
-from compare.terminal.layout_words import layout_in_words
-from compare.terminal.units import human_bytes, human_seconds
+from compare.terminal import human_bytes, human_seconds, layout_in_words
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 BIG = {"model": {"n_layer": 4, "n_head": 4}, "train": {"batch_size": 16}}

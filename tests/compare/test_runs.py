@@ -22,7 +22,7 @@ from compare.judge.outcome import save
 from compare.spec.experiment import Layout, edited
 from compare.studies.matrix_cells import Cell, MatrixOutcome
 from compare.studies.presets import NOTHING_SAID
-from compare.terminal.units import human_days
+from compare.terminal import human_days
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_the_command_line_loads_no_matplotlib():
 
 def test_json_in_ascii_and_a_silent_interrupt(monkeypatch, capsys):
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    script = "from compare.terminal.console import print_json; print_json({'\u00e9': '\u4e2d\U0001f600'})"
+    script = "from compare.terminal import print_json; print_json({'\u00e9': '\u4e2d\U0001f600'})"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, check=True)
     assert done.stdout.isascii()

@@ -30,7 +30,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
-from compare.terminal.layout_words import layout_in_words
+from compare.terminal import layout_in_words
 
 PACKAGES = ("python", "jax", "torch")
 BY_HAND = "manual"

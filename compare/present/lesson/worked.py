@@ -24,7 +24,7 @@ from compare.show.findings import Row, Table, Text
 from compare.spec.axes import DP_SHARD, PP
 from compare.spec.experiment import Experiment, Model, Train, edited
 from compare.studies.lessons import FOLDERS, LESSONS
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 GPUS = 8
 CHIP = "NVIDIA H100 80GB HBM3"

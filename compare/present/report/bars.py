@@ -11,7 +11,7 @@ from compare.judge.costs import Cost
 from compare.present.report.canvas import INK, WIDTH, colour, legend_above, legend_height, svg
 from compare.present.report.memory import AtRest
 from compare.present.report.slim_svg import value_of
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 KIND_COLOURS = {"parameters": "#56B4E9", "gradients": "#E69F00", "optimizer": "#009E73"}
 CROWDED = 6  # cases from which on bars stand closer

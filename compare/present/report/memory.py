@@ -10,7 +10,7 @@ from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.present.memory_tables import UNEXPLAINED, AtPeak
 from compare.present.report.tables import Row, Table, Text, upright
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 
 class AtRest(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from compare.contract.memory_profile import CLASSES, Class, Curve, Peak, PhaseSt
 from compare.present.report.bars import KIND_COLOURS, scale
 from compare.present.report.canvas import INK, WIDTH, legend_above, legend_height, svg
 from compare.present.report.slim_svg import Readings
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 CLASS_COLOURS: dict[Class, str] = {
     "parameters": KIND_COLOURS["parameters"],

@@ -15,7 +15,7 @@ from compare.present.report.memory_curves import memory_over_step
 from compare.present.report.timeline import summary, timeline
 from compare.present.tables import how_peaks
 from compare.show.findings import Picture
-from compare.terminal.layout_words import SCHEDULES
+from compare.terminal import SCHEDULES
 
 COINCIDE = 1e-3
 """Of the loss: less than the width of a line."""

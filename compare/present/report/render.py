@@ -28,7 +28,7 @@ from compare.present.tables import REMOVED
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import to_toml
 from compare.studies.ledgers import engine_ledger
-from compare.terminal.layout_words import layout_in_words
+from compare.terminal import layout_in_words
 
 PAGE = "report.html"
 

@@ -10,8 +10,7 @@ from compare.judge.strategy import done_words
 from compare.present.report.beside import MeasuredCeiling
 from compare.present.tables import cost_rows
 from compare.show.findings import Row, Table, Text
-from compare.terminal.layout_words import layout_in_words
-from compare.terminal.units import error_text, human_bytes
+from compare.terminal import error_text, human_bytes, layout_in_words
 
 NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 MANY = 6

@@ -9,7 +9,7 @@ from compare.judge.ledger_lines import Line
 from compare.present.ledger_lines import unexplained, used
 from compare.present.report.tables import NONE, Row, Table, Text
 from compare.studies.ledgers import EngineLedger
-from compare.terminal.units import human_bytes
+from compare.terminal import human_bytes
 
 
 def ledger_table(

@@ -1,1 +1,0 @@
-"""Printed text: text as it is, numbers and layouts as people read them."""
