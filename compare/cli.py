@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from typing import Annotated, Any, Union
+from typing import Any
 
 import msgspec
 import tyro
@@ -98,8 +98,7 @@ def _dispatch(arguments: list[str]) -> int:
             print(overview())
             return 0
         case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
-            words = [Annotated[COMMANDS[word], tyro.conf.subcommand(word)] for word in COMMANDS]
-            tyro.cli(Union[tuple(words)], args=arguments, prog="shardpair", use_underscores=True)  # noqa: UP007
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="shardpair")
         case ["bench", "collectives", *_]:  # a benchmark, but not of an experiment
             arguments = arguments[1:]
     command, name = parse(arguments)

@@ -173,7 +173,7 @@ def _assignments(tree: ast.Module, path: Path) -> dict[str, Any]:
 def _literal(value: ast.expr, where: str) -> Any:
     match value:
         case ast.Constant(value=str() as text) if not is_utf8(text):
-            raise ExperimentError(f"{where}: {repr(text)} is no text that a file can hold")
+            raise ExperimentError(f"{where}: {text!r} is no text that a file can hold")
         case ast.Constant(value=int() | float() | str() | bool() as constant):
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=operand):

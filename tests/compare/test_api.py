@@ -50,8 +50,8 @@ def test_check_from_python(tmp_path, cache_dir):
     ("call", "says"),
     [
         (lambda: api.experiment("nosuch"), "nosuch: no such file or named experiment"),
-        (lambda: api.experiment("check", train={"max_itres": 2}), "has no field max_itres"),
-        (lambda: api.experiment("check", trian={"max_iters": 2}), "there is no field trian"),
+        (lambda: api.experiment("check", train={"max_itres": 2}), "unknown field `max_itres`"),
+        (lambda: api.experiment("check", trian={"max_iters": 2}), "unknown field `trian`"),
         (lambda: api.experiment("check", model={"n_head": 5}), "n_head = 5 does not divide"),
         (lambda: api.run("check", preset="nosuch"), "no such preset"),
         (lambda: api.run("check", devices=2), "without --preset has no effect"),

@@ -128,7 +128,7 @@ def test_nothing_left_is_refused(tiny):
         ({"variants": ("train.max_iters=8",)}, "the steps of a bench are those of --window"),
         (
             {"sizes": ("train.batch_size=x",)},
-            'timed: train.batch_size = "x" must be a whole number',
+            "timed: Expected `int`, got `str` - at `train.batch_size`",
         ),
     ],
 )

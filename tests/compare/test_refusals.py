@@ -1,0 +1,220 @@
+"""Bad input: the key, flag or file and what to do, exit code 2, before any process starts; never a hang."""
+
+import math
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from compare.cli import COMMANDS, flags_in, main, overview, parse
+from compare.execute import launch
+from compare.flags import arguments
+from compare.flags.arguments import Spec
+from compare.spec.experiment import (
+    MAX_FILE_BYTES,
+    Data,
+    Experiment,
+    ExperimentError,
+    Model,
+    Train,
+    revalidate,
+)
+from compare.spec.experiment import (
+    parse as parse_toml,
+)
+
+REFUSED = {
+    # Words that stand in no table.
+    "": "give a command, such as shardpair run",
+    "runn": "runn: no such command",
+    "run --model.bias true": "true: no flag takes this",
+    "run nosuch": "nosuch: no such file or named experiment",
+    "run --preset nosuch": "--preset nosuch: no such preset",
+    "faults --names nosuch": "--names nosuch: no such fault",
+    "run --engines jax-manual jax-manual": "--engines jax-manual: give each engine once",
+    # Files: what is none, what is no experiment, what is no data.
+    "run pipe.toml": "pipe.toml is not a file",
+    "run folder": "folder is a folder, not a file",
+    "run typo.toml": "typo.toml: Object contains unknown field `n_layr` - at `model`",
+    "run broken.toml": "broken.toml:",
+    "run binary.toml": "binary.toml: 'utf-8' codec can't decode",
+    "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes",
+    "run nested.toml": "nested.toml: nested too deeply",
+    "run inf.toml": "inf.toml: optimizer.learning_rate = inf must be a finite number",
+    "run table.toml": "table.toml: Expected `object`, got `int` - at `model`",
+    "run null.toml": r"a\x00b does not exist",
+    "run --data.source pipe.bin": "pipe.bin is not a file",
+    "run --data.source missing.txt": "missing.txt does not exist",
+    "run --data.source folder": "folder is a folder without train.bin",
+    "run --data.source empty.txt": "empty.txt is empty",
+    "run --data.source short.txt": "too few for model.block_size = 64",
+    "run --data.source odd.bin": "odd.bin has an odd number of bytes (2001)",
+    "run --data.source uint32.bin": "uint32.bin holds 32- or 64-bit tokens",
+    "run --data.source saved.npy": "saved.npy is a file of numpy.save",
+    "run --data.source beyond.bin": "token 256, beyond model.vocab_size = 256",
+    # Folders and programs.
+    "run --run_dir taken": "taken exists already",
+    "run --run_dir empty.txt/inside": "empty.txt/inside cannot be created",
+    "run --cache_dir empty.txt": "--cache_dir empty.txt cannot be written",
+    "run --jax_python /nosuch": "--jax_python /nosuch: no such program",
+    "report taken": "taken has no outcome.json",
+    "report taken --picture curve.doc": "--picture curve.doc: end it in one of .png, .svg, .pdf",
+    # Numbers, alone and together.
+    "run --model.n_layer 0": "Expected `int` >= 1 - at `model.n_layer`",
+    f"run --train.seed {2**63}": "train.seed",
+    "run --model.norm_eps 1e400": "model.norm_eps = inf must be a finite number",
+    "run --optimizer.learning_rate 1e39": "learning_rate = 1e+39 is infinite in float32",
+    "run --timeout_s nan": "--timeout_s nan must be more than 0 and at most",
+    "run --model.n_head 5": "model.n_head = 5 does not divide model.n_embd = 96",
+    "run --layout.dp_replicate 3": "train.batch_size = 16 is not divisible by layout.dp_replicate = 3",
+    "run --preset tp --devices 3": "layout.tp = 3 does not divide model.n_head = 4",
+    "check --devices 0": "--devices 0 must be at least 1",
+    "faults --devices 1": "--devices 1: most faults show between devices only",
+    "run --layout.dp_replicate 128 --train.batch_size 128": "the layout needs 128 devices",
+    "run --train.batch_size 1000000000": "jax-compiler would need 1.28 TB (",
+    # Engines that cannot.
+    "run --layout.gradient_sync overlapped --engines jax-manual": "jax-manual offers naive, flat, bucketed",
+    "run --preset single --model.dropout 0.2 --engines nanogpt-loop torch-manual": "nanogpt-loop drops",
+    "run check --engines jax-compiler --layout.pp 2 --layout.schedule zero_bubble": "jax-compiler has",
+}
+MALFORMED = {
+    "run --model.n_layer 2.5": "n_layer",
+    "run --model.n_layer": "n_layer",
+    "run --layout.zero 4": "--layout.zero",
+    "run --model.n_layr 2": "--model.n_layer",
+    "run demo other": "other",
+    "convert only": "required",
+}
+"""What tyro refuses, in its own words: each names the flag, or one like it."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with what people point at by mistake, where starting a process is a failure."""
+
+    def refuse(*arguments, **keywords):
+        pytest.fail(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
+    monkeypatch.chdir(tmp_path)
+    for name in ("pipe.toml", "pipe.bin"):
+        os.mkfifo(name)
+    for name in ("folder", "taken"):
+        Path(name).mkdir()
+    for name, text in {
+        "typo.toml": "[model]\nn_layr = 2\n",
+        "broken.toml": "[model\n",
+        "long.toml": "x = " + "[" * 100_000,
+        "nested.toml": "x = " + "[" * (MAX_FILE_BYTES - 10),
+        "inf.toml": "[optimizer]\nlearning_rate = inf\n",
+        "table.toml": "model = 3\n",
+        "null.toml": '[data]\nsource = "a\\u0000b"\n',
+        "empty.txt": "",
+        "short.txt": "a few words",
+    }.items():
+        Path(name).write_text(text)
+    Path("binary.toml").write_bytes(bytes(range(256)))
+    Path("odd.bin").write_bytes(b"x" * 2001)
+    (np.arange(5000) % 250).astype("<u4").tofile("uint32.bin")
+    np.full(5000, 256, "<u2").tofile("beyond.bin")
+    np.save("saved.npy", np.arange(5000))
+    return tmp_path
+
+
+def test_refused_in_one_line(folder, capsys):
+    before = sorted(folder.rglob("*"))
+    for line, says in REFUSED.items():
+        assert main(line.split()) == 2, line
+        output = capsys.readouterr()
+        assert output.out == "", line
+        assert output.err.startswith("shardpair: error: "), line
+        assert output.err.count("\n") == 1, line
+        assert output.err[:-1].isprintable(), line
+        assert says in output.err, line
+    assert [path for path in sorted(folder.rglob("*")) if path.name != "runs"] == before
+
+
+def test_malformed_flags_are_named(folder, capsys):
+    for line, names in MALFORMED.items():
+        with pytest.raises(SystemExit) as ended:
+            main(line.split())
+        assert ended.value.code == 2, line
+        assert names in capsys.readouterr().err.lower(), line
+
+
+def test_gpus_that_are_not_there(folder, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["run", "--platform", "gpu"]) == 3
+    assert "no NVIDIA GPU is visible" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(launch, "installed_gpus", lambda: 4)
+    assert main(["run", "--platform", "gpu", "--layout.dp_replicate", "2"]) == 2
+    assert "needs 2 devices and 1 GPUs are visible" in capsys.readouterr().err
+
+
+def test_no_float_may_be_infinite_or_no_number():
+    floats = [
+        (section.name, field.name)
+        for section in msgspec.structs.fields(Experiment)
+        for field in msgspec.structs.fields(section.type)
+        if isinstance(field.default, float)
+    ]
+    assert len(floats) >= 11
+    for section, key in floats:
+        for value in (math.inf, -math.inf, math.nan):
+            with pytest.raises(ExperimentError, match=rf"{section}\.{key} = {value} must be a finite number"):
+                parse_toml(f"[{section}]\n{key} = {value}\n")
+
+
+def test_the_largest_seed_survives_a_file():
+    largest = Experiment(
+        model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8),
+        train=Train(seed=2**63 - 1),
+        data=Data(source="synthetic"),
+    )
+    assert revalidate(largest) == largest
+    assert msgspec.json.decode(msgspec.json.encode(largest), type=Experiment) == largest
+
+
+def test_a_cache_that_nobody_asked_for_is_no_reason_to_stop(folder, capsys, monkeypatch):
+    monkeypatch.setattr(arguments, "default_cache", lambda: "empty.txt/cache")
+    assert arguments.Spec(cache_dir="empty.txt/cache").settings().cache_dir == ""
+    assert "compiled programs are not kept: --cache_dir empty.txt/cache" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_a_failure(folder, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(launch.files, "write_atomically", full)
+    assert main(["run"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "stdlib.txt" in said
+
+
+def test_help_is_one_screen_and_teaches(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"{overview()}\n"
+    lines = printed.splitlines()
+    assert len(lines) <= 44  # of a terminal as high as a laptop's screen
+    assert max(map(len, lines)) <= 80
+    assert all(f"\n  {word} " in printed for word in COMMANDS)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "shardpair run demo --engines jax-manual torch-manual" in text
+    assert "Number of transformer blocks (L). (default: 4)" in text  # the demo's own default
+
+
+def test_flags_that_a_line_gives_are_known_in_every_spelling():
+    line = ["--layout.no-reshard-after-forward", "--optimizer.min-lr=1e-4", "--no-ladder", "--devices", "2"]
+    assert flags_in(line) == {"layout.reshard_after_forward", "optimizer.min_lr", "ladder", "devices"}
+    command, _ = parse(["run", *line])
+    assert isinstance(command, Spec)
+    assert not command.layout.reshard_after_forward
+    assert command.given == flags_in(line)
