@@ -23,7 +23,7 @@ from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.compiler import pipeline_parallel
 from torchpar.compiler.compilation import resolve_backend
 from torchpar.compiler.placement import along
-from torchpar.faults import compiler_faults
+from torchpar.faults import plant
 from torchpar.measure.ledger import LedgerMode
 from torchpar.measure.places import group_names
 from torchpar.parallel_model import ParallelModel, local
@@ -152,7 +152,7 @@ def rows_of(parallel: ParallelModel, mesh: Mesh) -> list[Communication]:
 @on_ranks
 def test_a_placement_that_is_said_wrongly_shows_in_the_gradients(rank: int, fault: str, name: str) -> None:
     expected = reference(ADAM, steps=1)["gradients"]
-    with getattr(compiler_faults, fault)():
+    with plant(fault, engine="torch-compiler", layout=LAYOUTS[name]):
         parallel, mesh = make_parallel(LAYOUTS[name], rank, ADAM)
         backward(parallel, mesh, 0)
     got = parallel.full(parallel.gradients())
@@ -163,7 +163,7 @@ def test_a_placement_that_is_said_wrongly_shows_in_the_gradients(rank: int, faul
 @on_ranks
 def test_a_part_taken_for_the_sum_shows_in_the_loss(rank: int) -> None:
     right, mesh = make_parallel(LAYOUTS["tp"], rank, ADAM)
-    with compiler_faults.dropped_tp_all_reduce():
+    with plant("dropped_tp_all_reduce", engine="torch-compiler", layout=LAYOUTS["tp"]):
         wrong, _ = make_parallel(LAYOUTS["tp"], rank, ADAM)
         loss = backward(wrong, mesh, 0)
     assert abs(backward(right, mesh, 0) - loss).item() > 1e-3

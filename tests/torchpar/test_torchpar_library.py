@@ -4,7 +4,6 @@ The oracle is the plain GPT over the whole batch, PyTorch's own clipping and opt
 """
 
 from functools import partial
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import library
 from torchpar.comm import process_groups
 from torchpar.dtensors import in_order
-from torchpar.faults.library_faults import take_parts_for_sums, unsummed
+from torchpar.faults import incomplete_norms, unsummed_rows
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, local
@@ -89,14 +88,14 @@ def assert_sharding_is_real(parallel: ParallelModel, layout: Layout, name: str, 
 @on_ranks
 def test_mistakes_show(rank: int) -> None:
     expected = reference(ADAM, steps=1)["gradients"]
-    with patch.object(library, "complete_gradients", take_parts_for_sums):
+    with incomplete_norms():
         parallel, mesh = make_parallel(LAYOUTS["tp_sp"], rank, ADAM)
         backward(parallel, mesh, 0)
     got = parallel.full(parallel.gradients())
     name = "transformer.ln_f.weight"
     assert (got[name] - expected[name]).abs().max() > 1e-3
     right, mesh = make_parallel(LAYOUTS["tp"], rank, ADAM)
-    with patch("torchpar.library.tensor_parallel.RowwiseParallel", unsummed):
+    with unsummed_rows():
         wrong, _ = make_parallel(LAYOUTS["tp"], rank, ADAM)
     assert abs(backward(right, mesh, 0) - backward(wrong, mesh, 0)).item() > 1e-3
 

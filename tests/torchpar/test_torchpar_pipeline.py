@@ -21,7 +21,7 @@ from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.counter import Call
 from torchpar.comm.mesh import make_mesh
-from torchpar.faults.manual_faults import overwritten_microbatch
+from torchpar.faults import overwritten_microbatch
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.pipeline_parallel import PipelineParallel
 

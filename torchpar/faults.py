@@ -1,0 +1,454 @@
+"""Faults to plant on purpose, so that the ladder is seen to catch them: `FAULTS`, for `contract.faults`.
+
+A fault holds for what is built and run inside.
+"""
+
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
+from compare.contract.faults import (
+    ANY_LAYOUT,
+    IGNORED,
+    REPEATED_PARAMETERS,
+    REPLICAS,
+    SHARDS,
+    SPLIT_LAYERS,
+    SPLIT_SEQUENCE,
+    STAGES,
+    Ignored,
+    Need,
+    PlantedFault,
+    find_fault,
+)
+from compare.contract.inputs import starting_parameters
+from compare.contract.request import Request
+from compare.numerics.weights import Given, Weights
+from compare.spec.axes import AXES, BATCH, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.experiment import Layout
+from torchpar import dropout, library, setup, train
+from torchpar.comm.chunks import chunk_slices
+from torchpar.comm.collectives import Axis
+from torchpar.comm.handles import CompletedWork, Work
+from torchpar.compiler import data_parallel as placed_data_parallel
+from torchpar.compiler import tensor_parallel as placed_tensor_parallel
+from torchpar.compiler.placement import Placements, axes_of, of_activation
+from torchpar.library import data_parallel, tensor_parallel
+from torchpar.manual.flat_parameters import FlatGradients
+from torchpar.manual.megatron import reduce_from_region, reduce_scatter_from_region
+from torchpar.manual.stage import Stage
+from torchpar.manual.tensor_parallel import RowParallelLinear
+from torchpar.parallel_model import local
+from torchpar.state import Run
+
+MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
+BY_DDP = Need(
+    holds=lambda layout: layout.dp_replicate > 1 and layout.zero < 2 and layout.tp == 1,
+    otherwise="DistributedDataParallel reduces nothing: give layout.dp_replicate = 2 or more, layout.tp = 1 "
+    "and layout.zero = 0 or 1",
+)
+SHARDED_PARAMETERS = Need(
+    holds=lambda layout: layout.zero > 1,
+    otherwise="ZeroRedundancyOptimizer updates whole parameters: give layout.zero = 2 or more",
+)
+SUMMED_BY_AUTOGRAD = Need(
+    holds=lambda layout: layout.zero < 2,
+    otherwise="FSDP2 adds up the gradients of passes where no user reaches them: give layout.zero = 0 or 1",
+)
+
+
+def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
+    """The fault as a context manager.
+
+    Raises:
+        ExperimentError: an unknown fault, or one that this engine or layout cannot express.
+    """
+    return find_fault(FAULTS, fault, engine=engine, layout=layout).plant()
+
+
+# At a collective of torch-manual, by mesh axis and purpose --------------------------------------------------
+
+
+@contextmanager
+def left_out_reductions(*, axis: str, purpose: str) -> Generator[None]:
+    """Each rank goes on with its part of the sum."""
+    all_reduce, reduce_scatter, wrong = Axis.start_all_reduce, Axis.start_reduce_scatter, (axis, purpose)
+
+    def no_all_reduce(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:
+        if (self.name, purpose) == wrong:
+            return CompletedWork(lambda: None)
+        return all_reduce(self, tensor, purpose=purpose, **options)
+
+    def no_reduce_scatter(self: Axis, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
+        if (self.name, purpose) == wrong:
+            return CompletedWork(lambda: piece.copy_(full[chunk_slices(len(full), self.size)[self.rank]]))
+        return reduce_scatter(self, piece, full, purpose=purpose)
+
+    with patch.multiple(Axis, start_all_reduce=no_all_reduce, start_reduce_scatter=no_reduce_scatter):
+        yield
+
+
+def changed_input(
+    method: str, change: Callable[[torch.Tensor, int], torch.Tensor], *, axis: str, purpose: str
+) -> AbstractContextManager:
+    """A collective is of `change(tensor, ranks)` in place of the tensor."""
+    right, wrong = getattr(Axis, method), (axis, purpose)
+
+    def changed(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:
+        if (self.name, purpose) == wrong:
+            tensor = change(tensor, self.size)
+        return right(self, tensor, purpose=purpose, **options)
+
+    return patch.object(Axis, method, changed)
+
+
+times_ranks = partial(changed_input, "start_all_reduce", lambda tensor, ranks: tensor.mul_(ranks))
+"""A mean becomes the sum."""
+sent_zeros = partial(changed_input, "start_send", lambda tensor, ranks: torch.zeros_like(tensor))
+"""Messages arrive as zeros: each rank goes on with its part of a sum."""
+
+
+def doubled_row_bias() -> AbstractContextManager:
+    """Every rank adds the bias before the sum over ranks."""
+
+    def forward(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        part = nn.functional.linear(x, self.weight, self.bias)
+        if self.sequence_dim is None:
+            return reduce_from_region(part, self.axis)
+        return reduce_scatter_from_region(part, self.axis, dim=self.sequence_dim)
+
+    return patch.object(RowParallelLinear, "forward", forward)
+
+
+# In what a user gives to PyTorch's wrappers -----------------------------------------------------------------
+
+
+def ddp_hook(hook: Callable[[dist.ProcessGroup, Any], torch.futures.Future]) -> AbstractContextManager:
+    """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer.
+
+    The hooks do not annotate the bucket: DDP would insist on `torch.distributed`'s own class.
+    """
+
+    class Faulty(data_parallel.DistributedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(self.process_group, hook)
+
+    return patch.object(data_parallel, "DistributedDataParallel", Faulty)
+
+
+def without_reduction(group: dist.ProcessGroup, bucket):
+    """Gradients stay each replica's own."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def undivided_sum(group: dist.ProcessGroup, bucket):
+    """The sum over the replicas stays a sum."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def unsummed_rows() -> AbstractContextManager:
+    """Row-parallel layers leave partial sums; the embedding, which names its input, stays right."""
+
+    def unsummed(**layouts: Any) -> RowwiseParallel:
+        return RowwiseParallel(**(layouts if "input_layouts" in layouts else {"output_layouts": Partial()}))
+
+    return patch.object(tensor_parallel, "RowwiseParallel", unsummed)
+
+
+def incomplete_norms() -> AbstractContextManager:
+    """Gradients of LayerNorms stay those of each rank's part of the sequence."""
+
+    def take_parts_for_sums(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if isinstance(gradient := parameter.grad, DTensor):
+                parameter.grad = taken_for_sum(gradient, axes_of(gradient.device_mesh))
+
+    return patch.object(library, "complete_gradients", take_parts_for_sums)
+
+
+# In where torch-compiler says that tensors live -------------------------------------------------------------
+
+
+def taken_for_sum(x: DTensor, axes: Collection[str]) -> DTensor:
+    """A partial sum along these axes, said to be the sum."""
+    names = axes_of(x.device_mesh)
+    said = tuple(
+        Replicate() if name in axes and how.is_partial() else how
+        for name, how in zip(names, x.placements, strict=True)
+    )
+    return DTensor.from_local(
+        x.to_local(), x.device_mesh, said, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def parts_for_sums(axes: Collection[str]) -> AbstractContextManager:
+    """A device's part of a gradient's sum along these axes is said to be the gradient."""
+    right = placed_data_parallel.synchronize_gradients
+
+    def wrong(gradient: torch.Tensor, placements: Placements) -> torch.Tensor:
+        assert isinstance(gradient, DTensor)
+        return right(taken_for_sum(gradient, axes), placements)
+
+    return patch.object(placed_data_parallel, "synchronize_gradients", wrong)
+
+
+def placed_sum_for_mean() -> AbstractContextManager:
+    """The mean over a rank's own rows is said to be a part of the loss's sum, and not of its average."""
+    right = placed_data_parallel.split_batch
+
+    def of_own_rows(logits_NV: DTensor, targets_N: DTensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(logits_NV.to_local(), targets_N.to_local())
+        devices = logits_NV.device_mesh
+        sums = tuple(Partial() if how.is_shard() else how for how in of_activation(devices))
+        return DTensor.from_local(loss, devices, sums, run_check=False)
+
+    def split_batch(*arguments, **_):
+        right(*arguments, cross_entropy=of_own_rows)
+
+    return patch.object(placed_data_parallel, "split_batch", split_batch)
+
+
+def placed_row_products() -> AbstractContextManager:
+    """A rank's part of what attention and MLP add to the stream is said to be all of it."""
+    right = placed_tensor_parallel._at
+
+    def at(x: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
+        if isinstance(x, DTensor) and type(x.placements[axes_of(devices).index(TP)]) is Partial:
+            x = taken_for_sum(x, (TP,))
+        return right(x, devices, placements)
+
+    return patch.object(placed_tensor_parallel, "_at", at)
+
+
+# In the loop, the optimizer and the weights of all engines --------------------------------------------------
+
+
+def spoiled(spoil: Callable[[Run], None]) -> AbstractContextManager:
+    """A run that is set up as it should be, and then spoiled."""
+    set_up = train.set_up
+
+    def wrong(*args: Any, **options: Any) -> Run:
+        run = set_up(*args, **options)
+        spoil(run)
+        return run
+
+    return patch.object(train, "set_up", wrong)
+
+
+@contextmanager
+def ignored(setting: Ignored) -> Generator[None]:
+    """A setting that is not done as asked; the record repeats the request."""
+    set_up, autocast = train.set_up, train.autocast
+
+    def wrong(request: Request, *args: Any, **options: Any) -> Run:
+        done = setting.edit(request.experiment)
+        run = set_up(structs.replace(request, experiment=done), *args, **options)
+        return replace(run, request=request)
+
+    def wrong_products(run: Run) -> AbstractContextManager:
+        done = setting.edit(run.experiment)
+        return autocast(replace(run, request=structs.replace(run.request, experiment=done)))
+
+    with patch.object(train, "set_up", wrong), patch.object(train, "autocast", wrong_products):
+        yield
+
+
+@contextmanager
+def overwritten_microbatch() -> Generator[None]:
+    """Each pass's gradient, and in a pipeline each microbatch's, takes the place of those before it.
+
+    `zero_grad` stands inside of the loop over the passes of a step, and not behind it.
+    """
+    backward, backward_chunk, add = Stage.backward, PipelineStage.backward_one_chunk, FlatGradients.add
+
+    def stage(self: Stage, *args: Any, **options: Any) -> Any:
+        self.module.zero_grad()
+        return backward(self, *args, **options)
+
+    def library_stage(self: PipelineStage, *args: Any, **options: Any) -> Any:
+        self.submod.zero_grad()
+        return backward_chunk(self, *args, **options)
+
+    def flat(self: FlatGradients, index: int) -> None:
+        self.used.discard(index)
+        add(self, index)
+
+    def zero_inside(run: Run) -> None:
+        parallel = run.parallel
+
+        def zero(*module_and_inputs: Any) -> None:
+            parallel.module.zero_grad()
+            parallel.optimizer.zero_grad()
+
+        if not parallel.run_pipeline:
+            parallel.module.register_forward_pre_hook(zero)
+
+    with (
+        patch.object(Stage, "backward", stage),
+        patch.object(PipelineStage, "backward_one_chunk", library_stage),
+        patch.object(FlatGradients, "add", flat),
+        spoiled(zero_inside),
+    ):
+        yield
+
+
+def skipped_last_update() -> AbstractContextManager:
+    """The last step updates nothing."""
+
+    def skip(run: Run) -> None:
+        step = run.parallel.optimizer.step
+
+        def wrong(*args: Any) -> Any:
+            return step(*args) if run.state.step < run.experiment.train.max_iters - 1 else None
+
+        object.__setattr__(run.parallel.optimizer, "step", wrong)
+
+    return spoiled(skip)
+
+
+def after_update(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> AbstractContextManager:
+    """Weights become `change(before, after)` whenever the optimizer has updated them."""
+
+    def spoil(run: Run) -> None:
+        before = dict[str, torch.Tensor]()
+
+        def remember(*optimizer_and_arguments: Any) -> None:
+            before.update({name: p.detach().clone() for name, p in run.parallel.parameters.items()})
+
+        @torch.no_grad()
+        def move(*optimizer_and_arguments: Any) -> None:
+            for name, parameter in run.parallel.parameters.items():
+                parameter.copy_(change(before[name], parameter))
+
+        run.parallel.optimizer.register_step_pre_hook(remember)
+        run.parallel.optimizer.register_step_post_hook(move)
+
+    return spoiled(spoil)
+
+
+def moved_weight() -> AbstractContextManager:
+    """One weight starts a little away."""
+
+    def moved(*args: Any) -> Weights:
+        named = dict(starting_parameters(*args))
+        named[MOVED] = named[MOVED].copy()
+        named[MOVED].flat[0] += BY
+        return Given(named)
+
+    return patch.object(setup, "starting_parameters", moved)
+
+
+def kept_gradients() -> AbstractContextManager:
+    """A step's gradients are added to those of the step before."""
+
+    def keep(run: Run) -> None:
+        run.parallel.optimizer.zero_grad = lambda set_to_none=True: None
+
+    return spoiled(keep)
+
+
+def unscaled_dropout() -> AbstractContextManager:
+    """Elements that are not dropped are not scaled up."""
+    return patch.object(dropout, "kept_scale", lambda rate: 1.0)
+
+
+def same_dropout_on_every_rank() -> AbstractContextManager:
+    """Every rank takes its rows for the first ones."""
+
+    def forget(run: Run) -> None:
+        for module in run.parallel.module.modules():
+            if isinstance(module, dropout.Dropout):
+                module.part = 0
+
+    return spoiled(forget)
+
+
+def norm_counts_replicas_twice() -> AbstractContextManager:
+    """Squares are summed over every axis, whether a parameter is spread over it or repeated."""
+
+    def count_all(run: Run) -> None:
+        axes = (run.mesh[name] for name in AXES)
+        everywhere = tuple(axis for axis in axes if axis.size > 1)
+        run.parallel = replace(run.parallel, sharded_over=dict.fromkeys(run.parallel.parameters, everywhere))
+
+    return spoiled(count_all)
+
+
+def wrong_optimizer_shard() -> AbstractContextManager:
+    """Each rank updates its shard with the next rank's gradients, repeated if that has too few."""
+
+    def mix_up(run: Run) -> None:
+        axis = run.mesh[DP_SHARD]
+
+        @torch.no_grad()
+        def before_update(*optimizer_and_arguments: Any) -> None:
+            gradients = [p.grad for p in run.parallel.parameters.values() if p.grad is not None]
+            mine = [local(gradient).view(-1) for gradient in gradients]
+            theirs, start = axis.all_gather_objects(torch.cat(mine))[(axis.rank + 1) % axis.size], 0
+            for gradient in mine:
+                places = torch.arange(start, start + len(gradient)) % max(len(theirs), 1)
+                gradient.copy_(theirs[places] if len(theirs) else torch.zeros_like(gradient))
+                start += len(gradient)
+
+        run.parallel.optimizer.register_step_pre_hook(before_update)
+
+    return spoiled(mix_up)
+
+
+MANUAL, LIBRARY, COMPILER = ("manual",), ("library",), ("compiler",)
+ALL = MANUAL + LIBRARY + COMPILER
+_gradients = {"axis": DP_REPLICATE, "purpose": GRADIENTS}
+_row_products = {"axis": TP, "purpose": ACTIVATIONS}
+_partial_gradients = {"axis": TP, "purpose": REPLICATED_GRADIENTS}
+_tied_gradients = {"axis": PP, "purpose": TIED_GRADIENTS}
+_reversed, _rounded = (lambda old, new: 2 * old - new), (lambda old, new: new.bfloat16().to(new.dtype))
+
+FAULTS = tuple(
+    PlantedFault(*row)
+    for row in (
+        ("dropped_all_reduce", MANUAL, REPLICAS, partial(left_out_reductions, **_gradients)),
+        ("dropped_all_reduce", LIBRARY, BY_DDP, partial(ddp_hook, without_reduction)),
+        ("dropped_all_reduce", COMPILER, REPLICAS, partial(parts_for_sums, BATCH)),
+        ("sum_for_mean", MANUAL, REPLICAS, partial(times_ranks, **_gradients)),
+        ("sum_for_mean", LIBRARY, BY_DDP, partial(ddp_hook, undivided_sum)),
+        ("sum_for_mean", COMPILER, REPLICAS, placed_sum_for_mean),
+        ("moved_weight", ALL, ANY_LAYOUT, moved_weight),
+        ("kept_gradients", ALL, ANY_LAYOUT, kept_gradients),
+        ("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(left_out_reductions, **_row_products)),
+        ("dropped_tp_all_reduce", LIBRARY, SPLIT_LAYERS, unsummed_rows),
+        ("dropped_tp_all_reduce", COMPILER, SPLIT_LAYERS, placed_row_products),
+        ("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
+        ("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(left_out_reductions, **_partial_gradients)),
+        ("missing_norm_psum", LIBRARY, SPLIT_SEQUENCE, incomplete_norms),
+        ("missing_norm_psum", COMPILER, SPLIT_SEQUENCE, partial(parts_for_sums, (TP,))),
+        ("norm_counts_replicas_twice", ALL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
+        ("wrong_optimizer_shard", MANUAL + COMPILER, SHARDS, wrong_optimizer_shard),
+        ("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, wrong_optimizer_shard),
+        ("overwritten_microbatch", MANUAL, ANY_LAYOUT, overwritten_microbatch),
+        ("overwritten_microbatch", LIBRARY, SUMMED_BY_AUTOGRAD, overwritten_microbatch),
+        ("stale_tied_copy", MANUAL + LIBRARY, STAGES, partial(sent_zeros, **_tied_gradients)),
+        ("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
+        ("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, same_dropout_on_every_rank),
+        ("reversed_update", ALL, REPLICAS, partial(after_update, _reversed)),
+        ("rounded_weights", ALL, REPLICAS, partial(after_update, _rounded)),
+        ("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
+        *((name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
+    )
+)
