@@ -168,11 +168,10 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auto is what is fastest in each framework: dots under XLA's scan, none in eager PyTorch."""
     offload: Literal["none", "optimizer"] = "none"
     """Keep the optimizer's moments in the host's memory: they are on the device for the update only."""
-    compile: Literal["auto", "none", "aot_eager", "merged", "inductor"] = "auto"
+    compile: Literal["auto", "none", "aot_eager", "inductor"] = "auto"
     """How torch-compiler compiles; no other engine asks. none: DTensor plans at every operator; aot_eager:
-    torch.compile traces one program, run operator by operator; merged: with one collective for each block's
-    parameters, where DTensor has one for each; inductor: and fused. auto is inductor on GPUs and none on
-    a CPU, where a compilation takes longer than a small training."""
+    torch.compile traces one program, run operator by operator; inductor: and fused. auto is inductor on GPUs
+    and none on a CPU, where a compilation takes longer than a small training."""
 
     @property
     def axes(self) -> dict[str, int]:

@@ -1,36 +1,32 @@
 """torchpar.compiler's layouts on four gloo ranks, in float64: placements, against one device."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import gpt_steps
 import pytest
 import torch
-from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, make_gpt, moment_keys, reference
+from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, count, make_gpt, moment_keys, reference
 from layouts import TORCH_COMPILER as LAYOUTS
 from msgspec.structs import replace
-from ranks import CPU, on_ranks
+from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from compare.contract.communication import Communication, summed
-from compare.spec.axes import DP_SHARD, PP
+from compare.contract.communication import summed
+from compare.spec.axes import PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import compiler
 from torchpar.comm import process_groups
-from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.compiler import pipeline_parallel
 from torchpar.compiler.compilation import resolve_backend
 from torchpar.compiler.placement import along
 from torchpar.faults import plant
 from torchpar.measure.ledger import LedgerMode
-from torchpar.measure.places import group_names
 from torchpar.parallel_model import ParallelModel, local
 
 make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
 train = partial(gpt_steps.train, compiler.parallelize)
-WHAT = ("calls", "bytes")
 BLOCKS, WIDTH = CONFIG.n_layer, CONFIG.n_embd
 
 
@@ -76,36 +72,6 @@ def test_a_step_is_one_graph_and_equals_one_device(rank: int, name: str) -> None
     assert parallel.compiled() == "aot_eager, 1 graph"
 
 
-@pytest.mark.parametrize("name", ["zero3", "fsdp_tp_sp"])
-@on_ranks
-def test_a_pass_merges_the_collectives_of_a_block(rank: int, name: str) -> None:
-    """The bytes stay, and so do the numbers; calls are one a block, where they were one a parameter."""
-    merged = replace(LAYOUTS[name], compile="merged")
-    got, parallel = train(merged, rank, ADAM)
-    assert_same(got, reference(ADAM), name)
-    assert parallel.compiled() == "merged, 1 graph"
-    if merged.tp > 1:
-        return  # its groups are known to the mesh that made them alone
-    after = rows_of(parallel, make_mesh(merged, rank=rank, device=CPU))
-    before = rows_of(*make_parallel(LAYOUTS[name], rank, ADAM))
-    parameters = list(parallel.parameters)
-    at_ends = len([n for n in parameters if ".h." not in n])
-    of_block = (len(parameters) - at_ends) // BLOCKS
-    for kind, ends, each in (
-        ("all_gather", at_ends, 4 * BLOCKS),  # two passes, forward and backward
-        ("reduce_scatter", 2 * at_ends, 2 * BLOCKS),
-    ):
-        (calls, size), (calls_after, size_after) = (
-            [
-                sum(getattr(row, what) for row in rows if (row.kind, row.axis) == (kind, DP_SHARD))
-                for what in WHAT
-            ]
-            for rows in (before, after)
-        )
-        assert (calls, calls_after) == (ends + each * of_block, ends + each)
-        assert size == size_after > 0
-
-
 def test_ledger(ranks):
     ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
     ranks.run(ledger)
@@ -131,18 +97,6 @@ def ledger(rank: int) -> None:
     assert set(seen) == {("all_reduce", "gradients"), ("all_reduce", "loss")}
     assert seen["all_reduce", "gradients"].calls == len(parallel.parameters)
     assert (seen["all_reduce", "loss"].calls, seen["all_reduce", "loss"].bytes) == (2, 2 * 8)
-
-
-def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
-    return {(row.kind, row.purpose): row for row in summed(rows_of(parallel, mesh))}
-
-
-def rows_of(parallel: ParallelModel, mesh: Mesh) -> list[Communication]:
-    """What a step sends; of a compiled one as the engine watches it."""
-    watched = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiled else nullcontext()
-    with watched, LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
-        backward(parallel, mesh, 0)
-    return mode.noted().rows
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ def parallelize(
         apply_remat(model.blocks, resolve_remat(layout))
         own = dict(model.named_parameters())
         parallel = ParallelModel(module=model, optimizer=make_optimizer(own), parameters=own)
-    compilation = compile_forward(model, backend)
-    return replace(parallel, compiled=None if backend == "none" else compilation.words)
+    return parallel if backend == "none" else replace(parallel, compiled=compile_forward(model, backend))
 
 
 def _placed(

@@ -1,14 +1,11 @@
 """Pipeline parallelism by placements: stages are a dim of a DTensor, and a shift along it is the network.
 
-One tensor holds a microbatch for each stage, and its first dim is split over pp. A tick is the same function
-on every rank's own part, and a shift by one. The derivative, in reverse, is the backward pipeline: GPipe.
+    x_S   (S, ...), its first dim split over pp: each of S ranks has the microbatch of its stage
+    tick  every rank computes its stage, and the results shift by one: a new microbatch enters, one leaves
 
-DTensor has no rule for a shift along a dim that is split: its `roll` gathers all stages first. Said in two
-placements, to split another dim, roll, and split the stages again, it is two all-to-alls, of twice a
-message's bytes; and on a CPU DTensor makes each of them a gather and a cut (2.13). So torch-compiler refuses
-pipelines of its own model (`compare.spec.engines.registry`), and this is to try it, with any stages.
-
-Legend: S stages, one on each rank, M microbatches; `...` is what a microbatch has.
+Autograd makes the backward pipeline, in reverse: GPipe. But DTensor has no rule for a shift along a split
+dim: to split another dim, roll, and split the stages again is two all-to-alls, which on a CPU it makes of
+gathers (2.13). So torch-compiler refuses pipelines, and only a test runs this.
 """
 
 from collections.abc import Callable
@@ -16,39 +13,19 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from compare.spec.axes import PP
 from torchpar.compiler.placement import local_part
-
-AXIS = PP
-STAGE_DIM, OTHER_DIM = 0, 1
 
 
 def run_pipeline(
     stage: Callable[[torch.Tensor], torch.Tensor], x_S: DTensor, x_M: torch.Tensor
 ) -> torch.Tensor:
-    """Take microbatches through all stages.
-
-    Args:
-        stage: this rank's, (...) -> (...).
-        x_S: (S, ...), split by stage: what idle stages compute on. S divides the first dim of `...`.
-        x_M: (M, ...), on all ranks: what enters the first stage.
-
-    Returns:
-        (M, ...): what leaves the last stage, on the rank that has it; others return what they had then.
-    """
-    stages, is_first = len(x_S), x_S.device_mesh.get_local_rank() == 0
-    left = []
+    """Microbatches x_M (M, ...) through all stages: right on the last rank. Idle stages compute on x_S."""
+    stages, is_first, left = len(x_S), x_S.device_mesh.get_local_rank() == 0, []
     for tick in range(len(x_M) + stages - 1):
-        # By value, and on every rank: else backward would leave a shift out on one, for which others wait.
-        enters = torch.tensor(is_first and tick < len(x_M), device=x_M.device)
+        enters = torch.tensor(is_first and tick < len(x_M), device=x_M.device)  # no `if`: ranks trace alike
         y = stage(torch.where(enters, x_M[min(tick, len(x_M) - 1)], x_S.to_local()[0]))
         left.append(y)
-        x_S = shift(local_part(y[None], x_S.device_mesh, x_S.placements), 1)
+        results = local_part(y[None], x_S.device_mesh, x_S.placements).redistribute(placements=[Shard(1)])
+        shifted = local_part(torch.roll(results.to_local(), 1, 0), x_S.device_mesh, results.placements)
+        x_S = shifted.redistribute(placements=x_S.placements)
     return torch.stack(left[stages - 1 :])
-
-
-def shift(x_S: DTensor, by: int) -> DTensor:
-    """Each stage gets what the one `by` places before it has, around the ring."""
-    turned = x_S.redistribute(placements=[Shard(OTHER_DIM)])
-    rolled = torch.roll(turned.to_local(), by, STAGE_DIM)
-    return local_part(rolled, x_S.device_mesh, turned.placements).redistribute(placements=x_S.placements)

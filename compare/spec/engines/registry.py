@@ -236,11 +236,7 @@ def _not_in_pytorch(layout: Layout) -> str:
 
 def _not_compiled(layout: Layout) -> str:
     """Limits of torch.compile over DTensors (2.13), found out by running it."""
-    if (
-        layout.compile in ("aot_eager", "merged", "inductor")
-        and layout.remat == "full"
-        and layout.devices > 1
-    ):
+    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full" and layout.devices > 1:
         return (
             f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
             "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
