@@ -27,9 +27,8 @@ from compare.contract.record import Failure, Recorder, clear_record, leave_failu
 from compare.contract.request import read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
-from compare.host.exits import describe_exit
 from compare.host.facts import MissingDevicesError, MissingPackageError
-from compare.host.signals import is_ignored, on_signals
+from compare.host.signals import describe_exit, is_ignored, on_signals
 from compare.spec.engines.registry import JAX
 from compare.spec.experiment import ExperimentError
 from jaxpar.watchdog import Watchdog, exit_with_stdin

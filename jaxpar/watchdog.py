@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from compare.host.activity import Activity, look_s
+from compare.host.facts import Activity, look_s
 
 EXIT_CODE = 1
 GRACE_S = 10.0

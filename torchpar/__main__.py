@@ -28,9 +28,8 @@ from compare.contract.processes import Process, add_flags, find_process, require
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
-from compare.host.exits import describe_exit
 from compare.host.facts import MissingDevicesError, MissingPackageError
-from compare.host.signals import is_ignored
+from compare.host.signals import describe_exit, is_ignored
 from compare.spec.engines.registry import TORCH
 from compare.spec.experiment import ExperimentError
 

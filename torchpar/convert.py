@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.numerics.initial_weights import require_fit, write_weights
 from compare.spec.experiment import ExperimentError, Model
 from torchpar.weights import COMPILED_PREFIX, nanogpt_shapes, to_arrays

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from compare.contract import record as files
 from compare.contract.exit_codes import FAILED, MEANT
-from compare.host.exits import describe_exit
+from compare.host.signals import describe_exit
 
 LOG = "log.txt"
 ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
@@ -18,16 +18,11 @@ _BY_SRUN = "Terminating StepId"  # what it cancels from here on it ends because 
 _ENDED = ("Terminated", "Exited with exit code")  # as the others end, once one has failed
 
 
-def why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
+def why(returncode: int, folder: Path) -> str:
     """Reason of an engine's failure.
 
     A cause that a process left comes first; one that only saw another process go comes after what the
     launcher saw.
-
-    Args:
-        returncode: of the engine's command, as `subprocess` gives it.
-        folder: the engine's.
-        oom_kills_before: `oom_kills()` from when it started.
     """
     failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
     if failure and not failure.is_consequence:
@@ -36,7 +31,7 @@ def why(returncode: int, folder: Path, *, oom_kills_before: int | None) -> str:
         return seen
     if failure:
         return failure.message
-    died = describe_exit(returncode, oom_kills_before=oom_kills_before)
+    died = describe_exit(returncode)
     if returncode < 0 or returncode > 128:
         return died
     lines = log.strip().splitlines()

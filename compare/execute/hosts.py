@@ -29,7 +29,7 @@ from compare.contract.other_hosts import host_of
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, read_failure, write_failure
 from compare.execute.hostfile import line_elsewhere, line_of, read_hostfile, require_first
-from compare.host.exits import describe_exit
+from compare.host.signals import describe_exit
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
 

@@ -33,7 +33,6 @@ from compare.execute.paths import remove_run_dir
 from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
 from compare.host.disk import remove_leftovers
-from compare.host.exits import oom_kills
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.evaluation import require_validation
 from compare.spec.engines.engine import Side
@@ -226,7 +225,6 @@ def run_side(
     how = {"layout": layout, "options": options}
     command = hosts.command(python, side, folder, **how)
     print_elsewhere(hosts.elsewhere(python, side, folder, platform=platform, **how))
-    kills = oom_kills()
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
         # closes when we die, however we die, and the engine ends itself then.
@@ -251,7 +249,7 @@ def run_side(
         hung = left.message if left and not left.is_consequence else hung
         raise _failed(name, f"{hung}: see {folder / LOG}, or raise --timeout_s", folder, exit_code=1)
     if process.returncode:
-        said = why(process.returncode, folder, oom_kills_before=kills)
+        said = why(process.returncode, folder)
         raise _failed(name, said, folder, exit_code=code_of_cause(process.returncode, folder))
 
 

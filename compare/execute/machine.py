@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-_MEMORY_FILES = ("memory.max", "memory.limit_in_bytes")  # of cgroups v2 and v1
 
 
 def memory_bytes() -> int:
@@ -36,32 +35,21 @@ def gpu_memory_bytes() -> int:
 
 
 def _cgroup_limits(machines_swap: int) -> list[int]:
-    """Limits of the cgroups above us, swap included where they limit it."""
-    limits = []
-    for folder in _own_cgroups():
-        for name in _MEMORY_FILES:
-            limit = _number(folder / name)
-            if limit is not None:
-                # Where swap is not limited, or not counted, a refusal could be false: take all there is.
-                swap = _number(folder / "memory.swap.max")
-                limits.append(limit + (machines_swap if swap is None else swap))
+    """Limits of our cgroup (version 2) and of those above it, swap included where they limit it."""
+    limits, nearest = [], own_cgroup()
+    for folder in (nearest, *nearest.parents):
+        limit, swap = _number(folder / "memory.max"), _number(folder / "memory.swap.max")
+        if limit is not None:
+            # Where swap is not limited, a refusal could be false: take all there is.
+            limits.append(limit + (machines_swap if swap is None else swap))
     return limits
 
 
-def _own_cgroups() -> list[Path]:
-    """The folders of our cgroup and of all above it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: set[Path] = set()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = CGROUPS / controllers
-            own = root / path.lstrip("/")
-            folders.update(folder for folder in (own, *own.parents) if folder.is_relative_to(root))
-    return sorted(folders)
+def own_cgroup() -> Path:
+    """The folder of the cgroup that we are in."""
+    membership = Path("/proc/self/cgroup")
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    return CGROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
 
 
 def _number(path: Path) -> int | None:

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.spec.experiment import ExperimentError
 
 RUNS = Path("runs")

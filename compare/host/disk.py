@@ -1,4 +1,4 @@
-"""Writing into the folder of a run: whole files or none, no remains, and a full disk said in words."""
+"""Files of a run: written whole or not at all, no remains, and a full disk said in words."""
 
 import contextlib
 import errno
@@ -68,3 +68,12 @@ def remove_leftovers(folder: Path) -> None:
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def why_not_readable(path: Path) -> str:
+    """The reason why a path of the user cannot be read as a file, in words that follow it; '' if it can."""
+    if os.path.isdir(path):
+        return "is a folder, not a file"
+    if not os.path.isfile(path):  # a pipe would hang whoever opens it
+        return "is not a file" if os.path.exists(path) else "does not exist"
+    return "" if os.access(path, os.R_OK) else "may not be read (permission denied)"

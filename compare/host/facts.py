@@ -1,13 +1,19 @@
-"""Facts of this machine and this process that every side puts on the record."""
+"""Facts of this machine and this process: processors, memory, versions, and whether anything is computed."""
 
 import importlib.metadata
 import os
 import platform
 import resource
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+BUSY_SHARE = 0.05
+"""Of one core. A process that waits for others polls with 1 %; one that computes gets more than this even
+on a machine with ten times as many busy processes as cores."""
+LOOK_S = 1.0
 
 
 class MissingDevicesError(RuntimeError):
@@ -19,19 +25,16 @@ class MissingPackageError(RuntimeError):
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model, or its architecture where the system does not tell.
+    """The processor's model with family and number, or its architecture where the system does not tell.
 
-    With family and number, where there are any: in a virtual machine processors that differ by a factor of
-    two in their products may all be called "AMD EPYC".
+    Virtual machines call processors "AMD EPYC" whose products differ by a factor of two.
     """
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    first_core = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))
-    }
-    name = first_core.get("model name") or platform.processor() or platform.machine()
-    if not {"cpu family", "model"} <= set(first_core):
+    core = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = core.get("model name") or platform.processor() or platform.machine()
+    if not {"cpu family", "model"} <= set(core):
         return name
-    return f"{name} (family {first_core['cpu family']}, model {first_core['model']})"
+    return f"{name} (family {core['cpu family']}, model {core['model']})"
 
 
 def cores() -> int:
@@ -66,3 +69,23 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in packages
     }
+
+
+def look_s(timeout_s: float) -> float:
+    """Seconds between two looks, if a hang is to be noticed after `timeout_s`."""
+    return min(LOOK_S, timeout_s / 4)
+
+
+class Activity:
+    """Tells from CPU seconds whether anything was computed since the last look: a hang computes nothing."""
+
+    def __init__(self, cpu_seconds: Callable[[], float]):
+        self._cpu_seconds = cpu_seconds
+        self._used, self._at = cpu_seconds(), time.monotonic()
+
+    def is_busy(self) -> bool:
+        """True if more than `BUSY_SHARE` of a core was used since the last call."""
+        used, now = self._cpu_seconds(), time.monotonic()
+        share = (used - self._used) / max(now - self._at, 1e-9)
+        self._used, self._at = used, now
+        return share > BUSY_SHARE

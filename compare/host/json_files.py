@@ -26,9 +26,7 @@ def read_json(path: Path, type: type[T]) -> T:
 
 
 def read_own_bytes(path: Path) -> bytes:
-    """A file of a record. Raises RecordError, which names it: there is none, or it is a pipe or a device."""
-    if path.exists() and not path.is_file():  # which might be read for ever
-        raise RecordError(f"{path} cannot be read: it is no file")
+    """A file of a record. Raises RecordError, which names it."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -44,16 +42,7 @@ def read_own_json(path: Path, type: type[T]) -> T:
 
 
 def read_result(path: Path, type: type[T], *, command: str) -> T:
-    """What a command saved of its run.
-
-    Args:
-        path: of the file, in the run's folder.
-        type: that was saved.
-        command: which saves it, such as `bench`.
-
-    Raises:
-        RecordError: there is none, or it is garbled.
-    """
+    """A command's outcome in the folder of its run. Raises RecordError: there is none, or it is garbled."""
     if not path.is_file():
         raise RecordError(
             f"{path.parent} has no {path.name}: it is not the folder of a `shardpair {command}`"

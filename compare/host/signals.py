@@ -1,9 +1,11 @@
-"""Signals that must have their effect at once, and those that a process was started to ignore."""
+"""Signals that must have their effect at once, those that stay ignored, and the end of a process in words."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Collection
+
+_POLITE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def is_ignored(number: int) -> bool:
@@ -33,3 +35,23 @@ def on_signals(numbers: Collection[int], act: Callable[[int], None]) -> None:
                 act(arrived[0])
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def describe_exit(code: int, *, when: str = "") -> str:
+    """The end of a process in words: 'killed by SIGSEGV at step 3'.
+
+    Args:
+        code: as `subprocess` gives it: negative for a signal. 128 + n stands for signal n, as in a shell.
+        when: 'at step 3'.
+    """
+    when = when and f" {when}"
+    number = -code if code < 0 else code - 128
+    if not 0 < number < signal.NSIG:
+        return f"left with exit code {code}{when}"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    if number in _POLITE:
+        return f"ended by {name}{when}"
+    return f"killed by {name}{when}" + " (out of memory, if nobody sent it)" * (number == signal.SIGKILL)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError
 
 STDLIB_BYTES = 4_000_000

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from compare.host.disk import write_atomically
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable, write_atomically
 from compare.host.tensors import RecordError, Tensors
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError

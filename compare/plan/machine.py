@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.plan.target import Target
 from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.spec.checks import ExperimentError, check, check_tasks
 from compare.spec.sections import (
     Checkpoints,

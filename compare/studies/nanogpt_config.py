@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.execute.paths import is_utf8
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.spec.experiment import layout_fields as toml_layout_fields
 from compare.spec.nanogpt_settings import FIELDS, experiment_of

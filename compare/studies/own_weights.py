@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from compare.execute.convert import convert_by_side
 from compare.execute.paths import remove_run_dir
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.host.tensors import RecordError, Tensors
 from compare.numerics.initial_weights import INIT, read_weights, write_weights
 from compare.numerics.parameters import fingerprint

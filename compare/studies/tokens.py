@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from compare.host.files import why_not_readable
+from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError
 
 META = "meta.pkl"

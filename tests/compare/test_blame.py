@@ -47,9 +47,9 @@ def test_srun_says_which_process_of_which_host_failed(log, expected):
 def test_srun_comes_before_a_consequence_and_after_a_cause(tmp_path):
     (tmp_path / LOG).write_text(SRUN)
     write_failure(tmp_path, Failure(message="connection closed by peer", is_consequence=True))
-    assert why(1, tmp_path, oom_kills_before=None) == "process 1 on host1: killed, says srun"
+    assert why(1, tmp_path) == "process 1 on host1: killed, says srun"
     write_failure(tmp_path, Failure(message="process 0 on host0: a bad batch"))
-    assert why(1, tmp_path, oom_kills_before=None) == "process 0 on host0: a bad batch"
+    assert why(1, tmp_path) == "process 0 on host0: a bad batch"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from compare.contract.record import STEPS_PART, Recorder, Step, read_failure
 from compare.contract.request import REQUEST, Request
 from compare.contract.run_lock import FolderInUse, lock_folder
 from compare.execute.launch import EngineError, launch
-from compare.host import exits
 from compare.host.disk import DiskFull, full_disk_named, no_room, remove_leftovers, write_atomically
 from compare.host.json_files import write_json
+from compare.host.signals import describe_exit
 from compare.spec.experiment import ExperimentError
 
 STEP = Step(step=0, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0)
@@ -169,37 +169,13 @@ def test_a_full_disk_ends_a_run_in_words(small_disk, tiny):
     assert not list(folder.glob("*.tmp"))
 
 
-DEATHS = {
-    (-9, 4): "killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
-    (-9, 5): "killed by SIGKILL at step 3: out of memory, says the kernel",
-    (137, 5): "killed by SIGKILL at step 3: out of memory, says the kernel",
-    (-11, 5): "killed by SIGSEGV at step 3",
-    (-15, 4): "ended by SIGTERM at step 3",
-    (143, 4): "ended by SIGTERM at step 3",
-    (7, 4): "left with exit code 7 at step 3",
-}
-
-
-@pytest.mark.parametrize(("code", "kills"), DEATHS)
-def test_how_a_process_ended(code, kills, monkeypatch):
-    monkeypatch.setattr(exits, "oom_kills", lambda: kills)
-    assert exits.describe_exit(code, when="at step 3", oom_kills_before=4) == DEATHS[code, kills]
-
-
-@pytest.mark.parametrize(
-    ("membership", "file", "content"),
-    [
-        ("0::/a/b", "a/b/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 9"),
-        ("0::/a/b", "memory.events", "oom_kill 2"),  # in a container
-        ("9:cpu:/\n4:memory:/a\n0::/", "memory/a/memory.oom_control", "oom_kill_disable 0\noom_kill 2"),
-    ],
-)
-def test_the_kernels_count_is_read(membership, file, content, tmp_path, monkeypatch):
-    monkeypatch.setattr(exits, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(exits, "_MEMBERSHIP", tmp_path / "membership")
-    assert exits.oom_kills() is None
-    (tmp_path / "membership").write_text(membership)
-    assert exits.oom_kills() is None
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(content)
-    assert exits.oom_kills() == 2
+def test_how_a_process_ended():
+    for code, says in {
+        -9: "killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
+        137: "killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
+        -11: "killed by SIGSEGV at step 3",
+        143: "ended by SIGTERM at step 3",
+        -40: "killed by signal 40 at step 3",
+        7: "left with exit code 7 at step 3",
+    }.items():
+        assert describe_exit(code, when="at step 3") == says

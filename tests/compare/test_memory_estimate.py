@@ -221,7 +221,7 @@ def test_a_container_may_have_less_than_the_machine(monkeypatch, tmp_path):
     most = machine.memory_bytes()
     assert most > 2**28
     (tmp_path / "a").mkdir()
-    monkeypatch.setattr(machine, "_own_cgroups", lambda: [tmp_path, tmp_path / "a"])
+    monkeypatch.setattr(machine, "own_cgroup", lambda: tmp_path / "a")
     assert machine.memory_bytes() >= most
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.memory_bytes() >= most

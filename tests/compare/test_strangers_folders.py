@@ -96,20 +96,6 @@ def test_a_linked_case_is_not_trained_anew(folder, capsys, monkeypatch):
     assert (folder.parent / "victim" / "precious").read_text() == "mine"
 
 
-@pytest.mark.parametrize("file", ["steps.jsonl", "evaluations.jsonl", "work.json", "gradients.safetensors"])
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_no_pipe_or_device_is_waited_for(folder, capsys, file, kind):
-    path = folder / "torch-manual" / file
-    path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero")
-    for command in (["report", "run"], ["diff", "run", "run"]):
-        assert main(command) == 2
-        assert f"{file} cannot be read: it is no file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("layout", "train", "says"),
     [

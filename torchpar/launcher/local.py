@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from compare.host.disk import RENDEZVOUS
-from compare.host.exits import oom_kills
 from compare.host.signals import is_ignored
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import Child, make_report, supervise
@@ -63,7 +62,6 @@ def launch(
     usage = resource.getrusage(resource.RUSAGE_SELF)
     lifeline, held_by_parent = context.Pipe(duplex=False)
     children: list[Child] = []
-    kills = oom_kills()
     with _signals_raise(), _meeting_point(folder) as rendezvous:
         try:
             for number in range(world_size):
@@ -84,7 +82,7 @@ def launch(
                     process.start()
                 children.append(Child(number, process, reports))
                 sender.close()
-            supervise(children, heartbeat, timeout_s, oom_kills_before=kills)
+            supervise(children, heartbeat, timeout_s)
         finally:
             _ignore_signals()
             _end(children)

@@ -12,7 +12,7 @@ import psutil
 from msgspec.structs import replace
 
 from compare.contract.record import WAITING, Failure, leave_failure, read_failure
-from compare.host.exits import describe_exit
+from compare.host.signals import describe_exit
 from torchpar.comm.rank import Rank
 from torchpar.launcher.supervisor import RankFailure
 

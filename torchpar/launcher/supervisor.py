@@ -14,9 +14,9 @@ import psutil
 
 from compare.contract.divergence import DivergedError
 from compare.contract.record import Failure
-from compare.host.activity import Activity, look_s
 from compare.host.disk import DiskFull
-from compare.host.exits import describe_exit
+from compare.host.facts import Activity, look_s
+from compare.host.signals import describe_exit
 from torchpar.comm.process_groups import is_consequence
 from torchpar.comm.rank import Heartbeat, Rank
 
@@ -83,9 +83,7 @@ def make_report(error: BaseException, rank: Rank) -> RankFailure:
     )
 
 
-def supervise(
-    children: list[Child], heartbeat: Heartbeat, timeout_s: float, *, oom_kills_before: int | None = None
-) -> None:
+def supervise(children: list[Child], heartbeat: Heartbeat, timeout_s: float) -> None:
     """Return when all ranks are done; raise RanksFailed when one failed or none makes progress.
 
     Before its first step a rank makes progress as long as it uses the processor: it is not known how long
@@ -97,7 +95,7 @@ def supervise(
     while True:
         running = [child for child in children if child.process.exitcode is None]
         if any(child.process.exitcode for child in children) or _collect(children):
-            raise RanksFailed(_first_failure(children, heartbeat, oom_kills_before))
+            raise RanksFailed(_first_failure(children, heartbeat))
         if not running:
             return
         now = [heartbeat.position(child.rank) for child in children]
@@ -124,7 +122,7 @@ def _collect(children: list[Child]) -> bool:
     return any(child.report for child in children)
 
 
-def _first_failure(children: list[Child], heartbeat: Heartbeat, oom_kills_before: int | None) -> Failure:
+def _first_failure(children: list[Child], heartbeat: Heartbeat) -> Failure:
     """The cause: a rank's own error, else a death, else an error that tells of a lost peer."""
     if any(child.process.exitcode == -signal.SIGINT for child in children):
         time.sleep(SIGINT_GRACE_S)
@@ -142,14 +140,13 @@ def _first_failure(children: list[Child], heartbeat: Heartbeat, oom_kills_before
     if own:
         return own[0].failure
     for child in killed or silent:
-        return Failure(message=_death(child, heartbeat, oom_kills_before), rank=child.rank)
+        return Failure(message=_death(child, heartbeat), rank=child.rank)
     return reports[0].failure
 
 
-def _death(child: Child, heartbeat: Heartbeat, oom_kills_before: int | None) -> str:
+def _death(child: Child, heartbeat: Heartbeat) -> str:
     when, code = heartbeat.position(child.rank).when, child.process.exitcode or 0
-    how = describe_exit(code, when=when, oom_kills_before=oom_kills_before)
-    return f"rank {child.rank} {'was ' if code < 0 else ''}{how}"
+    return f"rank {child.rank} {'was ' if code < 0 else ''}{describe_exit(code, when=when)}"
 
 
 def _cpu_seconds(child: Child) -> float:
