@@ -1,4 +1,4 @@
-"""Paired experiments from Python: what `shardpair run`, `check` and `bench` do, for scripts and notebooks.
+"""Paired experiments from Python: what the commands of `shardpair` do, for scripts and notebooks.
 
     from compare.api import experiment, run
 
@@ -13,36 +13,26 @@ here. `docs/notebook.py` is a worked example.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from compare.contract.record import Manifest, Record, read_record, read_tensors
+from compare.contract.record import MANIFEST, Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
-from compare.flags.arguments import Spec
-from compare.judge.bench_rows import BenchRow, blocks
-from compare.judge.comparison import Comparison, read_comparison
-from compare.judge.timed_outcome import TimedOutcome
-from compare.present.bench_words import in_one_line
-from compare.present.report.render import PAGE, write_report
+from compare.judge.outcome import Outcome
+from compare.present.report.render import PAGE
 from compare.show.findings import Findings
-from compare.show.pages import leave_page
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
-from compare.studies.bench import Bench
-from compare.studies.check import Check
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.presets import settings_in
-from compare.studies.registry import STUDIES
-from compare.studies.run import Run
+from compare.studies.registry import STUDIES, read_study
 from compare.study import Study, findings_in
 
-__all__ = ["Answer", "Race", "Result", "Training", "bench", "check", "experiment", "read", "run", "study"]
+__all__ = ["Result", "Training", "check", "experiment", "read", "run", "study"]
 
-AnyCommand = TypeVar("AnyCommand", bound=Spec)
 NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "written"}
 """Of the command line alone."""
 
@@ -100,19 +90,21 @@ class Training(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """A comparison with its records. Prints as its verdict; `result["jax-manual"]` is one engine's run."""
+    """What a study found. Prints as its sentence; `result["jax-manual"]` is one engine's run."""
 
-    comparison: Comparison
-    """Verdicts with the error on every rung, costs, failures: what --json prints."""
+    outcome: Outcome
+    """Every value that was kept, verdicts with the error on every rung, failures."""
+    findings: Findings
+    """Tables, figures and sentences; `findings.value` is what --json prints."""
     folder: Path
-    """Where the records are; `read` reads them again."""
+    """Where outcome.json is; `read` reads it again."""
     trainings: dict[str, Training]
-    """Every finished run by its case's name; the first is the reference."""
+    """Every finished run whose record was kept, by its case's name."""
 
     @property
     def passed(self) -> bool:
-        """True if every case finished, and agrees with the reference on every rung."""
-        return self.comparison.passed
+        """True if every case finished, and all is as it should be."""
+        return self.findings.passed
 
     @property
     def report(self) -> Path | None:
@@ -121,14 +113,14 @@ class Result(Struct, frozen=True, kw_only=True):
         return page if page.is_file() else None
 
     def sentence(self) -> str:
-        """The verdict in one line."""
-        return self.comparison.sentence()
+        """The outcome in one line."""
+        return self.findings.sentence
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """The relative error of every case but the reference on every rung: errors()[case][rung]."""
+        """The relative error of every case but references on every rung: errors()[case][rung]."""
         return {
             verdict.candidate: {result.rung: result.error for result in verdict.rungs}
-            for verdict in self.comparison.verdicts
+            for verdict in self.outcome.verdicts
         }
 
     def __getitem__(self, name: str) -> Training:
@@ -140,44 +132,8 @@ class Result(Struct, frozen=True, kw_only=True):
         return iter(self.trainings.values())
 
     def __repr__(self) -> str:
-        """The verdict, as a notebook shows it."""
-        return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"
-
-
-class Race(Struct, frozen=True, kw_only=True):
-    """A bench: every single figure, and the rows of its table."""
-
-    result: TimedOutcome
-    folder: Path
-    """Where outcome.json is; `shardpair report` shows it and writes its page."""
-
-    @property
-    def rows(self) -> dict[str, list[BenchRow]]:
-        """Cases that do the same work, by block: medians over rounds, and ratios with their intervals."""
-        return blocks(self.result)
-
-    def sentence(self) -> str:
-        """The least and the greatest ratio in one line."""
-        return in_one_line(self.result)
-
-    def __repr__(self) -> str:
         """The sentence, as a notebook shows it."""
         return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"
-
-
-class Answer(Struct, frozen=True, kw_only=True):
-    """What a study found. Prints as its sentence."""
-
-    outcome: TimedOutcome
-    """Every single value that was measured."""
-    findings: Findings
-    """Tables, figures and sentences; `findings.value["rows"]` is what the tables are made of."""
-    folder: Path
-    """Where outcome.json is; `shardpair report` shows it and writes its page."""
-
-    def __repr__(self) -> str:
-        """The sentence, as a notebook shows it."""
-        return f"<{type(self).__name__} {self.folder}: {self.findings.sentence}>"
 
 
 def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> Experiment:
@@ -197,101 +153,54 @@ def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> E
 
 
 def run(experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
-    """Train one experiment with several engines, compare, and write a report: `shardpair run`.
-
-    Args:
-        experiment: a name, a TOML file, or what `experiment` returned.
-        options: the command's flags by their names: engines (the first is what the others are held against;
-            all that can express the layout by default), preset and devices, ladder, keep_tensors (by default
-            True, other than there), init_from, resume, platform, run_dir, timeout_s, cache_dir, quiet,
-            jax_python, torch_python. See `shardpair run --help`.
-
-    Raises:
-        ExperimentError, EnvironmentMissing: before anything is started.
-        EngineError: no engine finished. If only some did, `result.comparison.failures` says why.
-    """
-    command, default = _command(Run, experiment, {"keep_tensors": True, **options})
-    comparison, folder = command.outcome(default)
-    leave_page(partial(write_report, folder), as_json=True)
-    return _result(comparison, folder)
+    """`shardpair run`, with a report; tensors are kept unless keep_tensors=False. Raises as `study`."""
+    return study("run", experiment, **{"keep_tensors": True, **options})
 
 
 def check(experiment: Experiment | str | Path = "check", **options: Any) -> Result:
-    """Hold every engine and gradient synchronisation against one unsharded device: `shardpair check`.
-
-    Args:
-        experiment: as for `run`.
-        options: engines, devices, init_from, platform, run_dir, timeout_s, cache_dir, quiet, jax_python,
-            torch_python.
-
-    Raises:
-        ExperimentError, EnvironmentMissing, EngineError: as `run`.
-    """
-    command, default = _command(Check, experiment, options)
-    return _result(*command.outcome(default))
+    """`shardpair check`. Raises as `study`."""
+    return study("check", experiment, **options)
 
 
-def bench(experiment: Experiment | str | Path = "demo", **options: Any) -> Race:
-    """Time engines, layouts and settings against each other in fresh processes: `shardpair bench`.
+def study(name: str, experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
+    """Answer a question that is declared in compare/studies, such as "bench": `shardpair NAME`.
 
-        race = bench("demo", engines=["torch-manual", "torch-library"], presets=["ddp"], devices=[2])
-        race.rows["ddp-2"][1].wall_ratio.median  # torch-library over torch-manual
-
-    Args:
-        experiment: as for `run`.
-        options: engines, presets, devices, sizes, variants, baseline, rounds, window, windows, anyway,
-            platform, run_dir, timeout_s, cache_dir, quiet, jax_python, torch_python.
-
-    Raises:
-        ExperimentError: before anything is started.
-        EnvironmentMissing: the machine is busy, or lacks what is asked for.
-    """
-    command, default = _command(Bench, experiment, options)
-    result, folder = command.outcome(default)
-    return Race(result=result, folder=folder)
-
-
-def study(name: str, experiment: Experiment | str | Path = "demo", **options: Any) -> Answer:
-    """Answer a question that is declared in compare/studies, such as "buckets": `shardpair NAME`.
-
-        study("buckets", "demo", rounds=2).findings.sentence
+        study("bench", "demo", presets=["ddp"], devices=[2], rounds=2).findings.sentence
 
     Args:
         name: the word of its command: a key of `compare.studies.registry.STUDIES`.
-        experiment: as for `run`.
-        options: the command's flags by their names.
+        experiment: a name, a TOML file, or what `experiment` returned.
+        options: the command's flags by their names: see `shardpair NAME --help`.
 
     Raises:
-        ExperimentError: no such study, or before anything is started.
-        EnvironmentMissing: the machine is busy, or lacks what is asked for.
-        EngineError: too little finished for an answer.
+        ExperimentError, EnvironmentMissing: before anything is started.
+        EngineError: nothing finished. If only some did, `result.outcome.failures` says why.
     """
     studies = {word: one for word, one in STUDIES.items() if issubclass(one, Study)}
     if name not in studies:
         raise ExperimentError(f"{name}: no such study (there are {', '.join(studies)})")
     command, default = _command(studies[name], experiment, options)
     outcome, folder = command.outcome(default)
-    return Answer(outcome=outcome, folder=folder, findings=findings_in(command, outcome, folder))
+    command.leave(outcome, folder, command.picture)
+    return _result(command, outcome, folder)
 
 
 def read(folder: str | Path) -> Result:
-    """The result of a run that was made before, judged anew from its records: `shardpair report`.
-
-    Raises:
-        RecordError: the folder holds no comparison, a file is garbled, or nothing had finished.
-    """
-    comparison, _ = read_comparison(Path(folder))
-    return _result(comparison, Path(folder))
+    """The result of a study that was made before. Raises RecordError: there is none, or it is garbled."""
+    command, outcome = read_study(Path(folder))
+    return _result(command, outcome, Path(folder))
 
 
-def _result(comparison: Comparison, folder: Path) -> Result:
-    trainings = {name: Training(name=name, record=read_record(folder / name)) for name in comparison.cases}
-    return Result(comparison=comparison, folder=folder, trainings=trainings)
+def _result(command: Any, outcome: Outcome, folder: Path) -> Result:
+    found = [name for name in outcome.finished if (folder / name / MANIFEST).is_file()]
+    trainings = {name: Training(name=name, record=read_record(folder / name)) for name in found}
+    findings = findings_in(command, outcome, folder)
+    return Result(outcome=outcome, findings=findings, folder=folder, trainings=trainings)
 
 
 def _command(
-    command: type[AnyCommand], experiment: Experiment | str | Path, options: Mapping[str, Any]
-) -> tuple[AnyCommand, Experiment]:
+    command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]
+) -> tuple[Study, Experiment]:
     """The command as its command line would give it, and its experiment."""
     is_built = isinstance(experiment, Experiment)
     name, default = (
@@ -306,8 +215,7 @@ def _command(
     written = settings_in(default.layout) if is_built else command.layout_written(name)
     said = {"given": list(options), "written": list(written)}
     try:
-        return msgspec.convert(
-            {"experiment": name, **msgspec.to_builtins(default), **words, **said}, command
-        ), default
+        fields = {"experiment": name, **msgspec.to_builtins(default), **words, **said}
+        return msgspec.convert(fields, command), default
     except msgspec.ValidationError as error:
         raise ExperimentError(str(error)) from None

@@ -23,7 +23,7 @@ from compare.commands.report import Report
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
-from compare.flags.arguments import FixedExperiment, Spec, defaults_for
+from compare.flags.arguments import Spec, defaults_for
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError, load
 from compare.studies.nanogpt_config import begins_with, notes_on
@@ -127,7 +127,7 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
     command, prog = COMMANDS[word], f"shardpair {word}"
     if not issubclass(command, Spec):
         return tyro.cli(command, args=line, prog=prog, use_underscores=True), "demo"
-    is_named = not issubclass(command, FixedExperiment) and line and not line[0].startswith("-")
+    is_named = line and not line[0].startswith("-")
     name = line[0] if is_named else STUDIES[word].default
     default = defaults_for(command, name)
     found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=default)

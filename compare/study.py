@@ -1,37 +1,89 @@
-"""A study: one question, declared in one file of compare/studies.
+"""A study is data: named cases, what is kept of each, and tables of that. One loop runs every study.
 
-A study is a class. Its docstring is its help, its fields are its flags; it says which cases are run, and what
-their figures mean, as `Findings`. The rest is the same for all: the plan of --dry_run, what --continue goes
-on with and refuses, the lock, Ctrl-C, tables on stdout, a page, JSON, the tables of docs. `TimedStudy` times
-its cases in rounds; `Survey` measures each of its parts once. `studies.registry` names the studies;
-`shardpair report` reads what any of them left.
+A study is a class in a file of compare/studies. Its docstring is its help and its fields are its flags;
+`cases` says what runs, `keep` what is kept of a record, `findings` what that means. The plan of --dry_run,
+the folder and its lock, --continue, Ctrl-C, failures, the page and JSON are here. `studies.registry` names
+all studies.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from compare.execute.launch import EngineError
-from compare.execute.paths import PICTURES, check_output
-from compare.flags.arguments import Spec
+from compare.checkpoint.description import CHECKPOINTS
+from compare.contract.exit_codes import STOPPED
+from compare.contract.record import Record, Step
+from compare.contract.request import Request, rungs_asked_for
+from compare.contract.run_lock import lock_folder
+from compare.execute.here import here_and_now
+from compare.execute.launch import EngineError, launch, prepare
+from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
+from compare.execute.progress import Reporter
+from compare.execute.source import require_same_source
+from compare.flags.arguments import Spec, check_timeout
+from compare.flags.pythons import checked_pythons
 from compare.host.tensors import RecordError
-from compare.judge.outcome import OUTCOME, AnyOutcome, Outcome, StudyOutcome, read_outcome
-from compare.show.findings import Figure, Findings, Table
-from compare.show.page import show
-from compare.spec.experiment import Experiment, ExperimentError, to_toml
-from compare.studies.cases import Case, Interrupted
-from compare.terminal import errors_console
+from compare.judge.costs import cost_of
+from compare.judge.ladder import objections_by_itself
+from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
+from compare.numerics.data import open_corpus
+from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.show.findings import NONE, Figure, Findings, Row, Table, Text
+from compare.show.page import write_page
+from compare.show.pages import leave_page
+from compare.show.terminal import print_findings
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
+from compare.studies import dry_run
+from compare.studies.fitting import Fit, as_it_is, require_case, require_sides
+from compare.studies.own_weights import freeze_weights
+from compare.studies.presets import SPREAD, spread
+from compare.studies.resuming import require_resumable, resumes
+from compare.terminal import errors_console, human_bytes
 
-Edits = Mapping[str, Mapping[str, object]]
-"""Fields of an experiment and their values, by section."""
-AnyStudyOutcome = TypeVar("AnyStudyOutcome", bound=StudyOutcome)
+S = TypeVar("S", bound="Study")
+LATER_STEP = 20
+"""After so many steps, or after the last but one, the ladder has weights once more."""
+OF_LAYOUTS = dict.fromkeys(f"layout.{field}" for field in SPREAD)
+"""For `Study.fixed` of a study that has layouts of its own."""
+WITH_CONTINUE = frozenset(
+    {
+        "continue_",
+        "picture",
+        "anyway",
+        "quiet",
+        "json",
+        "timeout_s",
+        "cache_dir",
+        "experiment",
+        "written",
+        "given",
+    }
+)
+"""Fields of a study that may stand beside --continue; and where engines run."""
+MOST_FAILURES = 2
+"""Of a case: the first may be bad luck, and is tried again in the next round."""
+ASIDE = "unfinished"
 
 
-class Question(Generic[AnyOutcome]):
-    """What every question has beside its flags."""
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
+
+    def __init__(self, message: str, folder: Path = Path()):
+        super().__init__(message)
+        self.folder = folder
+
+
+class Study(Spec, frozen=True, kw_only=True):
+    """A question about an experiment. A subclass has a docstring of its own."""
 
     brief: ClassVar[str]
     """A line of `shardpair --help`."""
@@ -39,68 +91,81 @@ class Question(Generic[AnyOutcome]):
     """Where it stands there."""
     default: ClassVar[str] = "demo"
     """The experiment if none is named."""
-    kept: ClassVar[Any] = Outcome
-    """Type of the outcome that it saves."""
-    shows_unfinished: ClassVar[bool] = True
-    """After Ctrl-C, print what is there."""
+    fixed: ClassVar[Mapping[str, object]] = {}
+    """Fields that the study gives, such as `train.max_iters`, and their values; None for computed ones.
+    A flag for one is refused."""
+    keeps_records: ClassVar[bool] = False
+    """The folders of cases stay once their values are kept."""
+    needs_reference: ClassVar[bool] = False
+    """Nothing else can be held against: cases whose reference failed do not run."""
+    with_continue: ClassVar[frozenset[str]] = frozenset()
+    """Own flags that may stand beside --continue."""
+
+    def cases(self, experiment: Experiment) -> Grid:
+        """What is run of the experiment with the user's overrides. Raises ExperimentError."""
+        raise NotImplementedError
+
+    def keep(self, case: Case, record: Record) -> Any:
+        """What is kept of a finished case."""
+        return cost_of(record)
 
     @classmethod
-    def findings(cls, outcome: AnyOutcome, folder: Path) -> Findings:
-        """What an outcome says; see `findings_of`.
-
-        Args:
-            outcome: with at least one result.
-            folder: where it is.
-
-        Raises:
-            EngineError, RecordError: there is not enough of it to say anything.
-        """
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+        """What an outcome with at least one finished case says; see `findings_of`."""
         raise NotImplementedError
+
+    def measured(
+        self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
+    ) -> tuple[Any, Record | None]:
+        """Run a case in a folder: what is kept of it, and its record. Raises EngineError, RecordError."""
+        hosts = self.found_hosts()
+        record = launch(case.request, place, pythons=checked_pythons(self), hosts=hosts, on_step=tell)
+        if not case.against and (wrong := objections_by_itself(record)):
+            raise EngineError(f"{name}: FAIL at request: {'; '.join(wrong)}", exit_code=1)
+        return self.keep(case, record), record
+
+    def ready(self) -> None:
+        """Refuse to begin, or to go on, on a machine that is not ready. Raises EnvironmentMissing."""
+
+    def order(self, outcome: Outcome, number: int) -> list[str]:
+        """What a round still lacks, in its order."""
+        return outcome.missing(number)
+
+    def before(self, outcome: Outcome, number: int) -> Outcome:
+        """The outcome with what is measured before a round."""
+        return outcome
+
+    def is_given_up(self, outcome: Outcome, name: str) -> bool:
+        """True for a case that is not worth its next round."""
+        return False
+
+    def after(self, outcome: Outcome, folder: Path) -> Outcome:
+        """The outcome with what is measured after all cases; called after --continue, too."""
+        return outcome
+
+    @classmethod
+    def shown(cls, outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Print what an outcome says, and leave its page. Returns 0 if it is complete and as it should be."""
+        found = findings_in(cls, outcome, folder)
+        print_findings(found, as_json=as_json)
+        if found.tables:
+            leave_page(lambda: cls.leave(outcome, folder, picture), as_json=as_json)
+        return 0 if found.passed else 1
+
+    @classmethod
+    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
+        """Write the page of an outcome, and its picture. Returns the page."""
+        found = findings_in(cls, outcome, folder)
+        if picture and found.figures:
+            from compare.show.figures import save_figures  # matplotlib takes 2 s to import
+
+            save_figures(picture, found.figures, title=found.title)
+        return write_page(folder / f"{cls.word()}.html", found)
 
     @classmethod
     def word(cls) -> str:
         """The word of the command line."""
         return cls.__name__.lower()
-
-    @classmethod
-    def shown(cls, outcome: AnyOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
-        """Print what an outcome says, and leave its page. Returns the exit code."""
-        found = findings_in(cls, outcome, folder)
-        return show(found, folder, page=f"{cls.word()}.html", picture=picture, as_json=as_json)
-
-    @classmethod
-    def judged_again(cls, outcome: AnyOutcome, folder: Path) -> tuple[AnyOutcome, list[str]]:
-        """The outcome as the records in its folder give it now, and where that is not what was saved."""
-        return outcome, []
-
-
-class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
-    """A question about an experiment, its flags and its answer. A subclass has a docstring of its own."""
-
-    decided: ClassVar[Mapping[str, str]] = {}
-    """Flags of the experiment that have no effect, and what decides instead."""
-    own_layouts: ClassVar[str] = ""
-    """Why flags of the layout have no effect; '' if they have."""
-    own_weights: ClassVar[str] = "it begins with the seed's weights"
-    """Why --init_from has no effect; '' if it has."""
-    alters_nothing: ClassVar[frozenset[str]] = frozenset({"picture"})
-    """Own flags that may stand beside --continue."""
-
-    def planned(self, default: Experiment) -> AnyStudyOutcome:
-        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
-        raise NotImplementedError
-
-    def cases_of(self, planned: AnyStudyOutcome) -> list[Case]:
-        """What a plan runs, for --dry_run."""
-        raise NotImplementedError
-
-    def begun(self, planned: AnyStudyOutcome) -> tuple[AnyStudyOutcome, Path]:
-        """Run a plan, in a new folder. Raises Interrupted: Ctrl-C; what is finished is saved."""
-        raise NotImplementedError
-
-    def continued(self, folder: Path) -> AnyStudyOutcome:
-        """Run what the study in a folder still lacks. Raises as `begun`."""
-        raise NotImplementedError
 
     @property
     def source(self) -> str:
@@ -108,150 +173,420 @@ class Study(Spec, Question[AnyStudyOutcome], frozen=True, kw_only=True):
         return ""
 
     @property
-    def drawing(self) -> Path | None:
-        """A file for its pictures, if it has any, and one was asked for."""
-        return None
-
-    @property
-    def gives_layouts(self) -> bool:
-        """True if cases have layouts of their own: the experiment's need not work by itself."""
-        return bool(self.own_layouts)
-
-    def __call__(self, default: Experiment) -> int:
-        """Answer it. Returns 0 if the answer is whole and as it should be: `Findings.passed`."""
-        check_output("--picture", self.drawing, kinds=PICTURES)
-        if self.dry_run:
-            planned = self.planned(default)
-            return self.show_plan(
-                planned.experiment, self.cases_of(planned), planned.left_out, resume=self.source
-            )
-        try:
-            result, folder = self.outcome(default)
-        except Interrupted as interrupt:
-            if not self.shows_unfinished:
-                raise
-            with contextlib.suppress(EngineError, RecordError):  # too little of it
-                self.show(read_outcome(interrupt.folder, self.kept), interrupt.folder)
-            raise
-        return self.show(result, folder)
-
-    def show(self, outcome: AnyStudyOutcome, folder: Path) -> int:
-        """Print an outcome and leave its page. Returns as `__call__`."""
-        return self.shown(outcome, folder, picture=self.drawing, as_json=self.json)
-
-    def outcome(self, default: Experiment) -> tuple[AnyStudyOutcome, Path]:
-        """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout."""
-        if self.continue_:
-            self._require_only_continue(default)
-            folder = Path(self.continue_)
-            self._require_mine(folder)
-            return self.continued(folder), folder
-        planned = self.planned(default)
-        for name, why in planned.left_out.items() if not self.quiet else ():
-            errors_console().print(f"{name} is left out: {why}", style="yellow")
-        return self.begun(planned)
-
-    def asked(self) -> Experiment:
-        """The experiment with the overrides in it. Raises ExperimentError for flags that have no effect."""
-        if self.own_weights:
-            self.refuse_init_from(self.own_weights)
-        if self.own_layouts:
-            self.refuse_layout(self.own_layouts)
-        for flag, instead in self.decided.items():
-            if flag in self.given:
-                section, _, field = flag.partition(".")
-                value = getattr(getattr(self, section), field)
-                raise ExperimentError(f"--{flag} {value} has no effect: it follows from {instead}")
-        return self.resolved(is_spread=not self.gives_layouts)
-
-    @property
     def title(self) -> str:
         """Name of its folder, and for people: bench-demo."""
         return f"{self.command}-{Path(self.experiment).stem}"
 
+    def asked(self) -> Experiment:
+        """The experiment with the overrides and what is `fixed`; its own layout is not checked.
+
+        Raises:
+            ExperimentError: for a flag that has no effect.
+        """
+        for flag in self.fixed:
+            if flag in self.given or (flag == "init_from" and self.init_from):
+                raise ExperimentError(f"--{flag} has no effect: {self.command} gives it; leave it out")
+        experiment = self.resolved(is_spread=False)
+        for flag, value in self.fixed.items():
+            section, _, field = flag.partition(".")
+            if value is not None:
+                experiment = edited(experiment, {section: {field: value}})
+        return experiment
+
+    def planned(self) -> Outcome:
+        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
+        check_output("--picture", self.picture, kinds=PICTURES)
+        check_timeout(self.timeout_s)
+        experiment = self.asked()
+        cases, left_out = self.cases(experiment)
+        if not cases and left_out:
+            raise ExperimentError(f"nothing is left to run: {'; '.join(dict.fromkeys(left_out.values()))}")
+        return Outcome(
+            study=self.command,
+            name=self.title,
+            line=shlex.join(["shardpair", *sys.argv[1:]]),
+            experiment=experiment,
+            platform=self.platform,
+            options={
+                name: msgspec.to_builtins(value, enc_hook=str)
+                for name, value in self._changed().items()
+                if name in self.own_flags()
+            },
+            rounds=getattr(self, "rounds", 1),
+            cases=cases,
+            left_out=left_out,
+        )
+
     @classmethod
     def own_flags(cls) -> list[str]:
         """Names of the flags that say what is measured, beyond the experiment's."""
-        others = {*Spec.__struct_fields__, *cls.alters_nothing}
-        return [name for name in cls.__struct_fields__ if name not in others]
+        return [name for name in cls.__struct_fields__ if name not in Spec.__struct_fields__]
 
-    def _require_only_continue(self, default: Experiment) -> None:
+    def __call__(self, default: Experiment) -> int:
+        """Answer it. Returns 0 if the answer is complete and as it should be, else 1."""
+        if self.dry_run:
+            if self.continue_:
+                raise ExperimentError("--dry_run is for a new run, and --continue goes on with an old one")
+            how = {"hosts": self.found_hosts(), "init_from": self.init_from, "resume": self.source}
+            return dry_run.show(dry_run.plan(self.planned(), **how), as_json=self.json)
+        try:
+            outcome, folder = self.outcome(default)
+        except Interrupted as interrupt:
+            with contextlib.suppress(EngineError, RecordError):  # too little of it
+                if (so_far := read_outcome(interrupt.folder)).finished:
+                    self.shown(so_far, interrupt.folder, picture=self.picture, as_json=self.json)
+            raise
+        return self.shown(outcome, folder, picture=self.picture, as_json=self.json)
+
+    def outcome(self, default: Experiment) -> tuple[Outcome, Path]:
+        """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout.
+
+        Raises:
+            ExperimentError, EnvironmentMissing: before the first process starts.
+            EngineError: nothing has finished.
+            Interrupted: Ctrl-C. What is finished is saved.
+        """
+        if self.continue_:
+            return self._continued(Path(self.continue_))
+        planned, pythons = self.planned(), checked_pythons(self)
+        for case in planned.cases.values():
+            if case.request.profile and self.found_hosts().several:
+                raise ExperimentError("a timeline is taken on one host: leave --hosts and --launcher out")
+            require_case(case.engine, case.experiment, platform=self.platform, hosts=self.found_hosts())
+            require_resumable(case.engine, self.source, self.init_from)
+        require_sides([case.engine for case in planned.cases.values()], pythons)
+        for name, why in planned.left_out.items() if not self.quiet else ():
+            errors_console().print(f"{name} is left out: {why}", style="yellow")
+        self.ready()
+        folder = create_run_dir(planned.name, self.run_dir)
+        with lock_folder(folder):
+            try:
+                begun = replace(self._frozen(planned, folder), circumstances=here_and_now())
+            except BaseException:
+                remove_run_dir(folder)
+                raise
+            return run(self, begun, folder), folder
+
+    def _continued(self, folder: Path) -> tuple[Outcome, Path]:
+        self._require_only_continue()
+        read_outcome(folder)  # says what is wrong with a folder that is none
+        with lock_folder(folder):
+            saved = read_outcome(folder)
+            if saved.study != self.command:
+                raise ExperimentError(
+                    f"--continue {folder}: it is another study: `shardpair {saved.study}` goes on"
+                )
+            made = saved.circumstances
+            if not saved.is_complete:
+                require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
+                for request in list(saved.requests.values())[:1]:
+                    if open_corpus(request.experiment).sha256 != request.corpus_sha256:
+                        raise ExperimentError(
+                            f"{folder}: its data has changed since; start a new {saved.study}"
+                        )
+                self.ready()
+            return run(self.again(saved), replace(saved, failures={}), folder), folder
+
+    def again(self: S, outcome: Outcome) -> S:
+        """The study that an outcome is of, with this one's interpreters, hosts and progress."""
+        hidden = {name: getattr(self, name) for name in Spec.__struct_fields__}
+        found = msgspec.convert(outcome.options, dict[str, Any])
+        own = {name: value for name, value in found.items() if name in self.own_flags()}
+        mine = msgspec.convert(own, type(self), dec_hook=lambda kind, value: kind(value))
+        return replace(mine, **hidden | {"platform": outcome.platform, "picture": self.picture})
+
+    def _changed(self) -> dict[str, Any]:
+        """Fields whose values are not the default."""
+        defaults = {}
+        for field in msgspec.structs.fields(self):
+            is_made = field.default_factory is not msgspec.NODEFAULT
+            defaults[field.name] = field.default_factory() if is_made else field.default
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
+    def _require_only_continue(self) -> None:
         """Refuse what --continue would ignore: every flag that says what is measured."""
-        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
-        given = {
-            name: name in self.given or (not defaults[name] and getattr(self, name))
-            for name in self.own_flags()
+        may = {
+            *WITH_CONTINUE,
+            *self.with_continue,
+            "jax_python",
+            "torch_python",
+            "launcher",
+            "hosts",
+            "hostfile",
         }
-        self.require_nothing_else(default, **given)
+        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
+        others = [flag for flag in sorted(self.given) if flag.startswith(sections)]
+        others += [
+            name
+            for name in self.__struct_fields__
+            if name not in {*may, *Experiment.__struct_fields__}
+            and (name in self.given or name in self._changed())
+        ]
+        if others:
+            flags = ", ".join(f"--{name}" for name in others)
+            raise ExperimentError(
+                f"--continue {self.continue_} goes on with what was asked for there: leave out {flags}"
+            )
 
-    def _require_mine(self, folder: Path) -> None:
-        """Refuse the folder of another study. Raises ExperimentError."""
-        if (study := read_outcome(folder, Outcome).study) != self.command:
-            raise ExperimentError(f"--continue {folder}: it is another study: `shardpair {study}` goes on")
+    def _frozen(self, planned: Outcome, folder: Path) -> Outcome:
+        """The plan with requests that any process in any place understands: data, weights, checkpoints."""
+        if not planned.cases:
+            return planned
+        Reporter(quiet=self.quiet).reads(planned.experiment)
+        prepared = prepare(planned.experiment, folder)
+        init = freeze_weights(self.init_from, planned.experiment, folder, pythons=checked_pythons(self))
+        resumed = resumes(self.source, planned.cases, planned.experiment, prepared.corpus_sha256)
+        cases = {}
+        for name, case in planned.cases.items():
+            request, resume = case.request, resumed.get(name, msgspec.UNSET)
+            steps = case.experiment.train.max_iters - (resume.step if resume else 0)
+            later = request.later_step
+            request = replace(
+                request,
+                experiment=replace(case.experiment, data=prepared.experiment.data),
+                platform=self.platform,
+                corpus_sha256=prepared.corpus_sha256,
+                timeout_s=self.timeout_s,
+                cache_dir=self.checked_cache(),
+                init_from=init.path,
+                init_sha256=init.sha256,
+                resume=resume,
+                # The last step's weights have a rung of their own.
+                later_step=min(LATER_STEP, max(steps - 1, 1)) if later == LATER_STEP else later,
+            )
+            cases[name] = replace(case, request=request)
+        _require_room([case.request for case in cases.values()], folder)
+        return replace(planned, cases=cases)
 
 
-class DrawnStudy(Study[AnyStudyOutcome], Generic[AnyStudyOutcome], frozen=True, kw_only=True):
-    """A study with pictures."""
+def _require_room(requests: Sequence[Request], folder: Path) -> None:
+    """Refuse a ladder whose tensors the disk cannot hold. Raises ExperimentError with both numbers."""
+    needed = sum(
+        len(rungs_asked_for(request))
+        * parameter_count(request.experiment.model)
+        * storage_dtype(request.experiment).itemsize
+        for request in requests
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExperimentError(
+            f"{folder}: gradients, weights and moments of {len(requests)} runs need {human_bytes(needed)}, "
+            f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no_ladder to compare "
+            f"losses and norms alone"
+        )
 
-    picture: Path | None = None
-    """Also save the pictures as one file (.png, .svg, .pdf)."""
 
-    @property
-    def drawing(self) -> Path | None:
-        """--picture."""
-        return self.picture
+def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
+    """Run what an outcome still lacks, in a folder whose lock is held; it is saved after each case.
+
+    A case that does not finish is told and noted, and the others still run.
+
+    Raises:
+        EngineError: nothing has finished, or somebody asked an engine to end.
+        Interrupted: Ctrl-C. Every process was ended, and what is finished is saved.
+    """
+    reporter, errors, failed = Reporter(quiet=study.quiet), [], Counter[str]()
+    rounds = range(1, outcome.rounds + 1)
+    places = {(n, name): _place(n, name, outcome) for n in rounds for name in outcome.cases}
+    done = [places[n, name] for n, name in places if n in outcome.kept.get(name, {})]
+    reporter.start({place: outcome.cases[name].request for (_, name), place in places.items()}, folder, done)
+    save(outcome, folder)
+    try:
+        for number in rounds:
+            if not outcome.missing(number):
+                continue
+            outcome = study.before(outcome, number)
+            for name in study.order(outcome, number):
+                case, place = outcome.cases[name], folder / places[number, name]
+                if failed[name] == MOST_FAILURES:
+                    continue
+                if study.is_given_up(outcome, name):
+                    outcome = replace(outcome, given_up=[*outcome.given_up, name])
+                    continue
+                if study.needs_reference and case.against in outcome.failures:
+                    continue
+                try:
+                    _clear(place)
+                    with reporter.engine(place.name) as tell:
+                        value, record = study.measured(name, case, place, number, tell)
+                    outcome = with_case(outcome, name, value, record, folder, number=number)
+                    if not study.keeps_records:
+                        shutil.rmtree(place, ignore_errors=True)
+                except (EngineError, RecordError) as error:
+                    if isinstance(error, RecordError):
+                        why = f"{name}: it left a record that cannot be read: {error}"
+                        error = EngineError(why, exit_code=1)
+                    errors.append(error)
+                    failed[name] += 1
+                    reporter.failed(error)
+                    outcome = replace(outcome, failures=outcome.failures | {name: str(error)})
+                save(outcome, folder)
+                if errors and errors[-1].exit_code == STOPPED:  # whoever asked wants the machine
+                    said = f"{errors[-1]}: `shardpair resume {folder}` goes on"
+                    raise EngineError(said, exit_code=STOPPED)
+        if outcome.cases and not outcome.finished:
+            raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)
+        outcome = study.after(outcome, folder)
+    except KeyboardInterrupt:
+        said = f"Kept: {outcome.progress}. `{outcome.how_to_go_on(folder)}` runs the rest"
+        raise Interrupted(f"interrupted; every process was ended. {said}", folder) from None
+    save(outcome, folder)
+    return outcome
 
 
-def findings_in(study: type[Question] | Question, outcome: Outcome, folder: Path) -> Findings:
-    """What an outcome says, even if it is that nothing was measured. Raises EngineError, RecordError."""
-    if not outcome.is_blank:
-        return study.findings(outcome, folder)
-    nothing = {"rows": [], "warnings": outcome.reasons, "result": outcome}
-    return Findings(
-        title=outcome.name,
-        sentence="nothing was measured",
-        value=nothing,
-        passed=False,
-        warnings=outcome.reasons,
-        left_out=outcome.left_out,
+def _place(number: int, name: str, outcome: Outcome) -> str:
+    """Folder of a process, and its name in the progress."""
+    return f"round {number}, {name}" if outcome.rounds > 1 else name
+
+
+def _clear(place: Path) -> None:
+    """Make room for a case; what an unfinished one saved of its training is set aside."""
+    if place.is_symlink():
+        raise RecordError(f"{place} is a link: nothing is trained, or removed, outside of {place.parent}")
+    if (place / CHECKPOINTS).exists():
+        with lock_folder(place):
+            names = (place.with_name(f"{place.name}.{ASIDE}-{number}") for number in range(1, 1000))
+            place.rename(next(path for path in names if not path.exists()))
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def grid(
+    engines: Iterable[str],
+    rows: Mapping[str, Experiment],
+    *,
+    against: str = "",
+    fit: Fit = as_it_is,
+    **asks: Any,
+) -> Grid:
+    """A case for each engine and row; what an engine refuses is left out, with its own words.
+
+    Args:
+        engines: names in ENGINES.
+        rows: experiments by the name of their layout or setting.
+        against: the case that all are held against.
+        fit: how an engine trains a row's experiment; raises ExperimentError if it does not.
+        asks: fields of every request, such as ladder.
+    """
+    cases, left_out = {}, {}
+    engines = list(engines)
+    for row, experiment in rows.items():
+        for engine in engines:
+            name = f"{engine}.{row}" if row else engine
+            try:
+                spec = fit(engine, revalidate(experiment))
+                ENGINES[engine].require_experiment(spec)
+            except ExperimentError as error:
+                left_out[name] = str(error)
+                continue
+            request = Request(engine=engine, experiment=spec, **asks)
+            cases[name] = Case(request=request, layout=row, against="" if name == against else against)
+    return cases, left_out
+
+
+def beside_first(engines: Sequence[str], experiment: Experiment, **asks: Any) -> dict[str, Case]:
+    """A case for each engine, held against the first. Whether it can run is asked before anything starts."""
+    requests = {name: Request(engine=name, experiment=experiment, **asks) for name in engines}
+    return {
+        name: Case(request=request, against="" if name == engines[0] else engines[0])
+        for name, request in requests.items()
+    }
+
+
+def against_one_device(
+    engines: Iterable[str],
+    rows: Mapping[str, Experiment],
+    *,
+    fit: Fit = as_it_is,
+    ladder: bool = True,
+) -> Grid:
+    """`grid`, each row held against one unsharded device of the same training, which comes before it.
+
+    The reference is torchpar's plain module: PyTorch's autograd, no container around it, no collective.
+    """
+    found, left_out, names = {}, {}, {}
+    engines = list(engines)
+    for row, experiment in rows.items():
+        single = spread(experiment, "single")
+        if single not in names:
+            names[single] = f"reference.{len(names) + 1}" if names else "reference"
+            request = Request(engine=REFERENCE, experiment=single, ladder=ladder)
+            found[names[single]] = Case(request=request, layout="one device")
+        more, out = grid(engines, {row: experiment}, against=names[single], fit=fit, ladder=ladder)
+        found, left_out = found | more, left_out | out
+    return found, left_out
+
+
+def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text], *, corner: str = "layout") -> Table:
+    """A table with a row for each row of cases, and a column for each engine.
+
+    Args:
+        title: of the table.
+        outcome: whose cases.
+        cell: of a case, by name.
+        corner: what the rows are.
+    """
+    at = {(case.row, case.engine): name for name, case in outcome.cases.items() if case.row != "one device"}
+    rows, engines = (list(dict.fromkeys(of)) for of in zip(*at, strict=True)) if at else ([], [])
+    return Table(
+        name=title,
+        corner=corner,
+        columns=engines,
+        rows=[
+            Row(Text(row), [cell(at[row, e]) if (row, e) in at else Text(NONE) for e in engines])
+            for row in rows
+        ],
     )
 
 
+def findings_in(study: type[Study], outcome: Outcome, folder: Path) -> Findings:
+    """What an outcome says, even if it is that nothing was measured. Raises EngineError, RecordError."""
+    if outcome.finished or not outcome.cases:
+        return study.findings(outcome, folder)
+    return findings_of(outcome, title=outcome.name, sentence="nothing was measured", tables=[], passed=False)
+
+
 def findings_of(
-    outcome: StudyOutcome,
+    outcome: Outcome,
     *,
-    title: str,
     sentence: str,
     tables: Sequence[Table],
-    rows: object,
-    passed: bool,
+    title: str = "",
+    rows: object = (),
+    passed: bool = True,
     warnings: Sequence[str] = (),
-    missing: Mapping[str, str] | None = None,
     about: Sequence[str] = (),
+    notes: Sequence[str] = (),
     figures: Sequence[Figure] = (),
     details: Sequence[Table] = (),
     **value: object,
 ) -> Findings:
     """Findings with what is the same for every study: what it was asked, where and when, JSON.
 
+    A study passes only if no case is missing.
+
     Args:
         outcome: of the study.
-        title, sentence, passed, warnings, missing, tables, about, figures, details: as of `Findings`.
+        sentence, tables, title, passed, warnings, about, notes, figures, details: as of `Findings`.
         rows: what the tables are made of, for JSON.
         value: more for JSON, by name.
     """
+    incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
     return Findings(
-        title=title,
-        sentence=sentence,
+        title=title or outcome.name,
+        sentence=f"{incomplete}{sentence}",
         value={"rows": rows, **value, "warnings": warnings, "result": outcome},
-        passed=passed,
+        passed=passed and outcome.is_complete,
         about=about,
+        notes=notes,
         warnings=warnings,
         tables=tables,
         details=details,
         figures=figures,
-        missing=dict(missing or {}),
+        missing=outcome.undone,
+        continuation="" if outcome.is_complete else outcome.how_to_go_on(Path()),
         left_out=outcome.left_out,
         spec=to_toml(outcome.experiment),
+        command=outcome.line,
         source=f"{outcome.circumstances.words} Every single value is in {OUTCOME} beside this page.",
     )

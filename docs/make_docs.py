@@ -14,7 +14,7 @@ from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
-from compare.studies.known_faults import FAULTS
+from compare.studies.faults import FAULTS
 from compare.studies.presets import PRESETS, preset_layout
 
 PAGE = Path(__file__).parent / "generated" / "tables.md"

@@ -37,13 +37,13 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Recorder, Step
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
-from compare.judge.comparison import GOLDEN as EXPERIMENT
 from compare.judge.goldens import PROVENANCE, Provenance, folder_of, sha256
 from compare.numerics.data import SPLITS, Corpus, open_corpus
 from compare.numerics.evaluation import Evaluation, steps_due
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.spec.experiment import Experiment, edited, load, named_experiments, revalidate
-from compare.studies.golden import SGD
+from compare.studies.check import GOLDEN as EXPERIMENT
+from compare.studies.check import SGD
 
 SOURCE = "https://github.com/karpathy/nanoGPT"
 OUTSIDE_BLOCKS = {

@@ -13,8 +13,8 @@ from rich.table import Table
 from compare.contract.record import Record, read_record
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
-from compare.judge.comparison import COMPARISON, read_saved, require_judgeable
 from compare.judge.ladder import LADDER
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.run_changes import CostChange
 from compare.judge.run_difference import RATES, Difference, common, difference
 from compare.present.tables import by_reason, rung_text
@@ -72,20 +72,18 @@ class Diff(Struct, frozen=True, kw_only=True):
 
 def _records(folder: Path) -> dict[str, Record]:
     """The finished records of a run by its case's name, or the one of a single engine."""
-    if not (folder / COMPARISON).is_file():
+    if not (folder / OUTCOME).is_file():
         records = {folder.absolute().name: read_record(folder)}
     else:
-        records = {name: read_record(folder / name) for name in read_saved(folder).cases}
+        records = {name: read_record(folder / name) for name in read_outcome(folder).finished}
     if not records:
         raise RecordError(f"nothing has finished in {folder}")
-    for record in records.values():
-        require_judgeable(record)
     return records
 
 
 def _label(folder: Path, case: str) -> str:
     """The name of a record for people: RUN/CASE."""
-    return str(folder / case if (folder / COMPARISON).is_file() else folder)
+    return str(folder / case if (folder / OUTCOME).is_file() else folder)
 
 
 def _pairs(a: dict[str, Record], b: dict[str, Record]) -> dict[tuple[str, str], tuple[Record, Record]]:

@@ -1,17 +1,17 @@
 """The runs in a folder: what each was, its layout, verdict, age and size."""
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
+from compare.contract.run_lock import lock_folder
 from compare.host.tensors import RecordError
-from compare.judge.comparison import COMPARISON, Comparison
-from compare.judge.outcome import OUTCOME
+from compare.judge.outcome import OUTCOME, Outcome
 from compare.spec.sections import Layout
-from compare.studies.ladder_tensors import real_folders
 from compare.studies.registry import read_study
 
 
@@ -46,9 +46,23 @@ def kept_runs(folder: Path) -> list[KeptRun]:
     return sorted(map(_study, places), key=lambda run: run.created_utc)
 
 
-def comparisons_in(folder: Path) -> list[Path]:
-    """The folders of comparisons of one run: its own, or those of its parts (of a matrix or a sweep)."""
-    return [path for path in (folder, *real_folders(folder)) if (path / COMPARISON).is_file()]
+def real_folders(folder: Path) -> list[Path]:
+    """The folders in a folder that can be read and are no links, by name."""
+    inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Hold a run, and its cases, in which a side may be at work that somebody started by itself.
+
+    Raises:
+        FolderInUse: one of them is held.
+    """
+    with contextlib.ExitStack() as locks:
+        for path in (folder, *real_folders(folder)):
+            locks.enter_context(lock_folder(path))
+        yield
 
 
 def _study(folder: Path) -> KeptRun:
@@ -57,28 +71,22 @@ def _study(folder: Path) -> KeptRun:
         outcome = read_study(folder)[1]
     except RecordError as error:
         return _line(folder, "study", verdict=str(error))
-    layouts = set()
-    if isinstance(outcome, Comparison):
-        layouts = {request.experiment.layout for request in outcome.requests.values()}
-        layouts = layouts or {outcome.experiment.layout}
+    layouts = {case.experiment.layout for case in outcome.cases.values()} or {outcome.experiment.layout}
     return _line(
         folder,
         outcome.study,
         experiment=outcome.name,
         layout=in_settings(layouts.pop()) if len(layouts) == 1 else "",
         created_utc=outcome.circumstances.created_utc,
-        verdict=_said(lambda: outcome.sentence() or f"{outcome.progress}; shardpair report {folder}"),
+        verdict=_said(outcome, folder),
     )
 
 
-def _said(verdict: Callable[[], str]) -> str:
-    """A verdict; of figures that no run leaves the reason why there is none."""
-    try:
-        return verdict()
-    except RecordError as error:
-        return str(error)
-    except (LookupError, ValueError, ArithmeticError) as error:
-        return f"cannot be judged ({type(error).__name__}: {error}): it was changed"
+def _said(outcome: Outcome, folder: Path) -> str:
+    """The verdict; of a study without one the command that shows it."""
+    if outcome.verdicts or outcome.study == "run":
+        return outcome.sentence()
+    return f"{outcome.progress}; shardpair report {folder}"
 
 
 def in_settings(layout: Layout) -> str:

@@ -4,25 +4,35 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import msgspec
 import tyro
 
 from compare.execute.paths import check_output
-from compare.execute.progress import Reporter
-from compare.flags.arguments import check_timeout
-from compare.flags.pythons import SidePythons, checked_pythons
-from compare.judge.comparison import Comparison
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Settings
-from compare.studies.lessons import LESSONS, lesson_cases
-from compare.studies.paired_run import compare_cases
+from compare.flags.arguments import defaults_for
+from compare.flags.pythons import SidePythons
+from compare.judge.outcome import Outcome
+from compare.spec.experiment import Experiment, ExperimentError, load
+from compare.studies.lessons import EXPERIMENT, LESSONS
+from compare.studies.run import Run
 from compare.terminal import print_json, results_console
 
 if TYPE_CHECKING:
     StrategyName = str
 else:
     StrategyName = Literal[tuple(LESSONS)]
+
+
+class LessonRun(Run, frozen=True, kw_only=True):
+    """A run with the timeline of one step; `shardpair run --continue` goes on with it."""
+
+    asks: ClassVar = {"profile": True}
+
+    @property
+    def command(self) -> str:
+        """What it makes is a run."""
+        return "run"
 
 
 class ReadLesson(SidePythons, frozen=True, kw_only=True):
@@ -73,29 +83,29 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
 
     def _trained(self) -> Path:
         """Train the lesson's run. Returns its folder."""
-        check_timeout(self.timeout_s)
-        cases = lesson_cases(self.strategy)
-        _, folder = compare_cases(
-            f"lesson-{self.strategy}",
-            cases[0].experiment,
-            cases,
-            command="run",
+        lesson = LESSONS[self.strategy]
+        command = msgspec.structs.replace(
+            defaults_for(LessonRun, EXPERIMENT),
+            preset=lesson.preset,
+            devices=lesson.devices,
+            keep_tensors=True,
             run_dir=self.run_dir,
-            # No cache of compiled programs: one that was compiled from an older source has its lines.
-            settings=Settings(timeout_s=self.timeout_s, pythons=checked_pythons(self), profile=True),
-            reporter=Reporter(quiet=self.quiet),
-            needs_first=False,
+            timeout_s=self.timeout_s,
+            cache_dir="",  # a program that was compiled from an older source has its lines
+            quiet=self.quiet,
+            jax_python=self.jax_python,
+            torch_python=self.torch_python,
         )
-        return folder
+        return command.outcome(load(EXPERIMENT))[1]
 
-    def _show(self, comparison: Comparison, page: Path, folder: Path) -> None:
+    def _show(self, comparison: Outcome, page: Path, folder: Path) -> None:
         if self.json:
             print_json(
                 {
                     "strategy": self.strategy,
                     "page": str(page),
                     "run_dir": str(folder),
-                    "engines": comparison.cases,
+                    "engines": comparison.finished,
                     "passed": comparison.passed,
                     "verdict": comparison.sentence(),
                 }

@@ -12,7 +12,7 @@ from compare.execute.packages import missing_package
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Experiment, Layout, load, named_experiments
-from compare.studies.known_faults import FAULTS
+from compare.studies.faults import FAULTS
 from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS, preset_layout
 from compare.terminal import print_json, results_console

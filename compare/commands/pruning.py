@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from compare.commands.kept_runs import KeptRun, comparisons_in, size_of
+from compare.commands.kept_runs import KeptRun, locked, real_folders, size_of
 from compare.contract.record import MANIFEST
 from compare.contract.request import REQUEST
 from compare.host.tensors import RecordError
-from compare.judge.comparison import Comparison, read_saved
+from compare.judge.outcome import Outcome, read_outcome, save
 from compare.spec.experiment import ExperimentError
-from compare.studies.ladder_tensors import locked, real_folders, remove_tensors, tensors_of
+from compare.studies.run import tensors_of
 
 _SET_ASIDE = re.compile(r"(?P<case>.+)\.unfinished-\d+")
-"""As `studies.paired_run` names it."""
+"""As `study` names it."""
 
 TENSORS = "tensors of the ladder, which passed"
 
@@ -56,10 +57,10 @@ def removable(runs: list[KeptRun]) -> Pruning:
         runs: of any command; only comparisons have something to remove.
     """
     removals, left_alone = [], {}
-    for folder in (path for run in runs for path in comparisons_in(Path(run.folder))):
+    for folder in (Path(run.folder) for run in runs):
         try:
             with locked(folder):
-                removals += _in_comparison(folder)
+                removals += _in_run(folder)
         except (ExperimentError, RecordError) as error:
             left_alone[str(folder)] = str(error)
     return Pruning(removals=removals, left_alone=left_alone)
@@ -75,14 +76,19 @@ def remove(pruning: Pruning) -> None:
     for removal in pruning.removals:
         path = Path(removal.path)
         if removal.what == TENSORS:
-            remove_tensors(path)
+            with locked(path):
+                saved = read_outcome(path)
+                files = tensors_of(path, saved)
+                save(replace(saved, tensors_removed=True), path)
+                for file in files:
+                    file.unlink()
             continue
         with locked(path.parent):
             shutil.rmtree(path)  # of a link it removes nothing, and says so
 
 
-def _in_comparison(folder: Path) -> Iterator[Removal]:
-    saved = read_saved(folder)
+def _in_run(folder: Path) -> Iterator[Removal]:
+    saved = read_outcome(folder)
     if files := tensors_of(folder, saved):
         yield Removal(path=str(folder), what=TENSORS, bytes=sum(map(size_of, files)))
     for path in real_folders(folder):
@@ -90,9 +96,9 @@ def _in_comparison(folder: Path) -> Iterator[Removal]:
             yield Removal(path=str(path), what="set aside, and run again since", bytes=size_of(path))
 
 
-def _is_superseded(path: Path, saved: Comparison) -> bool:
+def _is_superseded(path: Path, saved: Outcome) -> bool:
     """Whether it is what an unfinished case left, and the case has finished since."""
     name = _SET_ASIDE.fullmatch(path.name)
-    if not name or name["case"] not in saved.requests or not (path / REQUEST).is_file():
+    if not name or name["case"] not in saved.cases or not (path / REQUEST).is_file():
         return False
     return (path.with_name(name["case"]) / MANIFEST).is_file()

@@ -2,7 +2,7 @@
 
 Each side has one table of them in its `faults`: a row says who makes the mistake, what a layout must have for
 it to show, and how it is planted. Most are planted at the collectives, by kind, axis and purpose; the others
-swap a function or a module for a wrong one. `compare.studies.known_faults` says which rung must turn red.
+swap a function or a module for a wrong one. `compare.studies.faults` says which rung must turn red.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ IGNORED = {
     "ignored_reshard": Ignored(instead={"layout": {"reshard_after_forward": False}}, need=SHARDED_PARAMETERS),
     "ignored_dtype": Ignored(instead={"precision": {"dtype": "float32"}}),
 }
-"""By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.known_faults`."""
+"""By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.faults`."""
 
 
 def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str, layout: Layout) -> PlantedFault:

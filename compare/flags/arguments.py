@@ -1,6 +1,5 @@
 """Arguments that several commands share: an experiment with overrides, and how to run it."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -10,10 +9,7 @@ from msgspec import Struct
 
 from compare.contract.request import Platform
 from compare.execute.paths import check_cache, default_cache
-from compare.execute.progress import Reporter
 from compare.flags.hosts import HostFlags
-from compare.flags.pythons import checked_pythons
-from compare.judge.comparison import COMPARISON, Comparison
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import (
     Checkpoints,
@@ -27,11 +23,8 @@ from compare.spec.experiment import (
     Train,
     revalidate,
 )
-from compare.studies.cases import Case, Settings
-from compare.studies.dry_run import plan, show
 from compare.studies.nanogpt_config import layout_fields, load_experiment
-from compare.studies.paired_run import compare_cases, continue_cases
-from compare.studies.presets import SPREAD, Said, check_names, layout_flag, settings_in, spread
+from compare.studies.presets import Said, check_names, settings_in, spread
 from compare.terminal import messages_console
 
 T = TypeVar("T")
@@ -87,6 +80,8 @@ class Spec(HostFlags, frozen=True, kw_only=True):
     refused. Exit code 2 if it would be refused."""
     quiet: bool = False
     """No progress on stderr."""
+    picture: Path | None = None
+    """Also save the pictures as one file (.png, .svg, .pdf)."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
     given: Hidden[frozenset[str]] = frozenset()
@@ -137,23 +132,7 @@ class Spec(HostFlags, frozen=True, kw_only=True):
         spread(experiment, "single")
         return experiment
 
-    def settings(self) -> Settings:
-        """The `Settings` of `compare_cases`.
-
-        Raises:
-            ExperimentError: wrong time-out, unwritable cache, a Python that does not exist, or no such hosts.
-        """
-        check_timeout(self.timeout_s)
-        return Settings(
-            platform=self.platform,
-            timeout_s=self.timeout_s,
-            cache_dir=self._cache(),
-            pythons=checked_pythons(self),
-            hosts=self.found_hosts(),
-            init_from=self.init_from,
-        )
-
-    def _cache(self) -> str:
+    def checked_cache(self) -> str:
         """The folder for compiled programs. One that was not asked for may be missing: then it is said."""
         try:
             check_cache(self.cache_dir)
@@ -163,130 +142,6 @@ class Spec(HostFlags, frozen=True, kw_only=True):
             messages_console(quiet=self.quiet).print(f"compiled programs are not kept: {error}")
             return ""
         return self.cache_dir
-
-    def refuse_layout(self, why: str, fields: Iterable[str] = SPREAD) -> None:
-        """Refuse flags of the layout to a command that gives these fields itself.
-
-        Raises:
-            ExperimentError: one of them was given, saying `why` it has no effect.
-        """
-        for key in fields:
-            if key in self.said.flags:
-                raise ExperimentError(
-                    f"{layout_flag(key, getattr(self.layout, key))} has no effect: {why}; leave it out, or "
-                    f"use `shardpair run`"
-                )
-
-    def refuse_init_from(self, why: str) -> None:
-        """Refuse --init_from for a command that has no use for it. Raises ExperimentError, saying `why`."""
-        if self.init_from:
-            raise ExperimentError(
-                f"--init_from {self.init_from}: {why}; leave it out, or use `shardpair run` or `check`"
-            )
-
-    def compare(
-        self,
-        name: str,
-        experiment: Experiment,
-        cases: list[Case],
-        *,
-        run_dir: str = "",
-        settings: Settings | None = None,
-        needs_first: bool = True,
-        left_out: Mapping[str, str] | None = None,
-    ) -> tuple[Comparison, Path]:
-        """`compare_cases`, or `continue_cases` where --continue was given.
-
-        Args:
-            name, experiment, cases, needs_first, left_out: as for `compare_cases`.
-            run_dir: folder of the results, or of those to go on with; --run_dir or --continue by default.
-            settings: `self.settings()` by default.
-        """
-        settings, reporter = settings or self.settings(), Reporter(quiet=self.quiet)
-        folder = Path(run_dir or self.continue_)
-        if self.continue_ and (not run_dir or (folder / COMPARISON).is_file()):
-            comparison = continue_cases(folder, settings=settings, reporter=reporter, needs_first=needs_first)
-            return comparison, folder
-        return compare_cases(
-            name,
-            experiment,
-            cases,
-            command=self.command,
-            run_dir=run_dir or self.run_dir,
-            settings=settings,
-            reporter=reporter,
-            needs_first=needs_first,
-            left_out=left_out,
-        )
-
-    def show_plan(
-        self,
-        experiment: Experiment,
-        cases: list[Case],
-        left_out: dict[str, str] | None = None,
-        *,
-        resume: str = "",
-    ) -> int:
-        """Print the plan of --dry_run. Returns the exit code: 0, or 2 if the command would be refused.
-
-        Raises:
-            ExperimentError: --continue beside it, bad settings or bad data.
-        """
-        if self.continue_:
-            raise ExperimentError(
-                f"--dry_run is for a new run, and --continue {self.continue_} goes on with an old one: give "
-                f"one of them"
-            )
-        hosts = self.settings().hosts
-        planned = plan(
-            experiment,
-            cases,
-            platform=self.platform,
-            left_out=left_out or {},
-            hosts=hosts,
-            init_from=self.init_from,
-            resume=resume,
-        )
-        return show(planned, as_json=self.json)
-
-    def overrides(self, default: Experiment) -> list[str]:
-        """The flags that give fields of the experiment, for messages."""
-        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
-        flags = [f"--{name}" for name in sorted(self.given) if name.startswith(sections)]
-        differs = not flags and self.resolved(is_spread=False) != default  # as from Python
-        return ["another experiment"] if differs else flags
-
-    def require_nothing_else(self, default: Experiment, **given: object) -> None:
-        """Refuse what --continue would ignore.
-
-        Args:
-            default: the experiment before the user's overrides.
-            given: other arguments by name, that say what is to be run.
-
-        Raises:
-            ExperimentError: one of them was given beside --continue.
-        """
-        given = {"run_dir": self.run_dir, "init_from": self.init_from, **given}
-        others = [f"--{name}" for name, value in given.items() if value]
-        others += self.overrides(default)
-        if self.continue_ and others:
-            raise ExperimentError(
-                f"--continue {self.continue_} goes on with what was asked for there: leave out "
-                f"{', '.join(others)}"
-            )
-
-
-class FixedExperiment(Spec, frozen=True, kw_only=True):
-    """A command whose experiment is its own: no flag gives a field of it but the layout's."""
-
-    experiment: Hidden[str] = ""
-    model: Hidden[Model] = Model()
-    data: Hidden[Data] = Data()
-    optimizer: Hidden[Optimizer] = Optimizer()
-    train: Hidden[Train] = Train()
-    precision: Hidden[Precision] = Precision()
-    checkpoint: Hidden[Checkpoints] = Checkpoints()
-    init_from: Hidden[str] = ""
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

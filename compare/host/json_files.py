@@ -56,7 +56,7 @@ def decode_json(content: bytes, type: type[T]) -> T:
     They come back as NaN: a run that diverged has a record too, and must fail every comparison.
     """
     try:
-        return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type)
+        return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type, str_keys=True)
     except (RecursionError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(str(error)) from None
 

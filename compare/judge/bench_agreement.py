@@ -12,7 +12,8 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from compare.judge.timed_outcome import Measurement, TimedCase, TimedOutcome
+from compare.judge.outcome import Case
+from compare.judge.timed_outcome import Measurement, TimedOutcome
 from compare.judge.tolerances import tolerances_for
 from compare.numerics.learning_rate import learning_rate
 from compare.spec.engines.registry import side_of
@@ -144,9 +145,9 @@ def what_was_held(result: TimedOutcome) -> str:
     return " ".join(said)
 
 
-def _pairs(result: TimedOutcome) -> Iterator[tuple[TimedCase, Measurement, TimedCase, Measurement]]:
+def _pairs(result: TimedOutcome) -> Iterator[tuple[Case, Measurement, Case, Measurement]]:
     """Every process but the first of its training, and that first one."""
-    first: dict[tuple, tuple[TimedCase, Measurement]] = {}
+    first: dict[tuple, tuple[Case, Measurement]] = {}
     for case in result.cases:
         for one in _of(result, case):
             reference, expected = first.setdefault(_training(case), (case, one))
@@ -154,11 +155,11 @@ def _pairs(result: TimedOutcome) -> Iterator[tuple[TimedCase, Measurement, Timed
                 yield case, one, reference, expected
 
 
-def _of(result: TimedOutcome, case: TimedCase) -> list[Measurement]:
+def _of(result: TimedOutcome, case: Case) -> list[Measurement]:
     return sorted((one for one in result.measurements if one.case == case.name), key=lambda one: one.round)
 
 
-def _training(case: TimedCase) -> tuple:
+def _training(case: Case) -> tuple:
     """What decides the numbers: all of an experiment but its layout, and how many logits exist at once."""
     whole = edited(case.experiment, {"train": {"loss_chunks": 1}})
     return whole.model, whole.data, whole.optimizer, whole.train, whole.precision

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.judge.outcome import Case
 from compare.judge.peaks import peak_flops
 from compare.judge.statistics import Estimate, estimate, ratios
-from compare.judge.timed_outcome import Measurement, TimedCase, TimedOutcome
+from compare.judge.timed_outcome import Measurement, TimedOutcome
 
 
 class BenchRow(Struct, frozen=True, kw_only=True):
@@ -57,12 +58,12 @@ def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
     return found
 
 
-def by_round(result: TimedOutcome, case: TimedCase) -> dict[int, Measurement]:
+def by_round(result: TimedOutcome, case: Case) -> dict[int, Measurement]:
     """A case's measurements by the number of their round."""
     return {one.round: one for one in result.measurements if one.case == case.name}
 
 
-def baseline_of(result: TimedOutcome, case: TimedCase) -> TimedCase | None:
+def baseline_of(result: TimedOutcome, case: Case) -> Case | None:
     """What a case is divided by: see `TimedOutcome.baseline`. None if there is no such case."""
     for other in result.cases:
         if other.size != case.size or other.variant or other.copy > 1:
@@ -74,7 +75,7 @@ def baseline_of(result: TimedOutcome, case: TimedCase) -> TimedCase | None:
     return None
 
 
-def _row(result: TimedOutcome, case: TimedCase, own: Mapping[int, Measurement]) -> BenchRow:
+def _row(result: TimedOutcome, case: Case, own: Mapping[int, Measurement]) -> BenchRow:
     def median(figure: Callable[[Measurement], float]) -> float:
         return statistics.median(map(figure, own.values()))
 

@@ -6,8 +6,9 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.buckets import best_buckets, bucket_sizes, exposed_s, overlapped_s
 from compare.judge.collective_fit import Fit
+from compare.judge.outcome import Case
 from compare.judge.statistics import Estimate, estimate
-from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.experiment import Experiment
 
@@ -93,7 +94,7 @@ def overheads_of(outcome: TimedOutcome, line: BucketPrediction) -> tuple[float, 
     return estimate(list(without.values())).median, points
 
 
-def _point(case: TimedCase, wall_ms: float, overhead_ms: Estimate, line: BucketPrediction) -> Point:
+def _point(case: Case, wall_ms: float, overhead_ms: Estimate, line: BucketPrediction) -> Point:
     layout, buckets = case.experiment.layout, buckets_of(case)
     return Point(
         name=case.variant,
@@ -115,7 +116,7 @@ def best_of(points: list[Point]) -> Point | None:
     return min(bucketed, key=lambda point: point.overhead_ms.median, default=None)
 
 
-def buckets_of(case: TimedCase) -> int:
+def buckets_of(case: Case) -> int:
     """Number of buckets that a case reduces."""
     experiment, layout = case.experiment, case.experiment.layout
     limit = {BUCKETED: layout.bucket_mb * 1e6, "flat": math.inf}.get(layout.gradient_sync, 0.0)

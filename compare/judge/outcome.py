@@ -1,115 +1,305 @@
-"""The outcome of a study: what was asked, every single value that was found, and how; saved as outcome.json.
+"""What a study was asked, every value that it found, and how: `outcome.json` of every study.
 
-`PartsOutcome` is of a study whose parts were each measured once; `timed_outcome` has that of timed processes.
+The file is written before the first case starts and after each one, so that whatever ends a study leaves what
+was finished, and what is still to do.
 """
 
 import shlex
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
-from compare.contract.request import Platform
-from compare.host.json_files import read_result, write_json
+from compare.contract.record import Record, read_record
+from compare.contract.request import Platform, Request
+from compare.host.json_files import FolderName, read_result, write_json
+from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
+from compare.judge.costs import Cost
+from compare.judge.goldens import NANOGPT, folder_of, read_golden
+from compare.judge.ladder import Verdict, climb
+from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment
 
-R = TypeVar("R")
+T = TypeVar("T")
 OUTCOME = "outcome.json"
+LISTED = 4  # names in a one-line verdict; more are counted
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """A process to run, its place in tables, and what it is held against."""
+
+    request: Request
+    layout: str = ""
+    """A preset and its devices, such as ddp-2."""
+    size: str = ""
+    """Fields that make the work another one; '' for the experiment as it is."""
+    variant: str = ""
+    """Fields that make the same work another way; '' for the experiment as it is."""
+    copy: int = 1
+    """2 for an engine that is named a second time, to be held against itself."""
+    against: str = ""
+    """The case, or nanoGPT, that its verdict is against; '' for none."""
+    same_training: bool = True
+    """It was asked for the training of what it is held against; not with a planted mistake."""
+
+    @property
+    def engine(self) -> str:
+        """Of its request."""
+        return self.request.engine
+
+    @property
+    def experiment(self) -> Experiment:
+        """Of its request."""
+        return self.request.experiment
+
+    @property
+    def label(self) -> str:
+        """Name within its block: torch-manual, torch-manual (2), torch-manual layout.bucket_mb=1."""
+        again = f" ({self.copy})" if self.copy > 1 else ""
+        return f"{self.engine}{again}{' ' if self.variant else ''}{self.variant}"
+
+    @property
+    def block(self) -> str:
+        """Name of the work that its figures are for."""
+        return f"{self.layout}, {self.size}" if self.size else self.layout
+
+    @property
+    def row(self) -> str:
+        """Its row in a table whose columns are engines."""
+        return ", ".join(filter(None, (self.layout, self.size, self.variant)))
+
+    @property
+    def name(self) -> str:
+        """A name for it that is unique where cases are engines x layouts x sizes x variants."""
+        return f"{self.label}.{self.block}" if self.block else self.label
+
+    @property
+    def products(self) -> str:
+        """Who multiplies matrices, and in which dtype: the key of its ceiling."""
+        return f"{side_of(self.engine).name} {self.experiment.precision.product_dtype}"
+
+
+Grid = tuple[dict[str, Case], dict[str, str]]
+"""Cases by name, references first; and why others are none, by name."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """Outcome of any study so far: which study, of what, and under which circumstances."""
+    """Outcome of any study so far."""
 
     study: str
     """The word of its command."""
     name: str
     """For people, and of its folder."""
-    platform: Platform
+    line: str = ""
+    """The command line that began it."""
+    experiment: Experiment
+    """As the user gave it."""
+    platform: Platform = "cpu"
+    options: dict[str, Any] = {}
+    """The study's own flags."""
     circumstances: Circumstances = Circumstances()
+    device_kind: str = ""
+    """The first device, as its framework names it."""
+    rounds: int = 1
+    cases: dict[FolderName, Case] = {}
+    """In the order in which they run; a name is a folder."""
     left_out: dict[str, str] = {}
     """What could not be a case, by name, and why."""
+    kept: dict[FolderName, dict[int, Any]] = {}
+    """What the study kept of each case, by round, from 1."""
+    verdicts: list[Verdict] = []
+    """Of every finished case that is held against something."""
+    failures: dict[str, str] = {}
+    """Cases that did not finish, and why."""
+    more: dict[str, Any] = {}
+    """What was computed beside the cases."""
+    given_up: list[FolderName] = []
+    """Cases that are not worth the rounds that they lack."""
+    tensors_removed: bool = False
+    """The ladder's tensors were removed once all had passed."""
 
     @property
-    def is_blank(self) -> bool:
-        """True if nothing was measured yet."""
-        raise NotImplementedError
+    def requests(self) -> dict[str, Request]:
+        """Of every case, by name."""
+        return {name: case.request for name, case in self.cases.items()}
+
+    @property
+    def finished(self) -> list[str]:
+        """Cases of which something was kept, in their order."""
+        return [name for name in self.cases if self.kept.get(name)]
+
+    def missing(self, number: int) -> list[str]:
+        """Cases that a round still lacks."""
+        cases = (name for name in self.cases if name not in self.given_up)
+        return [name for name in cases if number not in self.kept.get(name, {})]
+
+    @property
+    def not_run(self) -> list[str]:
+        """Cases whose turn did not come."""
+        return [name for name in self.cases if name not in self.failures and not self.kept.get(name)]
+
+    @property
+    def finished_rounds(self) -> int:
+        """Rounds that lack nothing."""
+        return sum(not self.missing(number) for number in range(1, self.rounds + 1))
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no case lacks a round."""
+        return not self.failures and self.finished_rounds == self.rounds
+
+    @property
+    def passed(self) -> bool:
+        """True if every case finished, and those that are held against something agree with it."""
+        return self.is_complete and all(verdict.passed for verdict in self.verdicts)
 
     @property
     def progress(self) -> str:
-        """How much of it is there: 3 of 5 rounds."""
-        raise NotImplementedError
+        """3 of 5 cases."""
+        if self.rounds > 1:
+            return f"{self.finished_rounds} of {self.rounds} rounds"
+        return f"{len(self.finished)} of {len(self.cases)} cases"
 
-    def sentence(self) -> str:
-        """The verdict in a line; '' where `Findings` alone tell it."""
-        return ""
+    def values(self, type: type[T]) -> dict[str, T]:
+        """What was kept of each finished case in its last round. Raises RecordError: it is garbled."""
+        try:
+            return {
+                name: msgspec.convert(self.kept[name][max(self.kept[name])], type) for name in self.finished
+            }
+        except msgspec.ValidationError as error:
+            raise RecordError(f"{OUTCOME} is garbled: {error}") from None
 
     @property
-    def reasons(self) -> list[str]:
-        """Why something was not measured, a line each."""
-        return []
+    def costs(self) -> list[Cost]:
+        """Of every finished case, in studies that keep them."""
+        return list(self.values(Cost).values())
 
     def how_to_go_on(self, folder: Path) -> str:
         """The command that runs what a study in this folder still lacks."""
         return f"shardpair {self.study} --continue {shlex.quote(str(folder))}"
 
-
-class StudyOutcome(Outcome, frozen=True, kw_only=True):
-    """Outcome of a study of an experiment."""
-
-    experiment: Experiment
-    """As the user gave it."""
-
-
-AnyOutcome = TypeVar("AnyOutcome", bound=Outcome)
-
-
-class PartsOutcome(StudyOutcome, Generic[R], frozen=True, kw_only=True):
-    """Outcome of a study whose parts are each measured once: see `compare.study.Survey`."""
-
-    options: dict[str, Any] = {}
-    """The study's own flags, by name: with the experiment they say what its parts are."""
-    parts: list[str]
-    """In the order in which they are measured."""
-    results: dict[str, R] = {}
-    """By part."""
-    failures: dict[str, str] = {}
-    """Parts that did not finish, and why."""
-
     @property
-    def is_blank(self) -> bool:
-        """True before the first result."""
-        return not self.results
+    def undone(self) -> dict[str, str]:
+        """Cases that failed or did not run, and why."""
+        failed = {name: f"did not finish: {why}" for name, why in self.failures.items()}
+        return failed | dict.fromkeys(self.not_run, "did not run")
 
-    @property
-    def progress(self) -> str:
-        """3 of 5 parts."""
-        return f"{len(self.results)} of {len(self.parts)} parts"
+    def sentence(self) -> str:
+        """The verdict over all cases, in one line; what was not run or not compared is said."""
+        bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
+        if bad:
+            return f"{bad.candidate} against {bad.reference}: {bad.sentence()}{self._what_is_missing()}"
+        if not self.is_complete:
+            return f"INCOMPLETE: {self._what_agrees()}{self._what_is_missing()}"
+        if not self.verdicts and self.finished:
+            return f"{self.finished[0]} ran alone: there was nothing to compare it with{self._left_out()}"
+        return f"PASS: {self._what_agrees()}{self._left_out()}"
 
-    @property
-    def reasons(self) -> list[str]:
-        """Parts that did not finish, and why."""
-        return [f"{name}: {why}" for name, why in self.failures.items()]
+    def _what_agrees(self) -> str:
+        if not self.finished:
+            return "nothing has finished"
+        if not self.verdicts:
+            return f"only {self.finished[0]} has finished"
+        names = [verdict.candidate for verdict in self.verdicts]
+        references = ", ".join(dict.fromkeys(verdict.reference for verdict in self.verdicts))
+        others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
+        agree = "agrees" if len(self.verdicts) == 1 else "agree"
+        if not all(verdict.compared_tensors for verdict in self.verdicts):
+            subject = "gradients and weights"
+            if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
+                subject = "the gradients of the first step, which overflowed and was skipped,"
+            return f"the losses of {others} agree with those of {references}; {subject} were not compared"
+        rungs = min(len(verdict.rungs) for verdict in self.verdicts)
+        return f"{others} {agree} with {references} on {rungs} rungs"
 
-    @property
-    def missing(self) -> list[str]:
-        """Parts that have no result."""
-        return [name for name in self.parts if name not in self.results]
+    def _what_is_missing(self) -> str:
+        failed = [
+            why if why.startswith(f"{name} ") else f"{name} did not finish ({why})"
+            for name, why in self.failures.items()
+        ]
+        waiting = [f"{', '.join(self.not_run)} did not run"] if self.not_run else []
+        return "".join(f"; {part}" for part in [*failed, *waiting]) + self._left_out()
+
+    def _left_out(self) -> str:
+        return "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
 
 
-def save(result: Outcome, folder: Path) -> None:
-    """Write outcome.json."""
-    write_json(folder / OUTCOME, result)
-
-
-def read_outcome(folder: Path, kind: type[AnyOutcome]) -> AnyOutcome:
-    """A study as it was saved.
+def with_case(
+    outcome: Outcome, name: str, value: Any, record: Record | None, folder: Path, *, number: int = 1
+) -> Outcome:
+    """The outcome with one more finished case, and its verdict.
 
     Args:
-        folder: of its results.
-        kind: its study's `kept`; `Outcome` itself for what all have.
+        outcome: so far.
+        name: of the case.
+        value: that is kept of it.
+        record: that it left; None for none.
+        folder: of the study: references have their records there.
+        number: of the round.
 
     Raises:
-        RecordError: there is none, or it is garbled.
+        RecordError: a record, or a file of tensors, is garbled.
     """
-    return read_result(folder / OUTCOME, kind, command="run")
+    reference = reference_of(outcome, name)
+    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
+    circumstances, kind = outcome.circumstances, outcome.device_kind
+    if record:
+        versions = circumstances.versions | record.manifest.versions
+        circumstances = msgspec.structs.replace(circumstances, versions=versions)
+        kind = kind or record.manifest.device_kind
+    if record and reference:
+        verdicts[name] = climb(
+            _record_of(outcome, name, reference, folder),
+            record,
+            reference_name=reference,
+            name=name,
+            same_training=outcome.cases[name].same_training,
+        )
+    rounds = {**outcome.kept.get(name, {}), number: msgspec.to_builtins(value)}
+    return msgspec.structs.replace(
+        outcome,
+        circumstances=circumstances,
+        device_kind=kind,
+        kept={**outcome.kept, name: rounds},
+        verdicts=[verdicts[name] for name in outcome.cases if name in verdicts],
+        failures={case: why for case, why in outcome.failures.items() if case != name},
+    )
+
+
+def reference_of(outcome: Outcome, name: str) -> str:
+    """What a case is held against; where that did not finish, the first beside it that did."""
+    against = outcome.cases[name].against
+    if not against or against == NANOGPT or outcome.kept.get(against):
+        return against
+    beside = (other for other in outcome.finished if outcome.cases[other].against == against)
+    return next((other for other in beside if other != name), "")
+
+
+def _record_of(outcome: Outcome, name: str, reference: str, folder: Path) -> Record:
+    if reference == NANOGPT:
+        return read_golden(folder_of(outcome.cases[name].experiment.optimizer.name))[0]
+    return read_record(folder / reference)
+
+
+def save(outcome: Outcome, folder: Path) -> None:
+    """Write outcome.json."""
+    write_json(folder / OUTCOME, outcome)
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """A study as it was saved. Raises RecordError: there is none, or it is garbled."""
+    return read_result(folder / OUTCOME, Outcome, command="run")
+
+
+def read_run(folder: Path) -> tuple[Outcome, list[Record]]:
+    """A study whose cases left records, and these. Raises RecordError: one is garbled, or none is there."""
+    outcome = read_outcome(folder)
+    records = [read_record(folder / name) for name in outcome.finished]
+    if not records:
+        raise RecordError(f"nothing has finished in {folder}: `{outcome.how_to_go_on(folder)}` goes on")
+    for record in records:
+        if (engine := record.manifest.engine) not in ENGINES:
+            raise RecordError(f"{record.folder} is of {engine}, and here are {', '.join(ENGINES)}")
+    return outcome, records

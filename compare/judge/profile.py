@@ -15,8 +15,8 @@ from compare.contract.timeline import (
     exposed_us,
     idle_us,
 )
-from compare.judge.comparison import Comparison
 from compare.judge.costs import steady_times_ms
+from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
 from compare.spec.experiment import Experiment
@@ -74,8 +74,6 @@ class EngineProfile(Struct, frozen=True, kw_only=True):
 class Profile(Struct, frozen=True, kw_only=True):
     """Result of `shardpair profile`."""
 
-    comparison: Comparison
-    """Of the runs in which a step was watched."""
     engines: list[EngineProfile]
     """Steps of the engines that finished."""
     verdict: str = ""
@@ -84,16 +82,15 @@ class Profile(Struct, frozen=True, kw_only=True):
     """Every engine finished, agreed and left a timeline."""
 
 
-def profile_of(comparison: Comparison, records: Mapping[str, Record]) -> Profile:
-    """Reduce the timelines of a comparison's finished cases, by name, to figures."""
+def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
+    """Reduce the timelines of finished cases, by name, to figures."""
     engines = [_engine(name, record) for name, record in records.items()]
     without = [engine.name for engine in engines if not engine.devices]
     missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
     return Profile(
-        comparison=comparison,
         engines=engines,
-        verdict=missing + comparison.sentence(),
-        passed=comparison.passed and not without,
+        verdict=missing + outcome.sentence(),
+        passed=outcome.passed and not without,
     )
 
 

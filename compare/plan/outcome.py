@@ -5,7 +5,6 @@ from msgspec import Struct, field
 from compare.contract.ahead_of_time import CompiledAhead
 from compare.contract.memory_profile import DeviceMemory
 from compare.judge.ledger_lines import Line
-from compare.judge.outcome import StudyOutcome
 from compare.plan.machine import Machine
 from compare.plan.search import USABLE, Candidate, Found, frontier
 from compare.spec.experiment import Experiment, ExperimentError
@@ -38,11 +37,14 @@ class AbsentStep(Struct, frozen=True, kw_only=True):
     lines: list[Line]
 
 
-class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
+class PlanOutcome(Struct, frozen=True, kw_only=True):
     """Layouts that fit, fastest first, and how many do not, or are refused, and why."""
 
+    experiment: Experiment
     machine: Machine
     engine: str
+    left_out: dict[str, str] = {}
+    """What could not be, and why."""
     candidates: list[Candidate]
     """The fastest `KEPT`, and those that are smaller than any faster one."""
     fitting: int
@@ -60,22 +62,10 @@ class PlanOutcome(StudyOutcome, frozen=True, kw_only=True):
     problems: list[str] = field(default_factory=list)
     """What could not be read of those."""
 
-    @property
-    def is_blank(self) -> bool:
-        """False: that nothing fits is an answer."""
-        return False
-
-    @property
-    def progress(self) -> str:
-        """All of it."""
-        return f"{self.fitting} layouts"
-
 
 def keep(
     found: Found,
     *,
-    study: str,
-    name: str,
     experiment: Experiment,
     machine: Machine,
     engine: str,
@@ -85,7 +75,7 @@ def keep(
 
     Args:
         found: all of it.
-        study, name, experiment, machine, engine, explain: as of `PlanOutcome`.
+        experiment, machine, engine, explain: as of `PlanOutcome`.
     """
     dropped: dict[str, Full] = {}
     for one in found.dropped:
@@ -95,10 +85,7 @@ def keep(
     best = found.fitting[:KEPT]
     names = {one.name for one in best}
     return PlanOutcome(
-        study=study,
-        name=name,
         experiment=experiment,
-        platform="cpu",
         machine=machine,
         engine=engine,
         candidates=[*best, *(one for one in frontier(found.fitting) if one.name not in names)],

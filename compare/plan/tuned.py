@@ -4,13 +4,15 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import Struct
 
 from compare.judge.bench_rows import by_round
 from compare.judge.closed_forms.peak_memory import peak_form
+from compare.judge.outcome import Case, Outcome
 from compare.judge.statistics import Estimate, estimate, ratios
 from compare.judge.strategy import with_remat_resolved
-from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.judge.timed_outcome import TimedOutcome, timed
 from compare.plan.machine import Machine
 from compare.show.findings import Column, Figure, Series
 from compare.terminal import human_bytes
@@ -37,13 +39,13 @@ class TuneOutcome(TimedOutcome, frozen=True, kw_only=True):
             for one in self.measurements
         )
 
-    def is_given_up(self, case: TimedCase) -> bool:
-        """True for a case that fails, or is clearly slower; or if all that is left is beyond the budget."""
+    def is_given_up(self, case: Case) -> bool:
+        """True for a case that is clearly slower; or if all that is left is beyond the budget."""
         own = by_round(self, case)
         is_late = bool(own) and 0 < self.budget_s < self.spent_s
-        return is_late or self.is_slower(case) or super().is_given_up(case)
+        return is_late or self.is_slower(case)
 
-    def is_slower(self, case: TimedCase) -> bool:
+    def is_slower(self, case: Case) -> bool:
         """True if it was `FASTER` times slower than the round's fastest case, in two rounds and all."""
         fastest: dict[int, float] = {}
         for one in self.measurements:
@@ -51,6 +53,17 @@ class TuneOutcome(TimedOutcome, frozen=True, kw_only=True):
         own = {number: one.wall_ms for number, one in by_round(self, case).items()}
         found = ratios(own, fastest)
         return len(found) > 1 and min(found) > FASTER
+
+
+def tuned(outcome: Outcome) -> TuneOutcome:
+    """The figures of a `shardpair tune`. Raises RecordError: they are garbled."""
+    view, more = timed(outcome), outcome.more
+    return TuneOutcome(
+        **{name: getattr(view, name) for name in TimedOutcome.__struct_fields__},
+        machines=msgspec.convert(more["machines"], dict[str, Machine]),
+        predicted_ms=more["predicted_ms"],
+        budget_s=more["budget_s"],
+    )
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -131,7 +144,7 @@ def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float | No
     return None if math.isnan(tau) else tau
 
 
-def _peak(case: TimedCase) -> float | None:
+def _peak(case: Case) -> float | None:
     """Predicted bytes of the fullest device; None where its peak has no closed form."""
     whole, layout = with_remat_resolved(case.engine, case.experiment), case.experiment.layout
     first_of = [rank * layout.devices // layout.pp for rank in range(layout.pp)]

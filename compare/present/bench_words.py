@@ -1,14 +1,14 @@
 """A bench in words: what is to be known of its figures, and what spoils those of any study."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from compare.execute.load import is_busy
 from compare.judge.bench_agreement import mistakes, unequal_terms, what_was_held
 from compare.judge.bench_rows import BenchRow, baseline_of, blocks
+from compare.judge.outcome import Case
 from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
-from compare.judge.timed_outcome import MOST_FAILURES, TimedCase, TimedOutcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.show.findings import written
 from compare.terminal import human_bytes, layout_in_words
 
@@ -76,7 +76,7 @@ def sentences(result: TimedOutcome) -> list[str]:
 
 
 def warnings(result: TimedOutcome) -> list[str]:
-    """What spoils the figures, a line each: load, failures, other work, wrong times, unequal terms."""
+    """What spoils the figures, a line each: load, other work, wrong times, unequal terms."""
     busy = [
         f"round {number} ({cores:.1f} cores)"
         for number, cores in enumerate(result.circumstances.busy_cores, start=1)
@@ -95,11 +95,6 @@ def warnings(result: TimedOutcome) -> list[str]:
         lines.append(f"Others used the processor beside {', '.join(beside)}: these figures may not hold.")
     if any(math.isnan(one.others_cores) for one in result.measurements):
         lines.append("What else used the hosts' processors is not known: a launcher started the engines.")
-    times: Counter[str] = Counter()
-    for failure in result.failures:
-        times[failure.case] += 1
-        then = " and is not tried again" if times[failure.case] == MOST_FAILURES else ""
-        lines.append(f"{failure.case} failed in round {failure.round}{then}: {failure.why}")
     return [*lines, *mistakes(result), *unequal_terms(result)]
 
 
@@ -136,7 +131,7 @@ def _versions(result: TimedOutcome) -> str:
     return ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "torch") if name in found)
 
 
-def circumstances_rows(result: TimedOutcome) -> list[tuple[TimedCase, list[str]]]:
+def circumstances_rows(result: TimedOutcome) -> list[tuple[Case, list[str]]]:
     """Every case that finished: synchronisation, recomputation, threads, device, how memory was measured."""
     return [
         (case, [one.gradient_sync, one.remat, one.threads, one.device_kind, one.peak_memory_method])

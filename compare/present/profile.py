@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from compare.contract.record import Record
+from compare.judge.outcome import Outcome
 from compare.judge.profile import DeviceTime, EngineProfile, Profile
 from compare.show.findings import NONE, Column, Picture, Row, Table, Text
 from compare.terminal import layout_in_words
@@ -49,12 +50,12 @@ def timelines(records: Mapping[str, Record]) -> list[Picture]:
     return [msgspec.structs.replace(picture, is_wide=True) for picture in found]
 
 
-def figures_of(profile: Profile) -> Table:
+def figures_of(profile: Profile, name: str) -> Table:
     """A column for each engine; rows that nobody has a figure for are left out."""
     found = {label: [_ms(value(engine)) for engine in profile.engines] for label, value in ROWS.items()}
     found |= {label: [_share(value(engine)) for engine in profile.engines] for label, value in SHARES.items()}
     return Table(
-        name=title(profile),
+        name=name,
         corner="mean over devices",
         columns=[engine.name for engine in profile.engines],
         rows=[
@@ -65,12 +66,12 @@ def figures_of(profile: Profile) -> Table:
     )
 
 
-def title(profile: Profile) -> str:
+def title(outcome: Outcome) -> str:
     """What was watched."""
-    return f"One step, {layout_in_words(profile.comparison.experiment, profile.comparison.platform)}"
+    return f"One step, {layout_in_words(outcome.experiment, outcome.platform)}"
 
 
-def notes(profile: Profile) -> list[str]:
+def notes(profile: Profile, platform: str) -> list[str]:
     """Sentences that say what the figures are, and what cannot be told."""
     lines = [
         "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
@@ -80,13 +81,12 @@ def notes(profile: Profile) -> list[str]:
     for engine in profile.engines:
         methods.setdefault(engine.method, []).append(engine.name)
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
-    lines += [f"{name} did not finish: {why}" for name, why in profile.comparison.failures.items()]
     if names := [engine.name for engine in profile.engines if (engine.overhead or 0.0) < 0]:
         lines.append(
             f"{', '.join(names)}: the watched step was shorter than the others: the machine was busy with "
             f"something else, and these times say little."
         )
-    if profile.comparison.platform == "cpu":
+    if platform == "cpu":
         lines.append("CPU timings: devices that share cores take them from each other.")
     return lines
 

@@ -1,27 +1,26 @@
 """The figures of a sweep: losses, step times and peak memory of strategies; throughput over devices."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from compare.contract.record import Record
-from compare.judge.comparison import Comparison
-from compare.present.tables import how_peaks
+from compare.judge.outcome import Outcome
 from compare.show.findings import Figure, Picture, Series
-from compare.studies.sweep_outcome import FIRST, SINGLE, StrategyRow, SweepOutcome
 from compare.terminal import human_bytes
 
+if TYPE_CHECKING:
+    from compare.studies.sweep import StrategyRow
 
-def figures_of(outcome: SweepOutcome, by_engine: Mapping[str, Record]) -> list[Figure]:
+
+def figures_of(rows: "Sequence[StrategyRow]", *, scaled: bool) -> list[Figure]:
     """Bars of strategies, or lines over devices."""
-    if not outcome.rows:
-        return []
-    if outcome.scaling != "none":
-        return _of_scaling(outcome)
-    peaks = how_peaks(list(by_engine), list(by_engine.values()))
+    if not rows or scaled:
+        return _of_scaling(rows) if rows else []
     return [
         _bars(
-            outcome.rows,
+            rows,
             "Step time of each strategy",
             "The mean over steady steps of one process: an order of magnitude, and no ranking.",
             "step time, mean (ms)",
@@ -29,9 +28,9 @@ def figures_of(outcome: SweepOutcome, by_engine: Mapping[str, Record]) -> list[F
             "{:,.1f} ms".format,
         ),
         _bars(
-            outcome.rows,
+            rows,
             "Peak memory of each strategy",
-            f"Of the fullest device. {peaks}",
+            "Of the fullest device.",
             "peak memory (MB)",
             lambda row: row.peak_mem_bytes / 1e6,
             lambda megabytes: human_bytes(megabytes * 1e6),
@@ -39,17 +38,22 @@ def figures_of(outcome: SweepOutcome, by_engine: Mapping[str, Record]) -> list[F
     ]
 
 
+def name_of(row: "StrategyRow") -> str:
+    """Its strategy and setting."""
+    return f"{row.strategy} {row.variant}".strip()
+
+
 def _bars(
-    rows: Sequence[StrategyRow],
+    rows: "Sequence[StrategyRow]",
     title: str,
     caption: str,
     axis: str,
-    value: Callable[[StrategyRow], float],
+    value: "Callable[[StrategyRow], float]",
     text: Callable[[float], str],
 ) -> Figure:
     """Bars in groups, one for each strategy, one device first; and in each a bar for each engine."""
     engines = list(dict.fromkeys(row.engine for row in rows))
-    strategies = sorted(dict.fromkeys(row.strategy for row in rows), key=lambda name: name != SINGLE)
+    strategies = list(dict.fromkeys(map(name_of, rows)))
     thick = 0.8 / len(engines)
     series = []
     for place, engine in enumerate(engines):
@@ -62,41 +66,35 @@ def _bars(
                 colour=place,
                 thick=thick,
                 x=[value(row) for row in own],
-                y=[strategies.index(row.strategy) + above for row in own],
+                y=[strategies.index(name_of(row)) + above for row in own],
                 texts=[text(value(row)) for row in own],
             )
         )
     return Figure(title=title, caption=caption, x=axis, names=strategies, series=series)
 
 
-def losses(
-    outcome: SweepOutcome, comparisons: Mapping[str, Comparison], records: Mapping[str, Sequence[Record]]
-) -> list[Picture]:
-    """The loss curves of each engine's strategies over the reference's; none where devices are scaled."""
+def losses(outcome: Outcome, records: Mapping[str, Record]) -> list[Picture]:
+    """The loss curves of each engine's strategies, beside what they are held against."""
     from compare.present.report.figures import loss_curves
     from compare.present.report.pictures import how_close
 
     drawn = []
-    for batch, comparison in comparisons.items() if outcome.scaling == "none" else ():
-        named = dict(zip(comparison.cases, records[batch], strict=True))
-        engines = dict.fromkeys(record.manifest.engine for name, record in named.items() if name != FIRST)
-        for engine in engines or dict.fromkeys(record.manifest.engine for record in named.values()):
-            chosen = {
-                FIRST if name == FIRST else name.split(".")[1]: record
-                for name, record in named.items()
-                if name == FIRST or record.manifest.engine == engine
-            }
-            names, shown = list(chosen), list(chosen.values())
-            picture = loss_curves(names, shown, title=f"Loss of {engine} over steps")
-            drawn.append(Picture(f"Loss: {engine}", picture, how_close(names, shown)))
+    for reference in [name for name in records if not outcome.cases[name].against]:
+        names = [name for name in records if outcome.cases[name].against == reference]
+        for engine in dict.fromkeys(outcome.cases[name].engine for name in names):
+            shown = {reference: records[reference]}
+            shown |= {name: records[name] for name in names if outcome.cases[name].engine == engine}
+            curves = list(shown), list(shown.values())
+            picture = loss_curves(*curves, title=f"Loss of {engine} over steps")
+            drawn.append(Picture(f"Loss: {engine}, against {reference}", picture, how_close(*curves)))
     return drawn
 
 
-def _of_scaling(outcome: SweepOutcome) -> list[Figure]:
-    lines, fewest = _lines(outcome), outcome.devices[0]
+def _of_scaling(rows: "Sequence[StrategyRow]") -> list[Figure]:
+    lines, fewest = _lines(rows), min(row.devices for row in rows)
     base = "one device" if fewest == 1 else f"{fewest} devices"
-    counts = sorted({row.devices for rows in lines.values() for row in rows})
-    best = max(rows[0].tokens_per_s for rows in lines.values()) / counts[0]
+    counts = sorted({row.devices for line in lines.values() for row in line})
+    best = max(line[0].tokens_per_s for line in lines.values()) / counts[0]
     ideal = Series(label="", x=counts, y=[best * count for count in counts], dash=":")
     throughput = Figure(
         title="Throughput over devices",
@@ -122,7 +120,7 @@ def _of_scaling(outcome: SweepOutcome) -> list[Figure]:
 
 
 def _curves(
-    lines: Mapping[str, list[StrategyRow]], value: Callable[[StrategyRow], float | None]
+    lines: "Mapping[str, list[StrategyRow]]", value: "Callable[[StrategyRow], float | None]"
 ) -> list[Series]:
     curves = []
     for place, (name, rows) in enumerate(lines.items()):
@@ -132,12 +130,12 @@ def _curves(
     return curves
 
 
-def _lines(outcome: SweepOutcome) -> dict[str, list[StrategyRow]]:
+def _lines(rows: "Sequence[StrategyRow]") -> "dict[str, list[StrategyRow]]":
     """The rows of each engine and strategy by devices, each begun by its engine's one device."""
     lines: dict[str, list[StrategyRow]] = {}
-    alone = {row.engine: row for row in outcome.rows if row.devices == 1}
-    for row in outcome.rows:
+    alone = {row.engine: row for row in rows if row.devices == 1}
+    for row in rows:
         if row.devices > 1:
             start = [alone[row.engine]] if row.engine in alone else []
-            lines.setdefault(f"{row.engine}, {row.strategy}", start).append(row)
+            lines.setdefault(f"{row.engine}, {name_of(row)}", start).append(row)
     return lines or {engine: [row] for engine, row in alone.items()}

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from msgspec import UNSET, UnsetType
 
 from compare.contract.record import Record
-from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
 from compare.judge.ladder import Verdict
+from compare.judge.outcome import Outcome
 from compare.show.findings import NONE, Text
 from compare.terminal import error_text, human_bytes
 
@@ -40,7 +40,7 @@ def _nats(loss: float | UnsetType) -> str:
     return "" if loss is UNSET else f"{loss:.4f}"
 
 
-def cost_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
+def cost_rows(comparison: Outcome) -> list[tuple[str, list[str]]]:
     """The rows of the cost table, as text: what the terminal and the report both show."""
     rows = [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
     return [(label, cells) for label, cells in rows if any(cells)]

@@ -7,8 +7,9 @@ from compare.flags.arguments import EngineName
 from compare.flags.chosen_layout import DEVICES
 from compare.flags.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
+from compare.judge.outcome import Grid, Outcome
 from compare.judge.statistics import Estimate
-from compare.judge.timed_outcome import TimedOutcome
+from compare.judge.timed_outcome import TimedOutcome, timed
 from compare.present.bench_words import block_title, circumstances_rows, in_one_line, sentences, told_in
 from compare.show.findings import Column, Figure, Findings, Row, Series, Table, Text, table_of
 from compare.spec.engines.registry import STUDIED
@@ -16,10 +17,10 @@ from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import Choice, bench_cases
 from compare.studies.fitting import installed
 from compare.terminal import human_bytes
-from compare.timed_study import Cases, TimedStudy, timed_findings
+from compare.timing import Timed, timed_findings
 
 
-class Bench(TimedStudy, frozen=True, kw_only=True):
+class Bench(Timed, frozen=True, kw_only=True):
     """Time engines, layouts, sizes and settings against each other, and say how sure the ratios are.
 
     Each case is a fresh process, or the ranks that it starts; all of them run in rounds, whose order rotates.
@@ -56,16 +57,11 @@ class Bench(TimedStudy, frozen=True, kw_only=True):
 
     brief = "which engine, layout or setting is faster, and how surely"
 
-    @property
-    def gives_layouts(self) -> bool:
-        """True if presets replace the experiment's layout."""
-        return bool(self.presets)
-
     def divisor(self) -> str:
         """--baseline."""
         return self.baseline
 
-    def cases(self, experiment: Experiment) -> Cases:
+    def cases(self, experiment: Experiment) -> Grid:
         """Engines x layouts x sizes x variants, as far as engines are installed and can express them."""
         if self.devices and not self.presets:
             raise ExperimentError(
@@ -81,26 +77,28 @@ class Bench(TimedStudy, frozen=True, kw_only=True):
             variants=self.variants,
             said=self.said,
         )
-        cases, refused = bench_cases(experiment, choice, steps=self.timing.steps, platform=self.platform)
-        return cases, {**missing, **refused}
+        cases, refused = bench_cases(experiment, choice, timing=self.timing)
+        return {case.name: case for case in cases}, {**missing, **refused}
 
     @classmethod
-    def findings(cls, outcome: TimedOutcome, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each block, the ratios with their intervals, and what goes before the steps."""
-        found = blocks(outcome)
-        rows = [row for of_block in found.values() for row in of_block]
+        view = timed(outcome)
+        by_block = blocks(view)
+        rows = [row for of_block in by_block.values() for row in of_block]
         return timed_findings(
+            view,
             outcome,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
-            sentence=in_one_line(outcome) if found else "nothing was measured",
-            about=sentences(outcome),
+            sentence=in_one_line(view),
+            about=sentences(view),
             tables=[
-                table_of(block_title(outcome, block), COLUMNS, of_block, below=told_in(of_block))
-                for block, of_block in found.items()
+                table_of(block_title(view, block), COLUMNS, of_block, below=told_in(of_block))
+                for block, of_block in by_block.items()
             ],
-            figures=figures_of(outcome, rows) if rows else [],
-            details=[how_each_ran(outcome)],
-            rows=found,
+            figures=figures_of(view, rows),
+            details=[how_each_ran(view)],
+            rows=by_block,
         )
 
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.judge.timed_outcome import TimedCase
+from compare.contract.request import Request
+from compare.contract.timing import Timing
+from compare.judge.outcome import Case
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
-from compare.studies.fitting import refusal
+from compare.studies.fitting import as_preset
 from compare.studies.presets import NOTHING_SAID, PRESETS, Said, check_names, check_presets, preset_layout
 
 SECTIONS = ("model", "optimizer", "train", "precision", "layout")
@@ -36,15 +38,14 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def bench_cases(
-    experiment: Experiment, choice: Choice, *, steps: int, platform: str
-) -> tuple[list[TimedCase], dict[str, str]]:
+    experiment: Experiment, choice: Choice, *, timing: Timing
+) -> tuple[list[Case], dict[str, str]]:
     """Every case, block by block, and why others are none, by name.
 
     Args:
         experiment: with the user's overrides.
         choice: what to time.
-        steps: of a timed run.
-        platform: cpu or gpu.
+        timing: of the steps of a process.
 
     Raises:
         ExperimentError: no such preset or field, a variant that cannot work in any layout, or
@@ -55,25 +56,25 @@ def bench_cases(
         _require_different(flag, given)
         _refuse_degrees(flag, given, choice.presets)
     layouts, left_out = _layouts(experiment.layout, choice)
-    cases: list[TimedCase] = []
+    cases: list[Case] = []
     could_be: set[str] = set()
     for layout_name, layout in layouts.items():
         spread = msgspec.structs.replace(experiment, layout=layout)
         for size in choice.sizes or ("",):
             try:
-                plain = _resolved(spread, size, "", steps=steps)
+                plain = _resolved(spread, size, "", steps=timing.steps)
             except ExperimentError as error:
                 left_out[" ".join(filter(None, (layout_name, size)))] = str(error)
                 continue
             for variant in ("", *choice.variants):
                 try:
-                    rows = _rows(choice.engines, layout_name, size, variant, plain)
+                    rows = _rows(choice.engines, layout_name, size, variant, plain, timing)
                 except ExperimentError as error:
                     left_out[" ".join(filter(None, (layout_name, size, variant)))] = str(error)
                     continue
                 could_be.add(variant)
                 for case in rows:
-                    if why := _refusal(case, plain, is_preset=bool(choice.presets), platform=platform):
+                    if why := _refusal(case, plain, is_preset=bool(choice.presets)):
                         left_out[case.name] = why
                     else:
                         cases.append(case)
@@ -122,22 +123,6 @@ def layout_name(layout: Layout) -> str:
     return "-".join(f"{axis}{layout.axes[axis]}" for axis in AXES if layout.axes[axis] > 1)
 
 
-def rotated(cases: Sequence[TimedCase], number: int) -> list[TimedCase]:
-    """The order of a round, counted from 1: block by block, and in each block A B C, then B C A, ...
-
-    No case is always the first, when the machine is cool, nor always after the same other one; and cases of a
-    block, whose ratios count, run close to each other.
-    """
-    blocks: dict[str, list[TimedCase]] = {}
-    for case in cases:
-        blocks.setdefault(case.block, []).append(case)
-    order: list[TimedCase] = []
-    for own in blocks.values():
-        first = (number - 1) % len(own)
-        order += own[first:] + own[:first]
-    return order
-
-
 def _layouts(own: Layout, choice: Choice) -> tuple[dict[str, Layout], dict[str, str]]:
     """Layouts by name; and presets that cannot spread over so many devices, with the reason."""
     if not choice.presets:
@@ -161,28 +146,26 @@ def _with_devices(preset: str, layout: Layout) -> str:
     return f"{preset}-{layout.devices}" if layout.devices > 1 else preset
 
 
-def _rows(engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment) -> list[TimedCase]:
+def _rows(
+    engines: Sequence[str], layout: str, size: str, variant: str, plain: Experiment, timing: Timing
+) -> list[Case]:
     """A case for each engine. Raises ExperimentError for a variant that cannot work there."""
     whole = _resolved(plain, "", variant, steps=plain.train.max_iters)
     seen: Counter[str] = Counter()
     cases = []
     for engine in engines:
         seen[engine] += 1
-        cases.append(
-            TimedCase(
-                engine=engine, layout=layout, size=size, variant=variant, copy=seen[engine], experiment=whole
-            )
-        )
+        request = Request(engine=engine, experiment=whole, timing=timing)
+        cases.append(Case(request=request, layout=layout, size=size, variant=variant, copy=seen[engine]))
     return cases
 
 
-def _refusal(case: TimedCase, plain: Experiment, *, is_preset: bool, platform: str) -> str:
+def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:
     """Why an engine cannot do a case, or does it as it does another one; '' if it can."""
     engine, whole = ENGINES[case.engine], case.experiment
-    preset = case.layout.partition("-")[0] if is_preset else "ddp"
-    if why := refusal(engine, whole.layout, preset=preset, platform=platform):
-        return why
     try:
+        if is_preset and not case.variant:
+            as_preset(case.engine, whole)
         engine.require_experiment(whole)
     except ExperimentError as error:
         return str(error)
@@ -231,6 +214,6 @@ def _value(text: str) -> object:
     return found["value"] if found.keys() == {"value"} else text
 
 
-def _block_by_block(cases: list[TimedCase]) -> list[TimedCase]:
+def _block_by_block(cases: list[Case]) -> list[Case]:
     order = list(dict.fromkeys(case.block for case in cases))
     return sorted(cases, key=lambda case: order.index(case.block))

@@ -10,6 +10,7 @@ import numpy as np
 from compare.contract.collective_bench import OURS
 from compare.execute.launch import EngineError
 from compare.execute.load import busy_cores
+from compare.flags.pythons import pythons_of
 from compare.judge.bucket_overheads import (
     ALONE,
     BUCKETED,
@@ -23,23 +24,23 @@ from compare.judge.bucket_overheads import (
     reduced_experiment,
 )
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome
 from compare.judge.statistics import interval_words
-from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.judge.timed_outcome import timed
 from compare.show.findings import Column, Figure, Findings, Series, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.studies.cases import Settings, with_layout
 from compare.studies.collective_runs import (
-    CollectiveBench,
     Order,
+    bench_of,
     requests_of,
     run_requests,
     sizes_between,
 )
-from compare.studies.presets import spread
+from compare.studies.presets import spread, with_layout
+from compare.study import OF_LAYOUTS
 from compare.terminal import human_bytes
-from compare.timed_study import Cases, TimedStudy, timed_findings
+from compare.timing import Timed, timed_findings
 
 OTHERS = ("flat", "naive", "overlapped")
 """Of the first the losses are what others are held to."""
@@ -50,7 +51,7 @@ COLLECTIVES = "collectives"
 """Folder of its times, in that of the study."""
 
 
-class Buckets(TimedStudy, frozen=True, kw_only=True):
+class Buckets(Timed, frozen=True, kw_only=True):
     """Time data parallelism over bucket sizes, and hold the best one against a closed form.
 
     torch-manual's step with its gradients flat, naive, overlapped and in buckets, each in fresh processes, in
@@ -70,10 +71,9 @@ class Buckets(TimedStudy, frozen=True, kw_only=True):
     """Ranks of data parallelism."""
 
     brief = "sizes of gradient buckets, beside a closed form"
-    own_layouts = "the study has layouts of its own, on --devices"
-    decided: ClassVar = {**TimedStudy.decided, "layout.bucket_mb": "--bucket_mb"}
+    fixed: ClassVar = {**Timed.fixed, **OF_LAYOUTS, "layout.bucket_mb": None}
 
-    def cases(self, experiment: Experiment) -> Cases:
+    def cases(self, experiment: Experiment) -> Grid:
         """Every way of reducing gradients, and the step without communication, in one block."""
         if self.devices < 2:
             raise ExperimentError(f"--devices {self.devices}: there is nothing to reduce on fewer than 2")
@@ -92,52 +92,54 @@ class Buckets(TimedStudy, frozen=True, kw_only=True):
         for mb in sorted(self.bucket_mb or default_bucket_mb(experiment)):
             ways[mb_text(mb)] = with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=mb)
         layout = f"ddp-{self.devices}"
-        return [
-            TimedCase(engine=REFERENCE, layout=layout, variant=variant, experiment=whole)
+        cases = [
+            self.case(REFERENCE, whole, layout=layout, variant=variant)
             for variant, whole in {**ways, ALONE: share}.items()
-        ], {}
+        ]
+        return {case.name: case for case in cases}, {}
 
-    @classmethod
-    def measure_beside(cls, outcome: TimedOutcome, folder: Path, *, settings: Settings, quiet: bool) -> None:
+    def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Time our all-reduce up to the size of all gradients, unless the folder has its times.
 
         Raises:
             EngineError: it did not finish, or gave wrong results.
         """
-        place, reduced = folder / COLLECTIVES, reduced_experiment(outcome)
-        if not (place / OUTCOME).is_file() or not read_outcome(place, CollectiveBench).passed:
+        place, reduced = folder / COLLECTIVES, reduced_experiment(timed(outcome))
+        if not (place / OUTCOME).is_file() or not bench_of(read_outcome(place)).passed:
             shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
             order = Order(
                 kinds=("all_reduce",),
                 implementations=(OURS,),
                 sizes=sizes_between(SMALLEST_SIZE, max(LARGEST_SIZE, gradient_bytes(reduced)), 4),
                 ranks=(reduced.layout.devices,),
-                platform=settings.platform,
-                timeout_s=settings.timeout_s,
-                hosts=settings.hosts,
+                platform=self.platform,
+                timeout_s=self.timeout_s,
+                hosts=self.found_hosts(),
             )
             run_requests(
                 *requests_of(order),
                 command="",
                 run_dir=str(place),
                 busy=busy_cores(),
-                pythons=settings.pythons,
-                quiet=quiet,
+                pythons=pythons_of(self),
+                quiet=self.quiet,
                 hosts=order.hosts,
             )
         kept_fit(folder)
+        return outcome
 
     @classmethod
-    def findings(cls, outcome: TimedOutcome, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Overheads over bucket sizes, beside the closed forms."""
-        timed = {one.case for one in outcome.measurements}
-        if len(timed) < 2 or outcome.cases[-1].name not in timed:  # there is no overhead to tell
-            raise EngineError("; ".join(one.why for one in outcome.failures), exit_code=1)
-        line = line_of(reduced_experiment(outcome), kept_fit(folder))
-        alone_ms, points = overheads_of(outcome, line)
+        if len(outcome.finished) < 2 or list(outcome.cases)[-1] not in outcome.finished:  # no overhead
+            raise EngineError("; ".join(outcome.failures.values()) or "too few cases finished", exit_code=1)
+        view = timed(outcome)
+        line = line_of(reduced_experiment(view), kept_fit(folder))
+        alone_ms, points = overheads_of(view, line)
         ranks = line.fit.ranks
         title = f"Data parallelism over {ranks} ranks, {human_bytes(line.gradient_bytes)} of gradients"
         return timed_findings(
+            view,
             outcome,
             title=title,
             sentence=sentence_of(points, line, alone_ms),
@@ -239,7 +241,7 @@ def kept_fit(folder: Path) -> Fit:
         RecordError: it was not timed.
         EngineError: it did not finish, or gave wrong results.
     """
-    bench = read_outcome(folder / COLLECTIVES, CollectiveBench)
+    bench = bench_of(read_outcome(folder / COLLECTIVES))
     if not bench.passed or not bench.fits:
         raise EngineError(f"all_reduce: {bench.sentence()}", exit_code=1)
     return bench.fits[0]

@@ -1,71 +1,239 @@
-"""`shardpair check`: every engine, on one device and on each rung of its ladder, against one reference."""
+"""`shardpair check`: every engine under any layouts against one unsharded device, or against nanoGPT."""
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar, Literal
 
+from compare.execute.launch import EnvironmentMissing
+from compare.execute.paths import check_output
 from compare.flags.arguments import EngineName, chosen_engines
-from compare.judge.comparison import Comparison
+from compare.host.disk import write_atomically
+from compare.host.tensors import RecordError
+from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.ladder import Verdict
-from compare.paired_study import Cases, PairedStudy, paired_findings
+from compare.judge.outcome import Grid, Outcome
 from compare.present.tables import rung_text
 from compare.show.findings import Findings, Row, Table, Text
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import ladder_cases
+from compare.show.markdown import markdown
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
+from compare.studies.bench_cases import edits_of
+from compare.studies.fitting import as_preset
+from compare.studies.presets import PRESETS, check_names, spread, with_layout
+from compare.studies.run import ladder_of, verdict_findings
+from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot
 from compare.terminal import error_text
 
 SHOWN = ("gradients", "later_weights")
-"""Rungs whose worst tensor is named."""
+"""Rungs whose errors a cell of the grid shows."""
+ALL = "all"
+DEVICES = 4
+VARIANTS = (
+    "precision.dtype=float32",
+    "optimizer.name=sgd,optimizer.momentum=0.9,optimizer.grad_clip=0,optimizer.learning_rate=0.1,"
+    "optimizer.min_lr=0.01",
+    "model.dropout=0.2",
+)
+"""`--variants all`: SGD without clipping hides nothing of a gradient's scale."""
+GOLDEN = "golden"
+"""The experiment that nanoGPT was run on."""
+SGD = {"name": "sgd", "momentum": 0.9}
+"""What the second golden's optimizer has other than golden.toml's."""
 
 
-class Check(PairedStudy, frozen=True, kw_only=True):
-    """Prove that every engine and gradient synchronisation computes what one unsharded device computes.
+class Check(Study, frozen=True, kw_only=True):
+    """Prove that engines compute what one unsharded device computes: every engine and gradient
+    synchronisation, or every engine under every layout; or what nanoGPT's own train.py computed in 30 steps.
 
     The experiment is a tiny one in float64 unless you name another; nothing is timed.
 
     Try:
       shardpair check
       shardpair check --devices 2 --engines jax-manual torch-manual
-      shardpair check check --precision.dtype float32
+      shardpair check --presets fsdp tp --variants precision.dtype=float32
+      shardpair check --presets all --variants all --output parity.md
+      shardpair check --against nanogpt --presets fsdp --devices 2
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all of the grid. A peer on one device: --devices 1."""
-    devices: int = 4
-    """Devices of data parallelism; 1 checks the engines unsharded only."""
+    """Which engines. Default: all of the grid."""
+    devices: int | None = None
+    """Devices of data parallelism, or of each of --presets. Default: 4; of a preset 2, 4 or 8."""
+    presets: tuple[str, ...] = ()
+    """Layouts by name, or `all`, each on every engine that can express it."""
+    variants: tuple[str, ...] = ()
+    """With --presets: other settings, in which each layout is trained once more, such as
+    precision.dtype=float32; or `all`: float32, SGD, dropout."""
+    against: Literal["", "nanogpt"] = ""
+    """nanogpt: hold engines against nanoGPT's numbers, on its experiment, by AdamW and by SGD."""
+    output: Path | None = None
+    """Also write the tables as Markdown."""
 
-    brief = "every engine against one unsharded device, in float64"
+    brief = "every engine against one unsharded device, or nanoGPT"
+    group = "Prove"
     default = "check"
-    own_layouts = "check has layouts of its own"
+    fixed: ClassVar = OF_LAYOUTS
+    keeps_records = True
+    needs_reference = True
+    with_continue: ClassVar = frozenset({"output"})
 
     @property
     def title(self) -> str:
-        """The devices tell two checks apart."""
-        return f"check-{self.devices}"
+        """Against nanoGPT, of presets, or of how many devices."""
+        return f"check-{self.against or ('presets' if self.presets else self.devices or DEVICES)}"
 
-    def cases(self, experiment: Experiment) -> Cases:
-        """The unsharded reference, and every rung of every engine's ladder."""
-        if self.devices < 1:
+    def asked(self) -> Experiment:
+        """The experiment; against nanoGPT its own, unchanged. Raises ExperimentError."""
+        check_output("--output", self.output)
+        if self.devices is not None and self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
-        return ladder_cases(experiment, chosen_engines(self.engines), self.devices), {}
+        if not self.against:
+            return super().asked()
+        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
+        given = [flag for flag in sorted(self.given) if flag.startswith(sections)]
+        given += [flag for flag in ("variants", "init_from") if getattr(self, flag)]
+        if given or self.experiment not in (self.default, GOLDEN):
+            flag = f"--{given[0]}" if given else self.experiment
+            raise ExperimentError(f"{flag} has no effect: nanoGPT was run on the experiment {GOLDEN}")
+        return load(GOLDEN)
+
+    def cases(self, experiment: Experiment) -> Grid:
+        """Each case, its reference before it. Raises ExperimentError, EnvironmentMissing."""
+        engines = chosen_engines(self.engines)
+        if self.against:
+            return self._golden(experiment, engines)
+        if not self.presets:
+            if self.variants:
+                raise ExperimentError("--variants has no effect without --presets")
+            return rungs_of_engines(experiment, engines, self.devices or DEVICES)
+        variants = ("", *(VARIANTS if self.variants == (ALL,) else self.variants))
+        names = self._names()
+        rows = {
+            ", ".join(filter(None, (name, variant))): spread(
+                edited(experiment, edits_of(variant) if variant else {}), name, self._devices_of(name)
+            )
+            for variant, name in itertools.product(variants, names)
+        }
+        return against_one_device(engines, rows, fit=as_preset)
+
+    def _names(self) -> list[str]:
+        names = [name for name in PRESETS if name != "single"] if self.presets == (ALL,) else self.presets
+        check_names("--presets", "preset", names, PRESETS)
+        return list(names)
+
+    def _devices_of(self, preset: str) -> int:
+        return self.devices or PRESETS[preset].devices
+
+    def _golden(self, experiment: Experiment, engines: list[str]) -> Grid:
+        """Each engine and layout by AdamW and by SGD. Raises EnvironmentMissing: the numbers are damaged."""
+        by = {"": experiment, "sgd": revalidate(edited(experiment, {"optimizer": SGD}))}
+        try:
+            for spec in by.values():
+                read_golden(folder_of(spec.optimizer.name))
+        except RecordError as error:
+            raise EnvironmentMissing(str(error)) from None
+        rows = {
+            ".".join(filter(None, (preset, name))): spread(spec, preset, self._devices_of(preset))
+            if preset
+            else spec
+            for preset in self._names() or [""]
+            for name, spec in by.items()
+        }
+        steps = experiment.train.max_iters
+        return grid(engines, rows, against=NANOGPT, ladder=True, later_step=steps)
 
     @classmethod
-    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
-        """The worst errors of every case."""
-        columns = ["loss", "gradients", "worst gradient", "weights after N steps", "worst weight", "verdict"]
-        rows = [
-            Row(
-                Text(one.candidate),
-                [rung_text(one, "loss"), *(cell for rung in SHOWN for cell in _worst(one, rung)), _mark(one)],
-            )
-            for one in outcome.verdicts
-        ]
-        dtype = outcome.experiment.precision.dtype
-        name = f"Relative errors against one unsharded device ({dtype})"
-        return paired_findings(
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+        """The worst errors of every case; of layouts as a grid."""
+        verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
+        worst = [worst_of(rung, outcome.verdicts) for rung in SHOWN] if verdicts else []
+        dtype, sentence = outcome.experiment.precision.dtype, ""
+        skipped = {}
+        if "presets" in outcome.options and "against" not in outcome.options:
+            tables = [
+                pivot(
+                    "Worst relative error of a gradient / of a later weight, against one unsharded device",
+                    outcome,
+                    lambda name: cell_of(outcome, name, verdicts.get(name)),
+                )
+            ]
+        elif "against" in outcome.options:
+            tables = [ladder_of(outcome)] if verdicts else []
+            skipped = {
+                f"{one.candidate}: {rung}": why
+                for one in verdicts.values()
+                for rung, why in one.skipped.items()
+            }
+            if skipped and outcome.passed:  # every rung has to be there
+                name, why = next(iter(skipped.items()))
+                sentence = f"{name} was not compared: {why}"
+        else:
+            columns = [
+                "loss",
+                "gradients",
+                "worst gradient",
+                "weights after N steps",
+                "worst weight",
+                "verdict",
+            ]
+            rows = [
+                Row(
+                    Text(one.candidate),
+                    [
+                        rung_text(one, "loss"),
+                        *(cell for rung in SHOWN for cell in _worst(one, rung)),
+                        _mark(one),
+                    ],
+                )
+                for one in outcome.verdicts
+            ]
+            name = f"Relative errors against one unsharded device ({dtype})"
+            tables = [Table(name=name, corner="case", columns=columns, rows=rows, look="words")]
+        return verdict_findings(
             outcome,
-            title=f"{outcome.name}: {len(outcome.cases)} cases",
-            tables=[Table(name=name, corner="case", columns=columns, rows=rows, look="words")],
-            notes=[worst_of(rung, outcome.verdicts) for rung in SHOWN] if rows else [],
+            title=f"{outcome.name}: {len(outcome.finished)} cases",
+            sentence=sentence,
+            tables=tables,
+            notes=worst,
+            passed=outcome.passed and not skipped,
         )
+
+    @classmethod
+    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
+        """Write its page; and as Markdown what --output asks for. Returns the page."""
+        if output := outcome.options.get("output"):
+            write_atomically(Path(output), markdown(cls.findings(outcome, folder)).encode())
+        return super().leave(outcome, folder, picture)
+
+
+def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: int) -> Grid:
+    """The unsharded reference, then every engine on one device and with each gradient synchronisation."""
+    single = spread(experiment, "single")
+    cases, left_out = against_one_device(engines, {"1": single})
+    for name in engines:
+        engine = ENGINES[name]
+        for sync in engine.gradient_sync if devices > 1 else ():
+            chosen = sync if engine.offers_choice else experiment.layout.gradient_sync
+            sharded = with_layout(single, dp_replicate=devices, gradient_sync=chosen)
+            more, out = grid([name], {f"{devices}-{sync}": sharded}, against="reference", ladder=True)
+            cases, left_out = cases | more, left_out | out
+    return cases, left_out
+
+
+def cell_of(outcome: Outcome, name: str, verdict: Verdict | None) -> Text:
+    """A cell of the grid: `gradient / weight` errors and a schedule not the preset's; or what went wrong."""
+    if verdict is None:
+        return Text(outcome.undone[name], news="fail")
+    if not verdict.passed:
+        return Text(verdict.sentence(), news="fail")
+    found = (verdict.error(rung) for rung in SHOWN)
+    errors, case = (
+        " / ".join("?" if error is None else f"{error:.0e}" for error in found),
+        outcome.cases[name],
+    )
+    is_other = case.experiment.layout.schedule == "gpipe" and "pp_gpipe" not in name
+    return Text(f"{errors} (gpipe)" if is_other else errors)
 
 
 def worst_of(rung: str, verdicts: list[Verdict]) -> str:

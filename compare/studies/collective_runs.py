@@ -1,6 +1,6 @@
 """The rows of `shardpair collectives`: each side times its own, in fresh processes; saved after each."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,29 +18,29 @@ from compare.contract.collective_bench import (
     bytes_held,
 )
 from compare.contract.request import REQUEST, Platform
+from compare.contract.run_lock import lock_folder
 from compare.execute.here import here_and_now
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EngineError, require_gpu, run_side
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
+from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.tally import Tally
 from compare.host.json_files import FolderName, read_json, read_own_bytes, write_json
+from compare.host.tensors import RecordError
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import OUTCOME, Outcome, save
 from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import MAX_CPU_DEVICES, ExperimentError, Layout
-from compare.studies.cases import Settings
-from compare.studies.runner import Runner, new_folder
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
+from compare.study import Interrupted
 from compare.terminal import human_bytes
 
 RANKS = (2, 4, 6)
 
 
-class CollectiveBench(Outcome, frozen=True, kw_only=True):
-    """The rows so far; the circumstances have the load before the first of them."""
+class CollectiveBench(Struct, frozen=True, kw_only=True):
+    """The rows so far, with their fits."""
 
-    command: str
-    """That makes it again."""
     requests: dict[FolderName, CollectiveRequest]
     """By the folder in which each ran."""
     rows: list[CollectiveRow] = field(default_factory=list)
@@ -48,16 +48,6 @@ class CollectiveBench(Outcome, frozen=True, kw_only=True):
     sides: dict[str, CollectiveSide] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     """Why a folder has not all of its rows."""
-
-    @property
-    def is_blank(self) -> bool:
-        """False: its sentence says what there is."""
-        return False
-
-    @property
-    def progress(self) -> str:
-        """24 rows."""
-        return f"{len(self.rows)} rows"
 
     @property
     def wrong(self) -> int:
@@ -91,6 +81,14 @@ class Order(Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     fault: str = ""
     hosts: Hosts = HERE
+
+
+def bench_of(outcome: Outcome) -> CollectiveBench:
+    """The rows of a `shardpair collectives`. Raises RecordError: they are garbled."""
+    try:
+        return msgspec.convert(outcome.more.get("bench"), CollectiveBench)
+    except msgspec.ValidationError as error:
+        raise RecordError(f"{OUTCOME} is garbled: {error}") from None
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
@@ -158,7 +156,7 @@ def run_requests(
     pythons: Mapping[str, str],
     quiet: bool,
     hosts: Hosts = HERE,
-) -> tuple[CollectiveBench, Path]:
+) -> tuple[Outcome, Path]:
     """Run every request in fresh processes, one after another; the outcome is saved after each.
 
     Args:
@@ -176,59 +174,70 @@ def run_requests(
     Raises:
         Interrupted: Ctrl-C. Finished rows are saved.
     """
-    bench = CollectiveBench(
+    bench = CollectiveBench(requests=dict(requests))
+    outcome = Outcome(
         study="collectives",
         name="collectives",
-        command=command,
+        line=command,
+        experiment=Experiment(),
         circumstances=here_and_now(busy),
         platform=next(iter(requests.values())).platform,
-        requests=dict(requests),
         left_out=dict(left_out),
     )
     tally = Tally(sum(map(_rows_asked_for, requests.values())), "rows", quiet=quiet)
-    settings, reporter = Settings(pythons=pythons, hosts=hosts), Reporter(quiet=quiet)
-    with new_folder("collectives", run_dir) as folder:
-        return _Sides(bench, folder, settings, reporter, tally).run(), folder
+    folder = create_run_dir("collectives", run_dir)
+
+    def keep(bench: CollectiveBench) -> Outcome:
+        versions = {name: version for side in bench.sides.values() for name, version in side.versions.items()}
+        now = msgspec.structs.replace(outcome.circumstances, versions=versions)
+        more = {"bench": msgspec.to_builtins(bench)}
+        kept = msgspec.structs.replace(outcome, circumstances=now, more=more)
+        save(kept, folder)
+        return kept
+
+    with lock_folder(folder):
+        kept = keep(bench)
+        for name, request in requests.items():
+            try:
+                _time(name, request, folder / name, tally=tally, pythons=pythons, hosts=hosts)
+                bench = _collected(bench, folder)
+            except EngineError as error:
+                Reporter(quiet=quiet).failed(error)
+                bench = _collected(bench, folder, {name: str(error)})
+            except KeyboardInterrupt:
+                bench = _collected(bench, folder, {name: f"{name}: interrupted"})
+                keep(bench)
+                said = f"{len(bench.rows)} finished rows are kept in {folder / OUTCOME}"
+                raise Interrupted(f"interrupted; every process was ended. {said}", folder) from None
+            kept = keep(bench)
+    return kept, folder
 
 
-class _Sides(Runner[CollectiveBench]):
-    """A piece is a side on a number of ranks, which writes row after row."""
-
-    tally: Tally
-    at: str = ""
-
-    def pieces(self) -> Iterator[str]:
-        for name in self.outcome.requests:
-            self.at = name
-            yield name
-
-    def measured(self, piece: str) -> CollectiveBench:
-        request, folder = self.outcome.requests[piece], self.folder / piece
-        side = SIDES[IMPLEMENTATIONS[request.implementations[0]].side]
-        folder.mkdir()
-        write_json(folder / REQUEST, request)
-        ways = " and ".join(request.implementations)
-        with self.tally.part(f"{ways} on {request.ranks} ranks", lambda: len(_rows(folder))):
-            run_side(
-                side,
-                folder,
-                name=piece,
-                platform=request.platform,
-                timeout_s=request.timeout_s,
-                options=["--collectives"],
-                pythons=self.settings.pythons,
-                layout=_layout(request.ranks),
-                hosts=self.settings.hosts,
-            )
-        return _collected(self.outcome, self.folder)
-
-    def failed(self, piece: str, error: EngineError) -> CollectiveBench:
-        return _collected(self.outcome, self.folder, {piece: str(error)})
-
-    def kept(self) -> str:
-        self.outcome = _collected(self.outcome, self.folder, {self.at: f"{self.at}: interrupted"})
-        save(self.outcome, self.folder)
-        return f"{len(self.outcome.rows)} finished rows are kept in {self.folder / OUTCOME}"
+def _time(
+    name: str,
+    request: CollectiveRequest,
+    folder: Path,
+    *,
+    tally: Tally,
+    pythons: Mapping[str, str],
+    hosts: Hosts,
+) -> None:
+    """Run a side on a number of ranks, which writes row after row. Raises EngineError."""
+    folder.mkdir()
+    write_json(folder / REQUEST, request)
+    ways = " and ".join(request.implementations)
+    with tally.part(f"{ways} on {request.ranks} ranks", lambda: len(_rows(folder))):
+        run_side(
+            SIDES[IMPLEMENTATIONS[request.implementations[0]].side],
+            folder,
+            name=name,
+            platform=request.platform,
+            timeout_s=request.timeout_s,
+            options=["--collectives"],
+            pythons=pythons,
+            layout=_layout(request.ranks),
+            hosts=hosts,
+        )
 
 
 def _collected(
@@ -241,15 +250,8 @@ def _collected(
         for name in bench.requests
         if (folder / name / SIDE).is_file()
     }
-    versions = {name: version for side in sides.values() for name, version in side.versions.items()}
-    return msgspec.structs.replace(
-        bench,
-        rows=rows,
-        fits=fits_of(rows),
-        sides=sides,
-        failures=bench.failures | dict(failures or {}),
-        circumstances=msgspec.structs.replace(bench.circumstances, versions=versions),
-    )
+    more = bench.failures | dict(failures or {})
+    return msgspec.structs.replace(bench, rows=rows, fits=fits_of(rows), sides=sides, failures=more)
 
 
 def _rows(folder: Path) -> list[CollectiveRow]:

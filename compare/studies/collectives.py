@@ -15,21 +15,21 @@ from compare.flags.arguments import check_timeout
 from compare.flags.hosts import HostFlags
 from compare.flags.pythons import checked_pythons
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME, Outcome, read_outcome
 from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of
 from compare.show.findings import Column, Findings, table_of
+from compare.show.page import show
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
-from compare.studies.cases import Interrupted
 from compare.studies.collective_runs import (
     RANKS,
-    CollectiveBench,
     Order,
+    bench_of,
     requests_of,
     run_requests,
     sizes_between,
 )
 from compare.studies.presets import check_names
-from compare.study import Question
+from compare.study import Interrupted
 from compare.terminal import errors_console
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MOST_ROW_S = 60.0
 
 
-class Collectives(HostFlags, Question[CollectiveBench], frozen=True, kw_only=True):
+class Collectives(HostFlags, frozen=True, kw_only=True):
     """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
     On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
@@ -86,7 +86,8 @@ class Collectives(HostFlags, Question[CollectiveBench], frozen=True, kw_only=Tru
     """Print the outcome as one JSON object on stdout instead of tables."""
 
     brief: ClassVar = "collectives by size: gloo or NCCL, our way, and XLA"
-    kept: ClassVar = CollectiveBench
+    group: ClassVar = "Measure"
+    default: ClassVar = "demo"
 
     def __call__(self, default: Experiment) -> int:
         """Answer it. Returns 0 if every row is there and every result right, else 1."""
@@ -94,12 +95,12 @@ class Collectives(HostFlags, Question[CollectiveBench], frozen=True, kw_only=Tru
         try:
             bench, folder = self.outcome()
         except Interrupted as interrupt:
-            so_far = read_outcome(interrupt.folder, CollectiveBench)
+            so_far = read_outcome(interrupt.folder)
             self.shown(so_far, interrupt.folder, picture=self.picture, as_json=self.json)
             raise
         return self.shown(bench, folder, picture=self.picture, as_json=self.json)
 
-    def outcome(self) -> tuple[CollectiveBench, Path]:
+    def outcome(self) -> tuple[Outcome, Path]:
         """The rows with their fits, and the folder of the results; nothing is printed on stdout."""
         pythons, order = checked_pythons(self), self.order()
         requests, left_out = requests_of(order)
@@ -119,28 +120,35 @@ class Collectives(HostFlags, Question[CollectiveBench], frozen=True, kw_only=Tru
         )
 
     @classmethod
-    def findings(cls, outcome: CollectiveBench, folder: Path) -> Findings:
+    def shown(cls, outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+        """Print it, and leave its page. Returns 0 if every row is there and right."""
+        found = cls.findings(outcome, folder)
+        return show(found, folder, page="collectives.html", picture=picture, as_json=as_json)
+
+    @classmethod
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each collective and number of ranks, the fits, two figures for each collective."""
-        kinds = list(dict.fromkeys(row.kind for row in outcome.rows))
-        hosts = dict.fromkeys(name for side in outcome.sides.values() for name in side.hosts)
+        bench = bench_of(outcome)
+        kinds = list(dict.fromkeys(row.kind for row in bench.rows))
+        hosts = dict.fromkeys(name for side in bench.sides.values() for name in side.hosts)
         over = f" over {len(hosts)} hosts" if len(hosts) > 1 else ""
-        groups = [(kind, ranks) for kind in kinds for ranks in ranks_of(outcome.rows)]
+        groups = [(kind, ranks) for kind in kinds for ranks in ranks_of(bench.rows)]
         tables = [
             table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, rows)
             for kind, ranks in groups
-            if (rows := in_order(row for row in outcome.rows if (row.kind, row.ranks) == (kind, ranks)))
+            if (rows := in_order(row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)))
         ]
-        fits = sorted(outcome.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
+        fits = sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
         if fits:
             tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
-        sides = outcome.sides.values()
+        sides = bench.sides.values()
         devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
         versions = (f"{name} {version}" for name, version in outcome.circumstances.versions.items())
         return Findings(
             title="Collectives: latency and bandwidth",
-            sentence=outcome.sentence(),
-            value=outcome,
-            passed=outcome.passed,
+            sentence=bench.sentence(),
+            value={"rows": bench.rows, "fits": bench.fits, "warnings": _busy(outcome), "result": outcome},
+            passed=bench.passed,
             about=[
                 f"{'; '.join(devices)} {', '.join(versions)}",
                 *([f"The ranks are spread evenly over {', '.join(hosts)}."] if over else []),
@@ -150,15 +158,15 @@ class Collectives(HostFlags, Question[CollectiveBench], frozen=True, kw_only=Tru
             ],
             warnings=_busy(outcome),
             tables=tables,
-            figures=[figure for kind in kinds for figure in figures_of(outcome.rows, kind)],
+            figures=[figure for kind in kinds for figure in figures_of(bench.rows, kind)],
             notes=[
-                *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways_of(outcome.rows)),
+                *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways_of(bench.rows)),
                 *dict.fromkeys(f"{note}." for side in sides for note in side.notes),
                 "Each time weighs by its own size in the fit; misfit is the median distance of a time from "
                 "the line.",
             ],
             left_out=outcome.left_out,
-            command=outcome.command,
+            command=outcome.line,
             source=f"{outcome.circumstances.words} Every single figure is in {OUTCOME}, beside this page.",
         )
 
@@ -242,8 +250,8 @@ FIT_COLUMNS = (
 )
 
 
-def _busy(bench: CollectiveBench) -> list[str]:
-    cores = max(bench.circumstances.busy_cores, default=0.0)
+def _busy(outcome: Outcome) -> list[str]:
+    cores = max(outcome.circumstances.busy_cores, default=0.0)
     if not is_busy(cores):
         return []
     return [f"other processes used {cores:.1f} cores when the first row was timed: no time holds"]

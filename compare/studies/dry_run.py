@@ -6,12 +6,12 @@ from rich.table import Table
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
+from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.present.host_tables import crossing_words, host_table, planned_hosts
 from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, to_toml
-from compare.studies.cases import Case
 from compare.studies.fitting import require_case
 from compare.studies.memory_estimate import estimate_memory, may_not_fit
 from compare.studies.own_weights import objection_to
@@ -72,30 +72,19 @@ class Plan(Struct, frozen=True, kw_only=True):
         return next((reason for reason in reasons if reason), "")
 
 
-def plan(
-    experiment: Experiment,
-    cases: list[Case],
-    *,
-    platform: str,
-    left_out: dict[str, str],
-    hosts: Hosts = HERE,
-    init_from: str = "",
-    resume: str = "",
-) -> Plan:
+def plan(outcome: Outcome, *, hosts: Hosts = HERE, init_from: str = "", resume: str = "") -> Plan:
     """Look at every case: what it is, what its devices would hold, what is refused.
 
     Args:
-        experiment: as the user gave it.
-        cases: what would be run; the first is the reference.
-        platform: cpu or gpu.
-        left_out: what is not among the cases, and why.
-        hosts: where they would run.
+        outcome: of a study of which nothing has run.
+        hosts: where it would run.
         init_from: a user's own initial weights.
         resume: where checkpoints are to go on from.
     """
+    experiment, platform = outcome.experiment, outcome.platform
     tokens, data_refusal = _look_at_data(experiment)
     weights_refusal = objection_to(init_from, experiment) if init_from else ""
-    resume_refusal = objection_to_resume(resume, [case.name for case in cases], experiment) if resume else ""
+    resume_refusal = objection_to_resume(resume, outcome.cases, experiment) if resume else ""
     return Plan(
         experiment=experiment,
         platform=platform,
@@ -103,9 +92,9 @@ def plan(
         init_from=init_from,
         resume=resume,
         input_refusals=[reason for reason in (data_refusal, weights_refusal, resume_refusal) if reason],
-        cases=[_planned(case, platform, hosts) for case in cases],
+        cases=[_planned(name, case, platform, hosts) for name, case in outcome.cases.items()],
         hosts=hosts.count,
-        left_out=left_out,
+        left_out=outcome.left_out,
     )
 
 
@@ -166,14 +155,14 @@ def _look_at_data(experiment: Experiment) -> tuple[int, str]:
         return 0, str(error)
 
 
-def _planned(case: Case, platform: str, hosts: Hosts) -> PlannedCase:
+def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
     engine, experiment = ENGINES[case.engine], case.experiment
     refusal = _refusal(case, platform, hosts)
     estimate = estimate_memory(case.engine, experiment)
     sizes = estimate.per_device
     fullest = sizes.index(max(sizes))
     return PlannedCase(
-        name=case.name,
+        name=name,
         engine=case.engine,
         layout=layout_in_words(experiment, platform),
         degrees=experiment.layout,
@@ -188,7 +177,7 @@ def _planned(case: Case, platform: str, hosts: Hosts) -> PlannedCase:
 
 
 def _refusal(case: Case, platform: str, hosts: Hosts) -> str:
-    """The objection that `compare_cases` would raise."""
+    """Why a case cannot run here; '' if it can."""
     try:
         require_case(case.engine, case.experiment, platform=platform, hosts=hosts)
     except (ExperimentError, EnvironmentMissing) as error:

@@ -1,20 +1,249 @@
-"""`shardpair faults`: plant every known mistake, and show which rung of the ladder catches it."""
+"""`shardpair faults`: plant the mistakes that people make, and show which rung of the ladder catches each.
 
+Most are a wrong value somewhere in the spec, given to one engine only. The others are rows of a table in a
+side's own `faults` (`contract.faults`), because no spec can express them: a collective that is missing.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
+from msgspec import Struct
+
+from compare.contract.request import Request
 from compare.flags.arguments import StudiedName, chosen_engines
-from compare.judge.comparison import Comparison
 from compare.judge.ladder import Verdict
-from compare.paired_study import Cases, PairedStudy, paired_findings
+from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import Column, Findings, table_of
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.known_faults import FAULTS, fault_cases, planted
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.studies.presets import PRESETS, check_names, spread
+from compare.studies.run import verdict_findings
+from compare.study import OF_LAYOUTS, Study
 from compare.terminal import error_text
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """One mistake."""
+
+    name: str
+    rung: str
+    """The first rung that it must turn red."""
+    description: str
+    """What went wrong, in a few words."""
+    edit: Mapping[str, Mapping[str, object]] | None = None
+    """Sections and fields with the wrong value; None if the side plants it in its code."""
+    preset: str = ""
+    """The layout in which it shows; empty for data parallelism over the devices asked for."""
+    asks: Mapping[str, Mapping[str, object]] | None = None
+    """Sections and fields that the case is asked for, beyond that layout."""
+
+
+SIXTEEN_BITS = {"precision": {"dtype": "bfloat16"}}
+SMALL_BUCKETS = 0.02  # MB: several of them, in a model of a few ten thousand parameters
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="different_seed",
+            rung="batch",
+            description="one engine draws other rows",
+            edit={"train": {"seed": 1338}},
+        ),
+        Fault(name="moved_weight", rung="initial_weights", description="one weight starts 1e-3 away"),
+        Fault(
+            name="gelu_tanh",
+            rung="loss",
+            description="the tanh approximation, JAX's default GELU",
+            edit={"model": {"activation": "gelu_tanh"}},
+        ),
+        Fault(
+            name="norm_eps_1e-6",
+            rung="loss",
+            description="flax's default LayerNorm epsilon",
+            edit={"model": {"norm_eps": 1e-6}},
+        ),
+        Fault(
+            name="dropped_all_reduce",
+            rung="gradients",
+            description="each replica keeps its own gradients",
+        ),
+        Fault(
+            name="sum_for_mean",
+            rung="gradients",
+            description="gradients are summed over replicas, not averaged",
+        ),
+        Fault(
+            name="no_clip",
+            rung="first_weights",
+            description="gradients are not clipped",
+            edit={"optimizer": {"grad_clip": 0.0}},
+        ),
+        Fault(
+            name="decay_on_vectors",
+            rung="first_weights",
+            description="LayerNorm scales and biases decay too",
+            edit={"optimizer": {"decay": "all"}},
+        ),
+        Fault(
+            name="warmup_off_by_one",
+            rung="first_weights",
+            description="one warm-up step too few",
+            edit={"optimizer": {"warmup_iters": -1}},
+        ),
+        Fault(
+            name="wrong_beta2",
+            rung="first_moments",
+            description="PyTorch's default beta2 = 0.999",
+            edit={"optimizer": {"beta2": 0.999}},
+        ),
+        Fault(
+            name="kept_gradients",
+            rung="final_weights",
+            description="gradients are not cleared between steps",
+        ),
+        Fault(
+            name="dropped_tp_all_reduce",
+            rung="loss",
+            description="a row-parallel product stays one rank's part",
+            preset="tp",
+        ),
+        Fault(
+            name="doubled_row_bias",
+            rung="gradients",
+            description="a row-parallel bias is added before the sum, once a rank",
+            preset="tp_sp",
+        ),
+        Fault(
+            name="missing_norm_psum",
+            rung="gradients",
+            description="LayerNorm gradients are not summed under sequence parallelism",
+            preset="tp_sp",
+        ),
+        Fault(
+            name="norm_counts_replicas_twice",
+            rung="grad_norm",
+            description="the global norm counts what every rank has once a rank",
+            preset="tp",
+        ),
+        Fault(
+            name="wrong_optimizer_shard",
+            rung="first_weights",
+            description="a shard is updated with another rank's gradients",
+            preset="fsdp",
+        ),
+        Fault(
+            name="overwritten_microbatch",
+            rung="gradients",
+            description="a microbatch's gradient replaces those before it",
+            preset="pp",
+        ),
+        Fault(
+            name="stale_tied_copy",
+            rung="gradients",
+            description="the two ends of a pipeline do not add their gradients of the tied embedding",
+            preset="pp",
+        ),
+        Fault(
+            name="unscaled_dropout",
+            rung="loss",
+            description="what dropout keeps is not scaled up",
+        ),
+        Fault(
+            name="same_dropout_on_every_rank",
+            rung="loss",
+            description="each rank of tp drops in its heads what the first drops in its own",
+            preset="tp",
+        ),
+        Fault(
+            name="reversed_update",
+            rung="first_weights",
+            description="in 16 bits every update goes the other way",
+            asks=SIXTEEN_BITS,
+        ),
+        Fault(
+            name="rounded_weights",
+            rung="first_update",
+            description="in 16 bits the optimizer's own weights are rounded, too",
+            asks=SIXTEEN_BITS,
+        ),
+        Fault(
+            name="skipped_last_update",
+            rung="final_weights",
+            description="the last step updates nothing",
+        ),
+        Fault(
+            name="ignored_gradient_sync",
+            rung="strategy",
+            description="one flat all-reduce instead of buckets",
+            asks={"layout": {"gradient_sync": "bucketed", "bucket_mb": SMALL_BUCKETS}},
+        ),
+        Fault(
+            name="ignored_bucket_mb",
+            rung="strategy",
+            description="buckets of 25 MB instead of small ones",
+            asks={"layout": {"bucket_mb": SMALL_BUCKETS}},
+        ),
+        Fault(
+            name="ignored_schedule",
+            rung="strategy",
+            description="GPipe instead of 1F1B",
+            preset="pp",
+        ),
+        Fault(
+            name="ignored_remat",
+            rung="strategy",
+            description="blocks are kept instead of recomputed",
+            asks={"layout": {"remat": "full"}},
+        ),
+        Fault(
+            name="ignored_loss_chunks",
+            rung="strategy",
+            description="all logits at once instead of a quarter",
+            asks={"train": {"loss_chunks": 4}},
+        ),
+        Fault(
+            name="ignored_offload",
+            rung="strategy",
+            description="moments stay on the device",
+            asks={"layout": {"offload": "optimizer"}},
+        ),
+        Fault(
+            name="ignored_sequence_parallel",
+            rung="strategy",
+            description="tensor parallelism with whole sequences",
+            preset="tp_sp",
+        ),
+        Fault(
+            name="ignored_zero",
+            rung="strategy",
+            description="ZeRO-2 instead of 3: parameters stay whole",
+            preset="fsdp",
+        ),
+        Fault(
+            name="ignored_reshard",
+            rung="strategy",
+            description="gathered blocks are kept for backward",
+            preset="fsdp",
+        ),
+        Fault(
+            name="ignored_dtype",
+            rung="strategy",
+            description="float32 instead of 16 bits",
+            asks=SIXTEEN_BITS,
+        ),
+    )
+}
+ROUNDED = "reference-16-bits"
+DROPOUT = 0.2
+"""With which everything is run, unless the experiment has its own."""
+
 
 DEVICES = 4
 
 
-class Faults(PairedStudy, frozen=True, kw_only=True):
+class Faults(Study, frozen=True, kw_only=True):
     """Check the checker: plant each known mistake in each engine; the ladder must turn red at the right rung.
 
     Try:
@@ -26,43 +255,36 @@ class Faults(PairedStudy, frozen=True, kw_only=True):
     """Engines to plant faults in. Default: all of the grid."""
     names: tuple[str, ...] = ()
     """Which faults. Default: all."""
-    devices: int | None = None
-    """Devices of data parallelism; faults of other layouts have devices of their own. Default: 4."""
+    devices: int = DEVICES
+    """Devices of data parallelism; faults of other layouts have devices of their own."""
 
     brief = "plant each known mistake: every check must turn red"
+    group = "Prove"
     default = "check"
-    own_layouts = "every fault has a layout of its own"
-    own_weights = "faults are measured with the seed's weights"
+    fixed: ClassVar = {**OF_LAYOUTS, "init_from": None}
+    needs_reference = True
+    keeps_records = True
 
     @property
     def title(self) -> str:
         """Whatever the experiment."""
         return "faults"
 
-    def cases(self, experiment: Experiment) -> Cases:
+    def cases(self, experiment: Experiment) -> Grid:
         """The reference, and a case for each fault in each engine."""
-        devices = DEVICES if self.devices is None else self.devices
-        own_layouts = self.names and all(name in FAULTS and FAULTS[name].preset for name in self.names)
-        if self.devices is not None and own_layouts:
-            raise ExperimentError(
-                f"--devices {self.devices} has no effect on {', '.join(self.names)}, which show in a "
-                f"layout of their own: leave it out"
-            )
-        return fault_cases(
-            experiment, chosen_engines(self.engines), names=list(self.names), devices=devices
-        ), {}
+        engines = chosen_engines(self.engines)
+        return fault_cases(experiment, engines, names=list(self.names), devices=self.devices), {}
 
     @classmethod
-    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Every planted fault, and the rung that caught it."""
-        total = sum("." in name for name in outcome.requests)  # the others are references
+        total = sum(bool(case.against) for case in outcome.cases.values())
         caught = sum(is_right(verdict) for verdict in outcome.verdicts)
-        return paired_findings(
+        return verdict_findings(
             outcome,
             title="Planted faults",
             sentence=f"{caught} of {total} faults caught at the right rung",
             tables=[table_of("Planted faults, and the rung that caught each", COLUMNS, outcome.verdicts)],
-            warnings=[] if outcome.is_complete else [outcome.sentence()],
             passed=caught_as_expected(outcome),
         )
 
@@ -87,6 +309,68 @@ def is_right(verdict: Verdict) -> bool:
     return verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
 
 
-def caught_as_expected(comparison: Comparison) -> bool:
+def caught_as_expected(outcome: Outcome) -> bool:
     """True if every planted fault was run, at least one, and failed first at the rung that it belongs to."""
-    return comparison.is_complete and bool(comparison.verdicts) and all(map(is_right, comparison.verdicts))
+    return outcome.is_complete and bool(outcome.verdicts) and all(map(is_right, outcome.verdicts))
+
+
+def fault_cases(
+    experiment: Experiment, engines: list[str], *, names: list[str], devices: int
+) -> dict[str, Case]:
+    """The unsharded reference (and one in 16 bits for faults that show there alone), then one case for each
+    fault in each engine that can make it.
+
+    Two optimizer steps are enough: every rung up to the moments is climbed in the first. Without dropout some
+    faults would change nothing.
+
+    Raises:
+        ExperimentError: an unknown fault, none that these engines can make, or a batch that the devices do
+            not divide.
+    """
+    check_names("--names", "fault", names, FAULTS)
+    if devices < 2:
+        raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
+    dropout = experiment.model.dropout or DROPOUT
+    short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
+    chosen = [FAULTS[name] for name in names or FAULTS]
+    cases = {"reference": _case(REFERENCE, spread(short, "single"))}
+    if any(fault.asks is SIXTEEN_BITS for fault in chosen):
+        cases[ROUNDED] = _case(REFERENCE, spread(edited(short, SIXTEEN_BITS), "single"))
+    for fault in chosen:
+        preset, of_preset = (
+            (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
+        )
+        sharded = revalidate(edited(spread(short, preset, of_preset), fault.asks or {}))
+        against = ROUNDED if fault.asks is SIXTEEN_BITS else "reference"
+        for engine in engines:
+            if fault.name not in ENGINES[engine].impossible_faults:
+                ENGINES[engine].require_experiment(sharded)
+                cases[f"{fault.name}.{engine}"] = _planted(fault, engine, sharded, against)
+    if not any(case.against for case in cases.values()):
+        whys = {
+            f"{fault.name}: {e}: {ENGINES[e].impossible_faults[fault.name]}"
+            for fault in chosen
+            for e in engines
+        }
+        raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
+    return cases
+
+
+def _case(engine: str, experiment: Experiment, *, fault: str = "", against: str = "") -> Case:
+    request = Request(engine=engine, experiment=experiment, ladder=True, fault=fault)
+    return Case(request=request, against=against, same_training=False)
+
+
+def _planted(fault: Fault, engine: str, experiment: Experiment, against: str) -> Case:
+    if fault.edit is None:
+        return _case(engine, experiment, fault=fault.name, against=against)
+    edit = fault.edit
+    if fault.name == "warmup_off_by_one":  # relative to the experiment's own
+        edit = {"optimizer": {"warmup_iters": experiment.optimizer.warmup_iters - 1}}
+    return _case(engine, revalidate(edited(experiment, edit)), against=against)
+
+
+def planted(case_name: str) -> tuple[Fault, str]:
+    """The fault and the engine of a case made by `fault_cases`."""
+    fault, _, engine = case_name.rpartition(".")
+    return FAULTS[fault], engine

@@ -1,14 +1,13 @@
 """Choice of engines that can do what is asked, and are installed; the others are named, with the reason."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.execute.packages import missing_package, why_not_python
-from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, side_of
-from compare.spec.experiment import Experiment, ExperimentError, Layout
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.studies.memory_estimate import require_memory
 
 
@@ -38,23 +37,29 @@ def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[l
     return able, left_out
 
 
-def refusal(engine: Engine, layout: Layout, *, preset: str, platform: str = "cpu") -> str:
-    """Reason why an engine is left out of a comparison of presets; empty if it is not.
+Fit = Callable[[str, Experiment], Experiment]
+"""How an engine trains an experiment. Raises ExperimentError if it does not."""
 
-    Args:
-        engine: which.
-        layout: of the preset.
-        preset: its name. The variants of ddp are one and the same where the choice is not ours.
-        platform: cpu or gpu.
+
+def as_it_is(engine: str, experiment: Experiment) -> Experiment:
+    """The experiment itself."""
+    return experiment
+
+
+def as_preset(engine: str, experiment: Experiment) -> Experiment:
+    """The experiment as an engine has its preset: a composition with a pipeline under GPipe if it lacks 1F1B.
+
+    Raises:
+        ExperimentError: it chooses its gradient synchronisation itself, so that this is the same as ddp.
     """
-    try:
-        engine.require(layout)
-    except ExperimentError as reason:
-        return str(reason)
+    layout, able = experiment.layout, ENGINES[engine]
     only_data_parallel = layout.dp_replicate == layout.devices > 1
-    if only_data_parallel and preset != "ddp" and not engine.offers_choice:
-        return f"the same as ddp: {engine.name} chooses for itself"
-    return ""
+    if only_data_parallel and layout.gradient_sync != Layout().gradient_sync and not able.offers_choice:
+        raise ExperimentError(f"the same as ddp: {engine} chooses for itself")
+    is_composed, schedules = layout.devices > layout.pp > 1, able.layouts.schedules
+    if is_composed and layout.schedule not in schedules and "gpipe" in schedules:
+        return edited(experiment, {"layout": {"schedule": "gpipe"}})
+    return experiment
 
 
 def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: Hosts = HERE) -> None:

@@ -3,27 +3,26 @@
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import msgspec
 import tyro
 
 from compare.execute.paths import check_output
 from compare.flags.arguments import chosen_engines
 from compare.flags.chosen_layout import Spread
 from compare.host.disk import write_atomically
-from compare.judge.comparison import Comparison, read_comparison
-from compare.paired_study import Cases, PairedStudy
+from compare.judge.outcome import Grid, Outcome, read_outcome
 from compare.present.ledger_lines import findings_of_ledgers, page
 from compare.show.findings import Findings
 from compare.show.terminal import print_findings
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Settings, engine_cases
-from compare.studies.ledgers import preset_cases, read_ledgers, shortened
-from compare.studies.matrix_cells import LAYOUTS
+from compare.spec.experiment import Experiment, ExperimentError, revalidate
+from compare.studies.fitting import Fit, as_it_is, as_preset
+from compare.studies.ledgers import read_ledgers
+from compare.studies.presets import PRESETS, check_names, check_presets, spread
+from compare.study import Study, beside_first, grid
 
 ALL = "all"
 
 
-class Ledger(Spread, PairedStudy, frozen=True, kw_only=True):
+class Ledger(Spread, Study, frozen=True, kw_only=True):
     """Line up what each engine sends in a step with the closed form of the layout: what is missing, what is
     unexpected, and why.
 
@@ -50,54 +49,56 @@ class Ledger(Spread, PairedStudy, frozen=True, kw_only=True):
     """Exit with 1 if a line is not as in the closed form, no known pattern explains it, and it is new."""
 
     brief = "what each engine sends in a step, beside the closed form"
-    group = "Measure"
     default = "check"
-    needs_first = False
-    alters_nothing: ClassVar = frozenset({"picture", "results", "rows", "output", "fail_on_unexpected"})
-
-    @property
-    def gives_layouts(self) -> bool:
-        """True if presets replace the experiment's layout."""
-        return bool(self.preset or self.presets)
-
-    def run_settings(self) -> Settings:
-        """Without the ladder."""
-        return msgspec.structs.replace(self.settings(), ladder=False)
+    # The third of four steps is watched.
+    fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}
+    keeps_records = True
+    with_continue: ClassVar = frozenset({"results", "rows", "output", "fail_on_unexpected"})
 
     def asked(self) -> Experiment:
-        """The experiment under its layout, with as many steps as a ledger needs."""
+        """The experiment under its layout. Raises ExperimentError."""
+        check_output("--output", self.output)
         if self.preset and self.presets:
             raise ExperimentError("--preset and --presets: give one of them")
-        return self.laid_out(shortened(super().asked()))
+        return super().asked() if self.presets else revalidate(self.laid_out(super().asked()))
 
-    def cases(self, experiment: Experiment) -> Cases:
+    def cases(self, experiment: Experiment) -> Grid:
         """Every engine that can express the layout, or each layout."""
-        if self.presets:
-            presets = LAYOUTS if self.presets == (ALL,) else list(self.presets)
-            return preset_cases(experiment, chosen_engines(self.engines), presets, self.said)
-        engines, left_out = self.fitting(experiment)
-        return engine_cases(experiment, engines), left_out
+        if not self.presets:
+            engines, left_out = self.fitting(experiment)
+            return beside_first(engines, experiment), left_out
+        presets = [name for name in PRESETS if name != "single"] if self.presets == (ALL,) else self.presets
+        check_names("--presets", "preset", presets, PRESETS)
+        check_presets(
+            "--presets", experiment.layout, [(name, PRESETS[name].devices) for name in presets], self.said
+        )
+        rows = {name: spread(experiment, name, PRESETS[name].devices, self.said) for name in presets}
+        fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
+        return grid(chosen_engines(self.engines), rows, fit=fit)
 
-    def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
+    def outcome(self, default: Experiment) -> tuple[Outcome, Path]:
         """Train every engine for its ledger; or read a finished run."""
-        check_output("--output", self.output)
         if not self.results:
             return super().outcome(default)
-        if self.preset or self.presets or self.overrides(default):
+        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
+        if self.preset or self.presets or any(flag.startswith(sections) for flag in self.given):
             raise ExperimentError(
                 f"--results {self.results} is of a finished run: leave out the layout and the experiment"
             )
-        return read_comparison(self.results)[0], self.results
+        return read_outcome(self.results), self.results
 
-    def show(self, outcome: Comparison, folder: Path) -> int:
-        """Print it. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
-        found = read_ledgers(folder)
+    def __call__(self, default: Experiment) -> int:
+        """Answer it. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
+        if self.dry_run:
+            return super().__call__(default)
+        _, folder = self.outcome(default)
+        ledgers = read_ledgers(folder)
         if self.output:
-            write_atomically(self.output, page(found).encode())
-        print_findings(findings_of_ledgers(found, folder, places=self.rows), as_json=self.json)
-        return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0
+            write_atomically(self.output, page(ledgers).encode())
+        print_findings(findings_of_ledgers(ledgers, folder, places=self.rows), as_json=self.json)
+        return 1 if ledgers.missing or (self.fail_on_unexpected and not ledgers.passed) else 0
 
     @classmethod
-    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each layout, and what explains its lines."""
         return findings_of_ledgers(read_ledgers(folder), folder, places=False)

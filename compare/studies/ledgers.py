@@ -1,23 +1,16 @@
 """The ledgers of engines under layouts, lined up with the closed form of each."""
 
-import functools
-import operator
 from pathlib import Path
 
 from msgspec import Struct, field
 
 from compare.contract.record import Record
-from compare.judge.comparison import read_comparison
 from compare.judge.ledger_lines import Line, line_up
+from compare.judge.outcome import read_run
 from compare.judge.strategy import with_remat_resolved
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Experiment, edited
-from compare.studies.cases import Case
-from compare.studies.matrix_cells import matrix_cases
-from compare.studies.presets import NOTHING_SAID, Said
+from compare.spec.experiment import Experiment
 
-STEPS = 4
-"""Of a run that is made for its ledger: the third is watched."""
 PACKAGES = ("python", "jax", "torch")
 PEER = "a peer has ways of its own: there is no closed form of what it sends"
 
@@ -81,26 +74,6 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
         return ", ".join(parts)
 
 
-def shortened(experiment: Experiment) -> Experiment:
-    """The experiment with as many steps as a ledger needs: unchecked, as fewer are always possible."""
-    return edited(experiment, {"train": {"max_iters": STEPS, "eval_interval": 0}, "checkpoint": {"every": 0}})
-
-
-def preset_cases(
-    experiment: Experiment, engines: list[str], presets: list[str], said: Said = NOTHING_SAID
-) -> tuple[list[Case], dict[str, str]]:
-    """A case for each preset and engine, on the devices that the parity matrix has; and why others are none.
-
-    Raises:
-        ExperimentError: no such preset, one that the experiment's sizes do not fit, or none that an engine
-            can express.
-    """
-    (_, *cases), cells = matrix_cases(experiment, engines, presets, said, flag="--presets")
-    by_preset = sorted(cases, key=lambda case: presets.index(case.name.split(".")[1]))
-    left_out = {f"{cell.engine}.{cell.layout}": cell.refusal for cell in cells.values() if cell.refusal}
-    return by_preset, left_out
-
-
 def engine_ledger(case: str, record: Record) -> EngineLedger:
     """One record's ledger beside the closed form; of a peer nothing, which has ways of its own."""
     manifest = record.manifest
@@ -128,13 +101,13 @@ def read_ledgers(folder: Path) -> LedgerStudy:
     Raises:
         RecordError: no such run, or its records are garbled.
     """
-    comparison, records = read_comparison(folder)
-    named = dict(zip(comparison.cases, records, strict=True))
+    outcome, records = read_run(folder)
+    named = dict(zip(outcome.finished, records, strict=True))
     peers = {name: PEER for name, record in named.items() if record.manifest.engine not in STUDIED}
-    versions = functools.reduce(operator.or_, comparison.versions, {})
+    versions = outcome.circumstances.versions
     return LedgerStudy(
         ledgers=[engine_ledger(name, record) for name, record in named.items() if name not in peers],
-        missing=comparison.failures | dict.fromkeys(comparison.not_run, "it did not run"),
-        left_out=comparison.left_out | peers,
+        missing=outcome.failures | dict.fromkeys(outcome.not_run, "it did not run"),
+        left_out=outcome.left_out | peers,
         versions=", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions),
     )

@@ -11,9 +11,7 @@ from msgspec import Struct
 
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.engines.registry import JAX, TORCH
-from compare.spec.experiment import load
-from compare.studies.cases import Case, engine_cases
-from compare.studies.fitting import fitting
+from compare.spec.experiment import Experiment, load
 from compare.studies.presets import spread
 
 FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
@@ -153,11 +151,10 @@ LESSONS = {
 STRATEGIES = tuple(LESSONS)
 
 
-def lesson_cases(strategy: str) -> list[Case]:
-    """The run that a lesson is built from: all engines that can express its preset."""
+def lesson_experiment(strategy: str) -> Experiment:
+    """What the run of a lesson trains."""
     lesson = LESSONS[strategy]
-    experiment = spread(load(EXPERIMENT), lesson.preset, lesson.devices)
-    return engine_cases(experiment, fitting(list(FOLDERS), experiment.layout, platform="cpu")[0])
+    return spread(load(EXPERIMENT), lesson.preset, lesson.devices)
 
 
 def run_command(strategy: str) -> str:

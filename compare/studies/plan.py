@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -10,7 +9,6 @@ from compare.contract.ahead_of_time import AheadRequest
 from compare.contract.request import Platform
 from compare.execute.ahead_of_time import compiled_ahead
 from compare.execute.alone import require_alone, run_alone
-from compare.execute.here import here_and_now
 from compare.execute.hosts import Launcher
 from compare.execute.paths import default_cache
 from compare.execute.progress import Reporter
@@ -18,7 +16,7 @@ from compare.flags.arguments import Hidden, StudiedName
 from compare.flags.chosen_layout import DEVICES
 from compare.flags.pythons import checked_pythons
 from compare.judge.ledger_lines import line_up
-from compare.judge.outcome import save
+from compare.judge.outcome import Grid, Outcome
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import Machine, read_machine, slowed
 from compare.plan.outcome import AbsentStep, PlanOutcome, StepAlone, chosen, keep
@@ -40,16 +38,14 @@ from compare.plan.target import topology_of
 from compare.show.findings import Findings, table_of
 from compare.spec.engines.registry import JAX, REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Case
-from compare.studies.runner import new_folder
 from compare.studies.this_machine import HERE, machine_of
-from compare.study import DrawnStudy, findings_of
+from compare.study import Study, findings_of
 
 BEST = 10
 ALONE_S = COMPILE_S = 3600.0
 
 
-class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
+class Plan(Study, frozen=True, kw_only=True):
     """Predict step time and memory of every legal layout on a machine that need not be here; nothing runs.
 
     Bytes that are sent, and state at rest, are the closed forms that engines are held to. Compute is a
@@ -86,8 +82,6 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     brief = "which layout, how long a step, will it fit: predicted"
     group = "Read"
     default = "gpt2-124m"
-    kept: ClassVar = PlanOutcome
-    own_weights = ""
 
     platform: Hidden[Platform] = "cpu"
     launcher: Hidden[Launcher] = "local"
@@ -98,30 +92,25 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
     cache_dir: Hidden[str] = ""
     dry_run: Hidden[bool] = False
 
-    @property
-    def gives_layouts(self) -> bool:
-        """True: the search spreads the experiment."""
-        return True
+    def cases(self, experiment: Experiment) -> Grid:
+        """None: nothing runs."""
+        return {}, {}
 
-    def planned(self, default: Experiment) -> PlanOutcome:
+    def planned(self) -> Outcome:
         """The search. Raises ExperimentError: no such machine, nothing is legal, nothing to explain."""
-        experiment = self.asked()
+        outcome = super().planned()
+        experiment = outcome.experiment
         machine = self._machine(experiment)
         found = search(self.engine, experiment, machine, fixed=self.said.flags)
-        outcome = keep(
-            found,
-            study=self.command,
-            name=self.title,
-            experiment=experiment,
-            machine=machine,
-            engine=self.engine,
-            explain=self.explain,
-        )
+        view = keep(found, experiment=experiment, machine=machine, engine=self.engine, explain=self.explain)
         if self.explain:
-            chosen(outcome)
+            chosen(view)
         if self.alone:
-            outcome = self._with_alone(outcome)
-        return self._with_compiled(outcome) if self.compile else outcome
+            view = self._with_alone(view)
+        if self.compile:
+            view = self._with_compiled(view)
+        more = {"plan": msgspec.to_builtins(view)}
+        return msgspec.structs.replace(outcome, more=more, left_out=view.left_out)
 
     def _machine(self, experiment: Experiment) -> Machine:
         """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
@@ -184,42 +173,32 @@ class Plan(DrawnStudy[PlanOutcome], frozen=True, kw_only=True):
         one = chosen(outcome) if self.explain else found[0]
         return one, one.of(outcome.experiment)
 
-    def cases_of(self, planned: PlanOutcome) -> list[Case]:
-        """None: nothing runs."""
-        return []
-
-    def begun(self, planned: PlanOutcome) -> tuple[PlanOutcome, Path]:
-        """Keep a plan, in a new folder."""
-        outcome = msgspec.structs.replace(planned, circumstances=here_and_now())
-        with new_folder(planned.name, self.run_dir) as folder:
-            save(outcome, folder)
-        return outcome, folder
-
     @classmethod
-    def findings(cls, outcome: PlanOutcome, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The best layouts with their parts, what does not fit, and the sum of one if it was asked for."""
-        best = outcome.candidates[:BEST]
+        view = msgspec.convert(outcome.more["plan"], PlanOutcome)
+        best = view.candidates[:BEST]
         tables = []
         if best:
-            title = f"The fastest of {outcome.fitting:,} layouts that fit; ms of a step"
-            tables.append(table_of(title, columns(outcome), best))
-        if outcome.dropped:
-            tables.append(table_of("What does not fit", DROPPED, list(outcome.dropped.items())))
-        if outcome.explain:
-            tables.append(written_out(outcome, chosen(outcome)))
-        for one in outcome.alone:
-            tables += alone_tables(one, outcome)
-        for one in outcome.absent:
-            tables += compiled_tables(one, outcome)
-        odd = any(line.is_new for one in outcome.alone for line in one.lines)
+            title = f"The fastest of {view.fitting:,} layouts that fit; ms of a step"
+            tables.append(table_of(title, columns(view), best))
+        if view.dropped:
+            tables.append(table_of("What does not fit", DROPPED, list(view.dropped.items())))
+        if view.explain:
+            tables.append(written_out(view, chosen(view)))
+        for one in view.alone:
+            tables += alone_tables(one, view)
+        for one in view.absent:
+            tables += compiled_tables(one, view)
+        odd = any(line.is_new for one in view.alone for line in one.lines)
         return findings_of(
             outcome,
-            title=f"{outcome.name} for {outcome.machine.name}, {outcome.engine}",
-            sentence=sentence(outcome),
-            about=[about(outcome)],
+            title=f"{outcome.name} for {view.machine.name}, {view.engine}",
+            sentence=sentence(view),
+            about=[about(view)],
             tables=tables,
-            figures=[*([bars(best), scatter(outcome)] if best else []), *map(memory_alone, outcome.alone)],
+            figures=[*([bars(best), scatter(view)] if best else []), *map(memory_alone, view.alone)],
             rows=best,
-            passed=bool(best) and not odd and not outcome.problems,
-            warnings=outcome.problems,
+            passed=bool(best) and not odd and not view.problems,
+            warnings=view.problems,
         )

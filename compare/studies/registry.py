@@ -1,6 +1,7 @@
 """The studies: a class each, by the word of its command. A new one is named here, and nowhere else."""
 
 from pathlib import Path
+from typing import Any
 
 from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, Outcome, read_outcome
@@ -9,27 +10,21 @@ from compare.studies.buckets import Buckets
 from compare.studies.check import Check
 from compare.studies.collectives import Collectives
 from compare.studies.faults import Faults
-from compare.studies.golden import Golden
 from compare.studies.ledger import Ledger
-from compare.studies.matrix import Matrix
 from compare.studies.memory import Memory
 from compare.studies.plan import Plan
 from compare.studies.profile import Profile
-from compare.studies.resume import Resume
-from compare.studies.run import Run
+from compare.studies.run import Resume, Run
 from compare.studies.sweep import Sweep
 from compare.studies.tune import Tune
-from compare.study import Question
 
-STUDIES: dict[str, type[Question]] = {
-    study.word(): study
+STUDIES: dict[str, Any] = {
+    study.__name__.lower(): study
     for study in (
         Run,
         Resume,
         Sweep,
         Check,
-        Matrix,
-        Golden,
         Faults,
         Bench,
         Buckets,
@@ -43,13 +38,13 @@ STUDIES: dict[str, type[Question]] = {
 }
 
 
-def read_study(folder: Path) -> tuple[type[Question], Outcome]:
+def read_study(folder: Path) -> tuple[Any, Outcome]:
     """What a study left in a folder, and which it was.
 
     Raises:
         RecordError: there is none, it is garbled, or of a study that this version has not.
     """
-    word = read_outcome(folder, Outcome).study
-    if word not in STUDIES:
-        raise RecordError(f"{folder / OUTCOME}: this version has no study {word}")
-    return STUDIES[word], read_outcome(folder, STUDIES[word].kept)
+    outcome = read_outcome(folder)
+    if outcome.study not in STUDIES:
+        raise RecordError(f"{folder / OUTCOME}: this version has no study {outcome.study}")
+    return STUDIES[outcome.study], outcome

@@ -7,7 +7,7 @@ from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, Checkpoint,
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description
 from compare.contract.request import ResumePoint
 from compare.judge.acceptance import differing_keys
-from compare.judge.comparison import COMPARISON
+from compare.judge.outcome import OUTCOME
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype
 from compare.spec.engines.registry import ENGINES
@@ -30,7 +30,7 @@ def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
         CheckpointError: there is none, or no step after which all have one.
     """
     engines = list(engines)
-    if not (source / COMPARISON).is_file():
+    if not (source / OUTCOME).is_file():
         return dict.fromkeys(engines, any_checkpoint(source))
     own = {name: checkpoints_in(source / name / CHECKPOINTS) for name in engines}
     if without := [name for name, found in own.items() if not found]:

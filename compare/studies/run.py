@@ -1,25 +1,30 @@
-"""`shardpair run`: train one experiment with several engines, compare, measure, report."""
+"""`shardpair run` and `resume`: train one experiment with several engines, compare, measure, report."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-import msgspec
+import tyro
+from msgspec.structs import replace
 
-from compare.execute.tensorboard import require_tensorboard
+from compare.checkpoint.reader import CheckpointError, read_description
+from compare.contract.record import Record, Step
+from compare.contract.request import Rung
+from compare.execute.tensorboard import events, in_turn, require_tensorboard
 from compare.flags.chosen_layout import Spread
-from compare.judge.comparison import Comparison
 from compare.judge.ladder import rungs_of
-from compare.paired_study import Cases, PairedStudy, paired_findings
+from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
+from compare.present.report.render import write_report
 from compare.present.tables import REMOVED, cost_rows, rung_text
 from compare.show.findings import Findings, Row, Table, Text
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.cases import Settings, engine_cases
-from compare.studies.ladder_tensors import remove_tensors
-from compare.studies.resuming import changed_settings
+from compare.spec.experiment import Experiment, revalidate
+from compare.studies.presets import settings_in
+from compare.studies.resuming import any_checkpoint, changed_settings
+from compare.study import Study, beside_first, findings_of
 from compare.terminal import errors_console
 
 
-class Run(Spread, PairedStudy, frozen=True, kw_only=True):
+class Run(Spread, Study, frozen=True, kw_only=True):
     """Train one experiment with each engine, hold the results against each other, and write a report.
 
     Try:
@@ -44,19 +49,15 @@ class Run(Spread, PairedStudy, frozen=True, kw_only=True):
 
     brief = "train one experiment with each engine, compare, write a report"
     group = "Train and compare"
-    leaves_report = True
-    needs_first = False
-    alters_nothing: ClassVar = frozenset({"ladder", "keep_tensors", "tensorboard"})
+    keeps_records = True
+    with_continue: ClassVar = frozenset({"ladder", "keep_tensors", "tensorboard"})
+    asks: ClassVar[Mapping[str, Any]] = {}
+    """More fields of every request."""
 
     @property
     def source(self) -> str:
         """What is resumed; '' to begin at step 0."""
         return self.resume
-
-    @property
-    def gives_layouts(self) -> bool:
-        """True if a preset replaces the experiment's layout."""
-        return bool(self.preset)
 
     @property
     def title(self) -> str:
@@ -65,50 +66,123 @@ class Run(Spread, PairedStudy, frozen=True, kw_only=True):
 
     def asked(self) -> Experiment:
         """The experiment under its layout."""
-        return self.laid_out(super().asked())
+        return revalidate(self.laid_out(super().asked()))
 
-    def run_settings(self) -> Settings:
-        """With what else the command asks."""
-        more = {"ladder": self.ladder, "resume": self.source, "tensorboard": self.tensorboard}
-        return msgspec.structs.replace(self.settings(), **more)
-
-    def cases(self, experiment: Experiment) -> Cases:
-        """Every engine under the layout, as far as engines can express it."""
+    def cases(self, experiment: Experiment) -> Grid:
+        """Every engine under the layout, as far as engines can express it, held against the first."""
+        require_tensorboard(self.tensorboard)
         engines, left_out = self.fitting(experiment)
         if not self.quiet:
             for line in changed_settings(self.source, engines, experiment):
                 errors_console().print(f"resumed with {line} as it was", style="yellow")
-        return engine_cases(experiment, engines), left_out
+        return beside_first(engines, experiment, ladder=self.ladder, **self.asks), left_out
 
-    def outcome(self, default: Experiment) -> tuple[Comparison, Path]:
-        """Train and compare; without the ladder's tensors, unless they are to be kept."""
-        require_tensorboard(self.tensorboard)
-        comparison, folder = super().outcome(default)
-        if self.keep_tensors or not comparison.passed:
-            return comparison, folder
-        try:
-            return remove_tensors(folder), folder
-        except (ExperimentError, OSError) as error:  # it costs no verdict
-            errors_console().print(f"tensors are kept: {error}", style="yellow")
-            return comparison, folder
+    def measured(
+        self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
+    ) -> tuple[Any, Record | None]:
+        """A case, with its events for TensorBoard."""
+        with events(self.tensorboard, name, case.experiment) as file:
+            kept, record = super().measured(name, case, place, number, in_turn(tell, file.step))
+            if record:
+                file.evaluations(record.evaluations)
+        return kept, record
+
+    def after(self, outcome: Outcome, folder: Path) -> Outcome:
+        """Without the ladder's tensors, unless they are to be kept."""
+        if self.keep_tensors:
+            return outcome
+        files = tensors_of(folder, outcome)
+        for file in files:
+            file.unlink()
+        return replace(outcome, tensors_removed=outcome.tensors_removed or bool(files))
 
     @classmethod
-    def findings(cls, outcome: Comparison, folder: Path) -> Findings:
+    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
+        """Write the report; the picture is of the loss curves. Returns the page."""
+        if picture:
+            from compare.present.report.figures import save_overlay
+
+            save_overlay(picture, outcome.finished, read_run(folder)[1])
+        return write_report(folder)
+
+    @classmethod
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The ladder, and what each case cost."""
-        removed = f"{REMOVED} (run --keep_tensors keeps them)"
-        return paired_findings(
+        return verdict_findings(
             outcome,
-            title=outcome.name,
             tables=[*([ladder_of(outcome)] if outcome.verdicts else []), costs_of(outcome)],
-            notes=[removed] if outcome.tensors_removed else [],
+            notes=[f"{REMOVED} (run --keep_tensors keeps them)"] if outcome.tensors_removed else [],
         )
 
 
-def ladder_of(comparison: Comparison) -> Table:
-    """Every case's error on every rung against the first case."""
-    verdicts = comparison.verdicts
+class Resume(Run, frozen=True, kw_only=True):
+    """Go on from checkpoints, with the engines of the run or others, on the same layout or another.
+
+    What comes is a run of its own, beside the old one, which nothing is changed in: its first step is the one
+    after the checkpoint. Give it more steps than the old one had, or go on with one that was cut off.
+
+    Try:
+      shardpair run demo --checkpoint.every 20
+      shardpair resume runs/demo-20260101-120000 --train.max_iters 100
+      shardpair resume runs/demo-20260101-120000/jax-manual --engines torch-manual --layout.dp_replicate 1
+    """
+
+    experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")] = ""
+    """Folder of a run, each of whose engines goes on from its own newest checkpoint, all at the same step; or
+    the folder of one engine's run, or a checkpoint, from which all go on. Give it first."""
+    resume: tyro.conf.Suppress[str] = ""
+
+    brief = "go on from checkpoints, on any engines and layout"
+    default = ""
+
+    @classmethod
+    def default_experiment(cls, name: str) -> Experiment:
+        """The experiment of the run or checkpoint. Raises RecordError or CheckpointError: there is none."""
+        if not name:
+            return Experiment()
+        if (Path(name) / OUTCOME).is_file():
+            return read_outcome(Path(name)).experiment
+        return read_description(any_checkpoint(Path(name))).experiment
+
+    @classmethod
+    def layout_written(cls, name: str) -> frozenset[str]:
+        """What the run or checkpoint says of the layout. Raises as `default_experiment`."""
+        return settings_in(cls.default_experiment(name).layout)
+
+    @property
+    def command(self) -> str:
+        """What it makes is a run: `shardpair run --continue` goes on with it."""
+        return "run"
+
+    @property
+    def source(self) -> str:
+        """What is resumed. Raises CheckpointError: nothing was given."""
+        if not self.experiment:
+            raise CheckpointError("resume: give the folder of a run with --checkpoint.every, or a checkpoint")
+        return self.experiment
+
+    def chosen(self) -> tuple[str, ...]:
+        """The engines asked for; by default those of the run."""
+        if self.engines or not (Path(self.source) / OUTCOME).is_file():
+            return self.engines
+        return tuple(read_outcome(Path(self.source)).cases)
+
+
+def verdict_findings(
+    outcome: Outcome, *, passed: bool | None = None, sentence: str = "", **more: Any
+) -> Findings:
+    """Findings of cases that are held against others; the JSON is the outcome itself."""
+    passed = outcome.passed if passed is None else passed
+    found = findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)
+    return replace(found, value=outcome)
+
+
+def ladder_of(outcome: Outcome) -> Table:
+    """Every case's error on every rung."""
+    verdicts = outcome.verdicts
+    references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
     return Table(
-        name=f"The ladder: relative errors against {comparison.cases[0]}",
+        name=f"The ladder: relative errors against {references}",
         corner="rung",
         columns=[verdict.candidate for verdict in verdicts],
         rows=[
@@ -117,11 +191,20 @@ def ladder_of(comparison: Comparison) -> Table:
     )
 
 
-def costs_of(comparison: Comparison) -> Table:
+def costs_of(outcome: Outcome) -> Table:
     """Every case's loss, time, memory and communication: a column for each case."""
     return Table(
-        name=f"Costs ({comparison.platform.upper()} timings, one process each, not interleaved)",
+        name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
         corner="per engine",
-        columns=comparison.cases,
-        rows=[Row(Text(label), [Text(cell) for cell in cells]) for label, cells in cost_rows(comparison)],
+        columns=outcome.finished,
+        rows=[Row(Text(label), [Text(cell) for cell in cells]) for label, cells in cost_rows(outcome)],
     )
+
+
+def tensors_of(folder: Path, outcome: Outcome) -> list[Path]:
+    """Files of the ladder of every case, if all passed; no link, and none behind one."""
+    if not outcome.verdicts or not outcome.passed:
+        return []
+    cases = [folder / name for name in outcome.finished if not (folder / name).is_symlink()]
+    files = [case / f"{rung}.safetensors" for case in cases for rung in Rung]
+    return [file for file in files if file.is_file() and not file.is_symlink()]

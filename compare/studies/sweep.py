@@ -1,44 +1,82 @@
-"""`shardpair sweep`: one experiment under several strategies, or over several numbers of devices."""
+"""`shardpair sweep`: one experiment under several strategies and settings, or numbers of devices.
 
-import shutil
+    plain             one number of devices: strategies side by side
+    strong scaling    the batch stays, devices grow: the same work is shared out
+    weak scaling      the batch grows with the devices: each has as much work as one had alone
+
+A strategy is a preset. Each is held against one unsharded device with its batch and its settings: so a sweep
+measures strategies, and proves that they compute the same.
+"""
+
+import itertools
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from compare.contract.record import Record, read_record
-from compare.execute.here import here_and_now
-from compare.execute.launch import EngineError, EnvironmentMissing, require_devices
-from compare.execute.paths import create_run_dir
-from compare.execute.progress import Reporter
+from compare.execute.launch import require_devices
 from compare.flags.arguments import EngineName, chosen_engines
-from compare.host.disk import write_atomically
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.comparison import COMPARISON, Comparison, differences, read_comparison, read_saved
-from compare.judge.outcome import read_outcome, save
+from compare.judge.costs import cost_of, steady_times_ms
+from compare.judge.outcome import Case, Grid, Outcome
+from compare.judge.peaks import model_flops_utilization
 from compare.numerics.parameters import parameter_count
-from compare.present.report.repeat import EXPERIMENT
-from compare.present.report.tables import manifest_table
-from compare.present.sweep import headline, layout_table, own_experiment, repeat_command, sweep_table, worth
+from compare.present.sweep import sweep_table
 from compare.present.sweep_figures import figures_of, losses
 from compare.show.findings import Findings
-from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
-from compare.studies.cases import Case, Interrupted, Settings
-from compare.studies.paired_run import compare_cases, continue_cases
-from compare.studies.presets import (
-    CLASSIC,
-    PRESETS,
-    check_names,
-)
-from compare.studies.sweep_outcome import Batch, Scaling, SweepOutcome, with_rows
-from compare.study import Study
+from compare.spec.engines.registry import REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, edited
+from compare.studies.bench_cases import edits_of
+from compare.studies.fitting import Fit, as_it_is, as_preset
+from compare.studies.memory_estimate import require_memory
+from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets, spread
+from compare.studies.run import verdict_findings
+from compare.study import Study, against_one_device
 
 DEVICES, SCALED = (2,), (1, 2, 4)
-NO_FILES = ("stdlib", "synthetic")
+Scaling = Literal["none", "strong", "weak"]
 
 
-class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
+class StrategyRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One strategy on one engine. Times are of steady steps, of one process: an order of magnitude."""
+
+    engine: str
+    strategy: str
+    variant: str = ""
+    devices: int
+    batch_size: int
+    """Sequences in a pass, over all devices."""
+    mean_loss: float
+    """Over all steps, in nats."""
+    final_loss: float
+    step_time_ms_mean: float
+    step_time_ms_median: float
+    tokens_per_s: float
+    """Over all devices, at the mean step time."""
+    samples_per_s: float
+    model_flops_per_s: float
+    """Over all devices: `closed_forms.flops`."""
+    mfu: float | None = None
+    """None for devices without a peak in `judge.peaks`, such as any CPU."""
+    peak_mem_bytes: int
+    """Of the fullest device."""
+    comm_calls: int
+    comm_bytes: int
+    """Logical bytes of a step: the full tensors."""
+    comm_wire_bytes: int
+    """Bytes that one device sends in a step, if collectives go round a ring."""
+    verdict: str
+    """Of the ladder; empty for the reference."""
+    passed: bool
+    efficiency: float | None = None
+    """In scaling: throughput per device over that of the engine's smallest number of devices."""
+
+
+class Sweep(Study, frozen=True, kw_only=True):
     """Train one experiment under several strategies: compare loss, time, memory, throughput, communication.
 
     Every strategy is held to one unsharded device, rung by rung. Times are of one process for each, one after
@@ -47,6 +85,7 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
     Try:
       shardpair sweep demo --engines torch-manual
       shardpair sweep demo --presets ddp fsdp tp_sp --devices 4 --train.max_iters 30
+      shardpair sweep demo --presets single --variants precision.dtype=bfloat16
       shardpair sweep demo --scaling strong --presets ddp fsdp --engines jax-manual torch-manual
     """
 
@@ -59,192 +98,142 @@ class Sweep(Study[SweepOutcome], frozen=True, kw_only=True):
     scaling: Scaling = "none"
     """Over growing numbers of devices: strong keeps the batch, weak gives each device the experiment's batch.
     Efficiency is throughput per device, over that of the smallest number."""
+    variants: tuple[str, ...] = ()
+    """Settings in which each strategy is trained once more, such as precision.dtype=bfloat16."""
     ladder: bool = True
     """Compare gradients, weights and moments, at any size; --no_ladder compares losses and norms alone."""
 
     brief = "strategies side by side, or over growing numbers of devices"
     group = "Train and compare"
-    own_weights = ""
-    kept: ClassVar = SweepOutcome
-    shows_unfinished = False
+    keeps_records = True
 
-    @property
-    def gives_layouts(self) -> bool:
-        """True: --presets."""
-        return True
+    def cases(self, experiment: Experiment) -> Grid:
+        """Every strategy, setting and number of devices on every engine. Raises ExperimentError."""
+        strategies, devices = self.presets or CLASSIC, self._devices()
+        check_names("--presets", "preset", strategies, PRESETS)
+        widest = [(name, devices[-1]) for name in strategies if name != "single"]
+        check_presets("--presets", experiment.layout, widest, self.said)
+        rows, left_out = {}, {}
+        for count, variant in itertools.product(devices, ("", *self.variants)):
+            whole = edited(experiment, edits_of(variant) if variant else {})
+            if self.scaling == "weak":
+                whole = edited(whole, {"train": {"batch_size": count * experiment.train.batch_size}})
+            for strategy in strategies if count > 1 else ("single",):
+                number = 1 if strategy == "single" else count
+                row = ", ".join(filter(None, (f"{strategy}.{number}", variant)))
+                try:
+                    rows[row] = spread(whole, strategy, number, self.said)
+                    require_devices(rows[row], self.platform)
+                    require_memory(REFERENCE, rows[row], platform=self.platform)
+                except ExperimentError as error:
+                    left_out[row] = str(error)
+                    rows.pop(row, None)
+        fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
+        engines = chosen_engines(self.engines)
+        cases, refused = against_one_device(engines, rows, fit=fit, ladder=self.ladder)
+        # One device of the reference's engine is the reference.
+        again = [name for name, case in cases.items() if case.against and _is_reference(case, cases)]
+        return {name: case for name, case in cases.items() if name not in again}, left_out | refused
 
-    def planned(self, default: Experiment) -> SweepOutcome:
-        """The sweep that the flags ask for. Raises ExperimentError."""
-        check_names("--presets", "preset", self.presets, PRESETS)
-        planned = SweepOutcome(
-            study=self.command,
-            name=self.title,
-            experiment=_with_absolute_source(self.asked()),
-            platform=self.platform,
-            strategies=list(self.presets or CLASSIC),
-            engines=chosen_engines(self.engines),
-            devices=self._devices(),
-            scaling=self.scaling,
-            ladder=self.ladder,
-            init_from=str(Path(self.init_from).absolute()) if self.init_from else "",
-            said=self.said,
-        )
-        left_out = (batch.left_out for batch in planned.batches())
-        return msgspec.structs.replace(
-            planned, left_out={name: why for one in left_out for name, why in one.items()}
-        )
-
-    def _devices(self) -> list[int]:
+    def _devices(self) -> tuple[int, ...]:
         given = self.devices or (DEVICES if self.scaling == "none" else SCALED)
-        for devices in given:
-            if devices < 1:
-                raise ExperimentError(f"--devices {devices} must be at least 1")
-        if sorted(set(given)) != list(given):
-            raise ExperimentError(f"--devices {' '.join(map(str, given))}: give each number once, rising")
+        words = " ".join(map(str, given))
+        if min(given) < 1 or sorted(set(given)) != list(given):
+            raise ExperimentError(f"--devices {words}: give each number once, rising from 1")
         if self.scaling == "none" and len(given) > 1:
             raise ExperimentError(
-                f"--devices {' '.join(map(str, given))}: give one number, or say what stays equal with "
-                f"--scaling strong (the batch) or --scaling weak (each device's share of it)"
+                f"--devices {words}: give one number, or say what stays equal with --scaling strong (the "
+                f"batch) or --scaling weak (each device's share of it)"
             )
         if self.scaling != "none" and len(given) == 1:
-            raise ExperimentError(f"--scaling {self.scaling} --devices {given[0]}: give two numbers or more")
-        return list(given)
+            raise ExperimentError(f"--scaling {self.scaling} --devices {words}: give two numbers or more")
+        return given
 
-    def cases_of(self, planned: SweepOutcome) -> list[Case]:
-        """Every case of every batch."""
-        return [case for batch in planned.batches() for case in batch.cases]
-
-    def begun(self, planned: SweepOutcome) -> tuple[SweepOutcome, Path]:
-        """Train every batch, in a new folder."""
-        for case in self.cases_of(planned):
-            require_devices(case.experiment, planned.platform)  # before the first batch has cost an hour
-        planned = msgspec.structs.replace(planned, circumstances=here_and_now())
-        folder = create_run_dir(planned.name, self.run_dir)
-        save(planned, folder)  # for --continue, whatever ends it
-        return self._trained(planned, folder), folder
-
-    def continued(self, folder: Path) -> SweepOutcome:
-        """Train what is missing."""
-        return self._trained(read_outcome(folder, SweepOutcome), folder)
-
-    def _trained(self, planned: SweepOutcome, folder: Path) -> SweepOutcome:
-        settings = msgspec.structs.replace(
-            self.settings(), platform=planned.platform, ladder=planned.ladder, init_from=planned.init_from
+    def keep(self, case: Case, record: Record) -> StrategyRow:
+        """The figures of a row."""
+        experiment, cost = record.manifest.experiment, cost_of(record)
+        mean_ms = statistics.fmean(steady_times_ms(record))
+        tokens_per_s = experiment.tokens_per_step / (mean_ms / 1e3)
+        strategy, _, variant = case.layout.partition(", ")
+        return StrategyRow(
+            engine=cost.engine,
+            strategy=strategy.partition(".")[0] if case.against else "single",
+            variant=variant,
+            devices=cost.devices,
+            batch_size=experiment.train.batch_size,
+            mean_loss=cost.mean_loss,
+            final_loss=cost.final_loss,
+            step_time_ms_mean=mean_ms,
+            step_time_ms_median=cost.step_time_ms_median,
+            tokens_per_s=tokens_per_s,
+            samples_per_s=tokens_per_s / experiment.model.block_size,
+            model_flops_per_s=model_flops_per_token(experiment) * tokens_per_s,
+            mfu=model_flops_utilization(record.manifest, tokens_per_s),
+            peak_mem_bytes=cost.peak_mem_bytes,
+            comm_calls=cost.comm_calls,
+            comm_bytes=cost.comm_bytes,
+            comm_wire_bytes=cost.comm_wire_bytes,
+            verdict="",
+            passed=True,
         )
-        try:
-            for batch in planned.batches():
-                self._train(planned, batch, folder, settings)
-        except Interrupted:
-            raise Interrupted(
-                f"interrupted; every process was ended. `{planned.how_to_go_on(folder)}` runs the rest",
-                folder,
-            ) from None
-        return with_rows(planned, *_read(folder))
-
-    def _train(self, planned: SweepOutcome, batch: Batch, folder: Path, settings: Settings) -> None:
-        """One batch, a comparison like `run`'s. If nothing of it finishes, that does not end the others.
-
-        Raises:
-            ExperimentError, EnvironmentMissing: before anything of it starts.
-            EngineError: nothing of the only batch finished.
-        """
-        place, reporter = folder / batch.name, Reporter(quiet=self.quiet)
-        try:
-            if (place / COMPARISON).is_file():
-                continue_cases(place, settings=settings, reporter=reporter, needs_first=False)
-                return
-            compare_cases(
-                planned.name,
-                batch.experiment,
-                batch.cases,
-                command="run",
-                run_dir=str(place),
-                settings=settings,
-                reporter=reporter,
-                needs_first=False,
-                left_out=batch.left_out,
-            )
-        except (ExperimentError, EnvironmentMissing):
-            if not self.continue_ and not any(path.is_dir() for path in folder.iterdir()):
-                shutil.rmtree(folder)  # nothing of worth is in it
-            raise
-        except EngineError:
-            if len(planned.devices) == 1 or planned.scaling == "strong":
-                raise
 
     @classmethod
-    def judged_again(cls, outcome: SweepOutcome, folder: Path) -> tuple[SweepOutcome, list[str]]:
-        """Every batch as its records give it now."""
-        saved, records = _read(folder)
-        anew = {name: read_comparison(folder / name)[0] if one.cases else one for name, one in saved.items()}
-        moved = [line for name, one in saved.items() for line in differences(one, anew[name])]
-        return with_rows(outcome, anew, records), moved
-
-    @classmethod
-    def shown(cls, outcome: SweepOutcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
-        """Save it, print it, and leave its page, and the experiment beside that."""
-        save(outcome, folder)
-        write_atomically(folder / EXPERIMENT, to_toml(own_experiment(outcome)).encode())
-        return super().shown(outcome, folder, picture=picture, as_json=as_json)
-
-    @classmethod
-    def findings(cls, outcome: SweepOutcome, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A row for each strategy on each engine; losses, step times, memory, or throughput over devices."""
-        comparisons, records = _read(folder)
-        undone = [name for one in comparisons.values() for name in one.not_run]
-        runs = [record for found in records.values() for record in reversed(found)]
-        by_engine = {record.manifest.engine: record for record in runs}
-        experiment, circumstances = outcome.experiment, outcome.circumstances
-        title = headline(outcome)
-        return Findings(
-            title=f"{outcome.name}: {title[0].lower()}{title[1:]}",
-            sentence=outcome.verdict,
-            value=outcome,
-            passed=outcome.passed,
+        rows, experiment = rows_of(outcome), outcome.experiment
+        found = verdict_findings(
+            outcome,
+            title=f"{outcome.name}: {len(rows)} rows",
             about=[
                 f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
                 f"{experiment.precision.dtype}, {model_flops_per_token(experiment):.3g} floating-point "
-                f"operations a token. {circumstances.machine.system}, {outcome.device_kind}; "
-                f"{', '.join(f'{name} {version}' for name, version in circumstances.versions.items())}; "
-                f"{circumstances.made_by}; {circumstances.created_utc[:16].replace('T', ' ')} UTC.",
-                worth(outcome),
+                f"operations a token. One process for each, one after another: an order of magnitude, which "
+                f"does not rank strategies. On a CPU all devices share its cores: that shows what splitting "
+                f"the work costs, and not what more machines would bring.",
             ],
-            missing={
-                **{name: f"did not finish: {why}" for name, why in outcome.failures.items()},
-                **dict.fromkeys(undone, "did not run"),
-            },
-            continuation=outcome.how_to_go_on(folder.absolute()),
-            tables=[sweep_table(outcome)],
-            details=[
-                layout_table(comparisons, records, outcome.platform),
-                *(
-                    msgspec.structs.replace(
-                        manifest_table(name, record), name=f"{name}: {ENGINES[name].decides}"
-                    )
-                    for name, record in by_engine.items()
-                ),
-            ],
-            figures=figures_of(outcome, by_engine),
-            drawn=lambda: losses(outcome, comparisons, records),
-            left_out=outcome.left_out,
-            spec=to_toml(own_experiment(outcome)),
-            command=repeat_command(outcome),
-            source=circumstances.words,
+            tables=[sweep_table(rows, scaled=is_scaled(outcome))],
+            figures=figures_of(rows, scaled=is_scaled(outcome)),
         )
+        records = {name: read_record(folder / name) for name in outcome.finished if (folder / name).is_dir()}
+        drawn = (lambda: []) if is_scaled(outcome) else (lambda: losses(outcome, records))
+        value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
+        return msgspec.structs.replace(found, value=value, drawn=drawn)
 
 
-def _read(folder: Path) -> tuple[dict[str, Comparison], dict[str, list[Record]]]:
-    """The comparison of every batch that has begun, as it was saved, and its records; by batch."""
-    begun = sorted(folder.glob(f"batch-*/{COMPARISON}"), key=lambda path: int(path.parent.name.split("-")[1]))
-    saved = {path.parent.name: read_saved(path.parent) for path in begun}
-    return saved, {
-        name: [read_record(folder / name / case) for case in one.cases] for name, one in saved.items()
-    }
+def _is_reference(case: Case, cases: Mapping[str, Case]) -> bool:
+    reference = cases[case.against]
+    return (case.engine, case.experiment) == (reference.engine, reference.experiment)
 
 
-def _with_absolute_source(experiment: Experiment) -> Experiment:
-    """The experiment with data that is found from the folder of the page, too."""
-    source = experiment.data.source
-    if source in NO_FILES:
-        return experiment
-    return edited(experiment, {"data": {"source": str(Path(source).absolute())}})
+def is_scaled(outcome: Outcome) -> bool:
+    """True if its rows are of several numbers of devices."""
+    return outcome.options.get("scaling", "none") != "none"
+
+
+def rows_of(outcome: Outcome) -> list[StrategyRow]:
+    """The rows with their verdicts and efficiencies."""
+    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
+    rows = outcome.values(StrategyRow)
+    for case in outcome.cases.values():  # a reference has the setting of what is held against it
+        if case.against in rows:
+            variant = case.layout.partition(", ")[2]
+            rows[case.against] = msgspec.structs.replace(rows[case.against], variant=variant)
+    for name, row in rows.items():
+        if verdict := verdicts.get(name):
+            rows[name] = msgspec.structs.replace(row, verdict=verdict.sentence(), passed=verdict.passed)
+    found = list(rows.values())
+    if is_scaled(outcome):
+        found = [msgspec.structs.replace(row, efficiency=_efficiency(row, found)) for row in found]
+    return found
+
+
+def _efficiency(row: StrategyRow, rows: list[StrategyRow]) -> float | None:
+    """Throughput per device over that of the smallest number of devices."""
+    alike = [
+        other
+        for other in rows
+        if (other.engine, other.variant) == (row.engine, row.variant)
+        and other.strategy in (row.strategy, "single")
+    ]
+    base = min(alike, key=lambda other: other.devices)
+    return (row.tokens_per_s / row.devices) / (base.tokens_per_s / base.devices)

@@ -26,7 +26,7 @@ from compare.host.facts import cores
 from compare.plan.machine import LinkSpeed, Machine, read_machine
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
-from compare.studies.collective_runs import Order, requests_of, run_requests, sizes_between
+from compare.studies.collective_runs import Order, bench_of, requests_of, run_requests, sizes_between
 
 HERE = "here"
 SIZES = (64, 128, 256, 512, 1024)
@@ -150,7 +150,7 @@ def _link(
         hosts=hosts,
     )
     requests, left_out = requests_of(order)
-    bench, _ = run_requests(
+    outcome, _ = run_requests(
         requests,
         left_out,
         command="",
@@ -160,7 +160,7 @@ def _link(
         quiet=quiet,
         hosts=hosts,
     )
-    (fit,) = bench.fits
+    (fit,) = bench_of(outcome).fits
     wire = ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20
     rate = min(fit.bytes_per_s * wire, 1e30)
     return LinkSpeed(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(ranks)))

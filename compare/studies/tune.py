@@ -2,25 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from compare.flags.arguments import Hidden, StudiedName
 from compare.flags.pythons import checked_pythons
 from compare.host.disk import write_atomically
-from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.judge.outcome import Grid, Outcome
 from compare.plan.machine import Machine
 from compare.plan.predict import predict
 from compare.plan.search import Candidate, search
-from compare.plan.tuned import COLUMNS, TuneOutcome, against, by_engine, rows_of, said
+from compare.plan.tuned import COLUMNS, against, by_engine, rows_of, said, tuned
 from compare.show.findings import Findings, table_of
 from compare.spec.engines.registry import REFERENCE, STUDIED
-from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
-from compare.studies.cases import Settings
+from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
 from compare.studies.presets import check_names
 from compare.studies.this_machine import HERE, machine_of
-from compare.timed_study import Cases, TimedStudy, timed_findings
+from compare.timing import Timed, timed_findings
 
 WINNER = "winner.toml"
 NOTHING: Mapping[str, Machine] = {}
@@ -30,7 +28,7 @@ ABOUT = (
 )
 
 
-class Tune(TimedStudy, frozen=True, kw_only=True):
+class Tune(Timed, frozen=True, kw_only=True):
     """Plan for this machine, time the best layouts in rounds, and print the fastest as a TOML file.
 
     What is clearly slower is timed no more after two rounds. Predictions are held against times: errors, and
@@ -56,17 +54,11 @@ class Tune(TimedStudy, frozen=True, kw_only=True):
     """Minutes: none but the first round begins after that. 0 for no end."""
 
     brief = "plan, time the best layouts here, print the winner as TOML"
-    kept: ClassVar = TuneOutcome
-
-    @property
-    def gives_layouts(self) -> bool:
-        """True: the plan spreads the experiment."""
-        return True
 
     machines: Hidden[Mapping[str, Machine]] = NOTHING
     """By engine, once measured."""
 
-    def planned(self, default: Experiment) -> TuneOutcome:
+    def planned(self) -> Outcome:
         """The cases. Raises ExperimentError: bad numbers, or a dry run that would have to measure.
 
         Raises:
@@ -95,47 +87,51 @@ class Tune(TimedStudy, frozen=True, kw_only=True):
             )
             for name in self.engines
         }
-        timed = super(Tune, msgspec.structs.replace(self, machines=machines)).planned(default)
+        planned = super(Tune, msgspec.structs.replace(self, machines=machines)).planned()
         predicted = {
-            case.name: 1e3 * predict(case.engine, case.experiment, machines[case.engine]).seconds
-            for case in timed.cases
+            name: 1e3 * predict(case.engine, case.experiment, machines[case.engine]).seconds
+            for name, case in planned.cases.items()
         }
         more = {"machines": machines, "predicted_ms": predicted, "budget_s": 60 * self.budget}
-        return TuneOutcome(**{name: getattr(timed, name) for name in TimedOutcome.__struct_fields__}, **more)
+        return msgspec.structs.replace(planned, more=planned.more | msgspec.to_builtins(more))
 
-    def cases(self, experiment: Experiment) -> Cases:
+    def cases(self, experiment: Experiment) -> Grid:
         """The best layouts of each engine, or some from all over its ranking."""
-        cases, left_out = [], {}
-        steps = {"train": {"max_iters": self.timing.steps}}
+        cases, left_out = {}, {}
         for engine, machine in self.machines.items():
             found = search(engine, experiment, machine, fixed=self.said.flags)
             if not found.fitting:
                 raise ExperimentError(f"{engine}: none of {len(found.dropped):,} layouts fits this machine")
             left_out |= {f"{engine} {names}": why for names, why in found.refused.items()}
             for one in some_of(found.fitting, self.best, spread=self.spread):
-                whole = revalidate(edited(one.of(experiment), steps))
-                cases.append(TimedCase(engine=engine, layout=one.name, experiment=whole))
+                case = self.case(engine, one.of(experiment), layout=one.name)
+                cases[case.name] = case
         return cases, left_out
 
-    @classmethod
-    def measure_beside(cls, outcome: TimedOutcome, folder: Path, *, settings: Settings, quiet: bool) -> None:
+    def is_given_up(self, outcome: Outcome, name: str) -> bool:
+        """True for a case that is clearly slower; or if all that is left is beyond the budget."""
+        return tuned(outcome).is_given_up(outcome.cases[name])
+
+    def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Leave the fastest layout as an experiment, and what was planned for."""
-        assert isinstance(outcome, TuneOutcome)
-        for engine, machine in outcome.machines.items():
+        view = tuned(outcome)
+        for engine, machine in view.machines.items():
             write_atomically(folder / f"{HERE}-{engine}.toml", msgspec.toml.encode(machine))
-        if rows := rows_of(outcome):
+        if rows := rows_of(view):
             best = min(rows, key=lambda row: row.measured_ms.median)
-            (case,) = (one for one in outcome.cases if (one.engine, one.layout) == (best.engine, best.layout))
+            (case,) = (one for one in view.cases if (one.engine, one.layout) == (best.engine, best.layout))
             length = {"train": {"max_iters": outcome.experiment.train.max_iters}}
             write_atomically(folder / WINNER, to_toml(edited(case.experiment, length)).encode())
+        return outcome
 
     @classmethod
-    def findings(cls, outcome: TimedOutcome, folder: Path) -> Findings:
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Every layout, predicted and measured; and how well each engine's were ranked."""
-        assert isinstance(outcome, TuneOutcome)
-        rows = sorted(rows_of(outcome), key=lambda row: row.measured_ms.median)
+        view = tuned(outcome)
+        rows = sorted(rows_of(view), key=lambda row: row.measured_ms.median)
         best, words = rows[0], [f"{engine}: {said(own)}" for engine, own in by_engine(rows).items()]
         return timed_findings(
+            view,
             outcome,
             title=f"{outcome.name}: {len(rows)} layouts timed",
             sentence=f"the fastest is {best.engine} {best.layout}, {best.measured_ms.median:.1f} ms a step: "

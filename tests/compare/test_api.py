@@ -42,7 +42,7 @@ def test_check_from_python(tmp_path, cache_dir):
         tiny, engines=["torch-manual"], devices=1, run_dir=tmp_path / "run", cache_dir=cache_dir, quiet=True
     )
     assert result.passed
-    assert list(result.trainings) == ["reference", "torch-manual-1"]
+    assert list(result.trainings) == ["reference", "torch-manual.1"]
     assert result.report is None
 
 

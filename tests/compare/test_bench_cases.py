@@ -2,14 +2,15 @@
 
 import msgspec
 import pytest
-from benches import bench_of, cases_of
+from benches import TIMING, bench_of, cases_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.judge.bench_rows import baseline_of
 from compare.spec.experiment import ExperimentError, Layout
-from compare.studies.bench_cases import Choice, bench_cases, edits_of, layout_name, rotated
+from compare.studies.bench_cases import Choice, bench_cases, edits_of, layout_name
 from compare.studies.presets import PRESETS, preset_layout
+from compare.timing import rotated
 
 
 def names(cases) -> list[str]:
@@ -48,7 +49,7 @@ def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
     choice = Choice(
         engines=("torch-manual",), presets=("single", "pp"), devices=(2,), variants=("layout.microbatches=4",)
     )
-    cases, left_out = bench_cases(tiny, choice, steps=9, platform="cpu")
+    cases, left_out = bench_cases(tiny, choice, timing=TIMING)
     assert names(cases) == [
         "torch-manual.single",
         "torch-manual.pp-2",
@@ -57,7 +58,7 @@ def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
     assert "there is no pipeline" in left_out["single layout.microbatches=4"]
     nowhere = msgspec.structs.replace(choice, presets=("single", "ddp"))
     with pytest.raises(ExperimentError, match=r"--variants layout\.microbatches=4: .* there is no pipeline"):
-        bench_cases(tiny, nowhere, steps=9, platform="cpu")
+        bench_cases(tiny, nowhere, timing=TIMING)
 
 
 def test_an_engine_named_twice_is_held_against_itself(tiny):
@@ -78,9 +79,9 @@ def test_order_rotates_within_each_block(engines, layouts):
     size = len(cases) // layouts
     for start in range(0, len(cases), size):
         block = [rotated(cases, number)[start : start + size] for number in range(1, size + 1)]
-        assert block[0] == cases[start : start + size]
-        assert all(sorted(map(id, order)) == sorted(map(id, block[0])) for order in block)
-        assert len({order[0].name for order in block}) == size  # each is the first once
+        assert block[0] == names(cases[start : start + size])
+        assert all(sorted(order) == sorted(block[0]) for order in block)
+        assert len({order[0] for order in block}) == size  # each is the first once
     assert rotated(cases, size + 1) == rotated(cases, 1)
 
 
@@ -93,8 +94,7 @@ def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
             devices=(2, 8),
             variants=("layout.gradient_sync=overlapped",),
         ),
-        steps=3,
-        platform="cpu",
+        timing=TIMING,
     )
     assert names(cases) == [
         "jax-compiler.ddp-2",

@@ -6,14 +6,13 @@ import sys
 import time
 
 import pytest
-from msgspec.structs import replace
 from timed_engines import bench
 
 from compare.execute import load
 from compare.execute.hosts import Hosts
 from compare.judge.outcome import read_outcome
-from compare.judge.timed_outcome import TimedOutcome
-from compare.timed_study import TimedStudy
+from compare.judge.timed_outcome import timed
+from compare.timing import Timed
 
 
 def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_path, monkeypatch, capsys):
@@ -31,10 +30,10 @@ def test_busy_is_more_than_a_core_s_fifth_and_a_twentieth_of_all(monkeypatch):
 
 
 def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path, monkeypatch, capsys):
-    loads = iter([1.5, 0.0, 1.0])
+    loads = iter([1.5, 1.5, 0.0, 1.0])
     monkeypatch.setattr(load, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "3", "--anyway") == 0
-    result = read_outcome(tmp_path / "b", TimedOutcome)
+    result = timed(read_outcome(tmp_path / "b"))
     assert (result.anyway, result.circumstances.busy_cores) == (True, [1.5, 0.0, 1.0])
     said = "Others used the processor before round 1 (1.5 cores), round 3 (1.0 cores)"
     assert said in capsys.readouterr().out
@@ -42,7 +41,7 @@ def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path
 
 
 def test_a_machine_that_gets_busy_later_is_on_the_record(timed_engines, monkeypatch, capsys):
-    loads = iter([0.0, 2.0])
+    loads = iter([0.0, 0.0, 2.0])
     monkeypatch.setattr(load, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "2") == 0
     assert "Others used the processor before round 2 (2.0 cores)" in capsys.readouterr().out
@@ -54,19 +53,17 @@ def test_what_others_use_beside_a_process_is_told(timed_engines, monkeypatch, tm
     assert bench("--rounds", "1") == 0
     said = "Others used the processor beside torch-library.single in round 1 (1.3 cores): these figures may"
     assert said in capsys.readouterr().out
-    assert [one.others_cores for one in read_outcome(tmp_path / "b", TimedOutcome).measurements] == [0.0, 1.3]
+    assert [one.others_cores for one in timed(read_outcome(tmp_path / "b")).measurements] == [0.0, 1.3]
 
 
 def test_what_a_launcher_started_is_not_called_others(timed_engines, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 1.7)
-    settings = TimedStudy.settings
-    by_slurm = Hosts(launcher="slurm", count=1)
-    monkeypatch.setattr(TimedStudy, "settings", lambda self: replace(settings(self), hosts=by_slurm))
+    monkeypatch.setattr(Timed, "found_hosts", lambda self: Hosts(launcher="slurm", count=1))
     assert bench("--rounds", "1") == 0
     said = capsys.readouterr().out
     assert "What else used the hosts' processors is not known" in said
     assert "Others used the processor" not in said
-    found = read_outcome(tmp_path / "b", TimedOutcome).measurements
+    found = timed(read_outcome(tmp_path / "b")).measurements
     assert [math.isnan(one.others_cores) for one in found] == [True, True]
 
 

@@ -25,20 +25,20 @@ def test_two_engines_are_timed_and_do_the_same_work(shardpair, tiny):
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     result = outcome["result"]
-    assert result["failures"] == []
+    assert result["failures"] == {}
     assert result["left_out"] == {}
     (rows,) = outcome["rows"].values()
     assert [row["label"] for row in rows] == ["torch-manual", "jax-manual"]
-    torch, jax = result["measurements"]
+    torch, jax = (kept["1"] for kept in result["kept"].values())
     assert torch["losses"] == pytest.approx(jax["losses"], rel=1e-10)  # after steps in windows and alone
     for one in (torch, jax):
         assert [window["steps"] for window in one["windows"]] == [2, 2]
-        assert len(one["single_ms"]) == result["timing"]["single"]
+        assert len(one["single_ms"]) == result["more"]["timing"]["single"]
         assert min(window["wall_s"] for window in one["windows"]) > 0
         assert min(window["cpu_s"] for window in one["windows"]) > 0
         assert one["first_step_s"] > 0
     assert jax["compile_s"] > 0
-    assert set(result["ceilings"]) == {"torchpar float64", "jaxpar float64"}
+    assert set(result["more"]["ceilings"]) == {"torchpar float64", "jaxpar float64"}
     assert all(row["of_ceiling"] > 0 for row in rows)
     (folder,) = (shardpair.folder / "runs").iterdir()
     assert (folder / "bench.html").is_file()

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benches import HERE, TIMING, bench_of, measurement_of
+from benches import HERE, TIMING, measurement_of
+from records import outcome_of
 
 from compare.cli import main
 from compare.contract.collective_bench import make_row
 from compare.execute.launch import EngineError
-from compare.host.json_files import write_json
 from compare.judge.closed_forms.buckets import bucket_sizes
 from compare.judge.collective_fit import Fit, fits_of
-from compare.judge.outcome import OUTCOME, save
-from compare.judge.timed_outcome import FailedLaunch, TimedOutcome
+from compare.judge.outcome import Outcome, save
+from compare.judge.timed_outcome import timed
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.figures import save_figures
 from compare.show.page import write_page
 from compare.spec.experiment import Experiment, ExperimentError, edited, load
 from compare.studies import buckets as study
 from compare.studies.buckets import ALONE, Buckets, best_of, default_bucket_mb, line_of, overheads_of
-from compare.studies.cases import Settings
 from compare.studies.collective_runs import CollectiveBench
 
 FIT = Fit(implementation="ours", kind="all_reduce", ranks=2, latency_us=100.0, bandwidth_gb_s=0.5, misfit=0.1)
@@ -36,27 +35,32 @@ def asked(experiment: Experiment, **given) -> Buckets:
     return Buckets(**sections, **{**fields, **given})
 
 
-def planned(experiment: Experiment, **given) -> TimedOutcome:
-    return asked(experiment, **given).planned(experiment)
+def planned(experiment: Experiment, **given) -> Outcome:
+    return asked(experiment, **given).planned()
 
 
-def timed(experiment: Experiment) -> TimedOutcome:
+def done(experiment: Experiment) -> Outcome:
     """Five rounds, each slower than the last: case i costs i ms beyond the one without communication."""
     plan = planned(experiment)
-    done = [
-        measurement_of(case, number, wall_ms=ALONE_MS + number + extra)
-        for number in range(1, 6)
-        for extra, case in enumerate([plan.cases[-1], *plan.cases[:-1]])
-    ]
-    return bench_of(plan.cases, study="buckets", measurements=done, busy_cores=[0.0] * 5)
+    *cases, alone = plan.cases.values()
+    kept = {
+        case.name: {
+            number: msgspec.to_builtins(measurement_of(case, number, wall_ms=ALONE_MS + number + extra))
+            for number in range(1, 6)
+        }
+        for extra, case in enumerate([alone, *cases])
+    }
+    circumstances = msgspec.structs.replace(HERE, busy_cores=[0.0] * 5)
+    return msgspec.structs.replace(plan, kept=kept, circumstances=circumstances)
 
 
-def points_of(result: TimedOutcome, fit: Fit = FIT):
-    return overheads_of(result, line_of(result.cases[0].experiment, fit))
+def points_of(outcome: Outcome, fit: Fit = FIT):
+    view = timed(outcome)
+    return overheads_of(view, line_of(view.cases[0].experiment, fit))
 
 
 def test_cases_share_a_block_and_differ_only_in_how_gradients_are_reduced(tiny):
-    *others, alone = planned(tiny).cases
+    *others, alone = planned(tiny).cases.values()
     assert alone.variant == ALONE
     assert alone.experiment.layout.devices == 1
     assert alone.experiment.train.batch_size == tiny.train.batch_size // 2
@@ -89,7 +93,7 @@ def test_default_sizes_are_round_and_worth_timing():
 
 
 def test_overheads_are_taken_within_rounds(tiny):
-    result = timed(tiny)
+    result = done(tiny)
     alone_ms, points = points_of(result)
     assert [point.overhead_ms.median for point in points] == pytest.approx([1, 2, 3, 4, 5])
     assert all(point.overhead_ms.low == pytest.approx(point.overhead_ms.median) for point in points)
@@ -113,10 +117,10 @@ def test_the_prediction_is_the_closed_form_s(tiny):
 
 
 def test_a_case_that_failed_is_no_point(tiny):
-    result = timed(tiny)
-    lost = result.cases[0].name
-    kept = [one for one in result.measurements if one.case != lost]
-    _, points = points_of(msgspec.structs.replace(result, measurements=kept))
+    result = done(tiny)
+    lost = next(iter(result.cases))
+    kept = {name: rounds for name, rounds in result.kept.items() if name != lost}
+    _, points = points_of(msgspec.structs.replace(result, kept=kept))
     assert [point.name for point in points] == ["naive", "overlapped", "0.001 MB", "0.02 MB"]
 
 
@@ -127,7 +131,7 @@ def test_a_case_that_failed_is_no_point(tiny):
         ({"devices": 3}, "not divisible by --devices 3"),
         ({"bucket_mb": (1.0, 1.0)}, "give each once"),
         ({"bucket_mb": (0.0,)}, "bucket_mb"),
-        ({"rounds": 0}, "--rounds 0"),
+        ({"rounds": 0}, "--rounds, --window"),
     ],
 )
 def test_what_cannot_work_is_refused(tiny, given, message):
@@ -149,53 +153,45 @@ def test_what_has_no_effect_is_refused(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-def ready(monkeypatch, result: TimedOutcome, folder: Path) -> None:
-    """The command finds its rounds and its fit done."""
-    monkeypatch.setattr(Buckets, "begun", lambda *_: (result, folder))
+def ready(monkeypatch, outcome: Outcome, folder: Path) -> None:
+    """A finished study, and its fit, in a folder."""
+    save(outcome, folder)
     monkeypatch.setattr(study, "kept_fit", lambda folder: FIT)
 
 
-def test_the_command_prints_and_keeps_the_study(tiny, tmp_path, monkeypatch, capsys):
-    ready(monkeypatch, timed(tiny), tmp_path)
-    assert main(["buckets", "demo", "--picture", str(tmp_path / "a.png")]) == 0
+def test_the_study_is_printed_and_drawn(tiny, tmp_path, monkeypatch, capsys):
+    ready(monkeypatch, done(tiny), tmp_path)
+    assert main(["report", str(tmp_path), "--picture", str(tmp_path / "a.png")]) == 0
     printed = capsys.readouterr().out
     assert "o = 100 us, w = 0.50 GB/s" in printed
     assert "measured best 0.001 MB: 4.0 ms [4.0, 4.0] beyond 13.0 ms without communication" in printed
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "buckets.html").read_text().count("<svg") == 1
-    save(timed(tiny), tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == printed.replace("a.png", "")
-    assert main(["buckets", "demo", "--json"]) == 0
+    assert main(["report", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rows"][0]["name"] == "flat"
-    assert msgspec.convert(told["result"], TimedOutcome) == timed(tiny)
     assert told["prediction"]["gradient_bytes"] == parameter_count(tiny.model) * 8
 
 
 def test_a_failure_is_in_the_exit_code_and_on_the_page(tiny, tmp_path, monkeypatch, capsys):
-    result = timed(tiny)
-    failure = FailedLaunch(round=1, case=result.cases[0].name, why="rank 1 was killed")
-    ready(monkeypatch, msgspec.structs.replace(result, failures=[failure]), tmp_path)
-    assert main(["buckets", "demo"]) == 1
+    outcome = done(tiny)
+    failures = {next(iter(outcome.cases)): "rank 1 was killed"}
+    ready(monkeypatch, msgspec.structs.replace(outcome, failures=failures), tmp_path)
+    assert main(["report", str(tmp_path)]) == 1
     assert "rank 1 was killed" in capsys.readouterr().out
     assert "rank 1 was killed" in (tmp_path / "buckets.html").read_text()
-    nothing = msgspec.structs.replace(result, measurements=[], failures=[failure])
-    ready(monkeypatch, nothing, tmp_path)
-    assert main(["buckets", "demo"]) == 1
-    assert "rank 1 was killed" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_how_to_go_on(timed_engines, tiny, tmp_path, capsys):
     arguments = ["--rounds", "3", "--run_dir", "b", "--bucket_mb", "0.001", "0.02", "--quiet"]
     tiny_of_two = ["tiny.toml", "--train.batch_size", "4"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Buckets, "measure_beside", lambda *_, **__: None)
+        patch.setattr(Buckets, "after", lambda self, outcome, folder: outcome)
         patch.setattr(study, "kept_fit", lambda folder: FIT)
         timed_engines.interrupted_at = 7  # the second round's first
         assert main(["buckets", *tiny_of_two, *arguments]) == 130
         said = " ".join(capsys.readouterr().err.split())
-        assert "Kept: 1 of 3 rounds, 6 processes" in said
+        assert "Kept: 1 of 3 rounds" in said
         assert "shardpair buckets --continue b" in said
         timed_engines.interrupted_at = 0
         assert main(["bench", "--continue", "b"]) == 2
@@ -213,7 +209,7 @@ def test_a_plan_starts_nothing(capsys):
 
 
 def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_path, monkeypatch):
-    result = timed(edited(tiny, {"model": {"n_layer": 4, "n_embd": 512}}))  # 100 MB of gradients
+    result = planned(edited(tiny, {"model": {"n_layer": 4, "n_embd": 512}}))  # 100 MB of gradients
     wanted = []
 
     def run_requests(requests, left_out, *, run_dir, **_):
@@ -224,29 +220,18 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_pat
             make_row("ours", case, ranks=2, seconds=time, iterations=5, wrong=int(len(wanted) == 1))
             for case, time in seconds.items()
         ]
+        bench = CollectiveBench(requests={"torchpar-2": request}, rows=rows, fits=fits_of(rows))
         Path(run_dir).mkdir()
-        write_json(
-            Path(run_dir, OUTCOME),
-            CollectiveBench(
-                study="collectives",
-                name="collectives",
-                command="",
-                circumstances=HERE,
-                platform="cpu",
-                requests={"torchpar-2": request},
-                rows=rows,
-                fits=fits_of(rows),
-            ),
-        )
+        more = {"bench": msgspec.to_builtins(bench)}
+        save(outcome_of(tiny, study="collectives", more=more), Path(run_dir))
 
     monkeypatch.setattr(study, "run_requests", run_requests)
     monkeypatch.setattr(study, "busy_cores", lambda: 0.0)
-    options = {"settings": Settings(), "quiet": True}
     with pytest.raises(EngineError, match="wrong results"):
-        Buckets.measure_beside(result, tmp_path, **options)
+        asked(tiny).after(result, tmp_path)
     fits = []
     for _ in range(2):
-        Buckets.measure_beside(result, tmp_path, **options)
+        asked(tiny).after(result, tmp_path)
         fits.append(study.kept_fit(tmp_path))
     assert len(wanted) == 2
     assert fits[0] == fits[1]
@@ -258,6 +243,6 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_pat
 
 def test_pictures_are_drawn_without_latency_too(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "kept_fit", lambda folder: ENDLESS)
-    found = Buckets.findings(timed(tiny), tmp_path)
+    found = Buckets.findings(done(tiny), tmp_path)
     save_figures(tmp_path / "a.png", found.figures, title=found.title)
     assert write_page(tmp_path / "buckets.html", found).is_file()

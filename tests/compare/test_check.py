@@ -8,7 +8,7 @@ from records import CLIMBED
 
 from compare.spec.engines.registry import SIDES, STUDIED
 from compare.spec.experiment import Layout, load
-from compare.studies.cases import ladder_cases
+from compare.studies.check import rungs_of_engines
 from compare.studies.faults import fault_cases
 
 DEVICES = 4
@@ -23,28 +23,27 @@ def test_engines_equal_one_device(shardpair, side):
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["experiment"]["train"]["max_iters"] == STEPS
-    expected = []
+    expected = [f"{engine}.1" for engine in engines]
     for engine in engines:
-        expected += [f"{engine}-1", *(f"{engine}-{DEVICES}-{sync}" for sync in STUDIED[engine].gradient_sync)]
+        expected += [f"{engine}.{DEVICES}-{sync}" for sync in STUDIED[engine].gradient_sync]
     assert [verdict["candidate"] for verdict in outcome["verdicts"]] == expected
     for verdict in outcome["verdicts"]:
         errors = {result["rung"]: result["error"] for result in verdict["rungs"]}
         assert len(errors) == len(CLIMBED), verdict
         assert max(errors.values()) <= 1e-10
-    for name, cost in zip(outcome["cases"], outcome["costs"], strict=True):
-        sharded = f"-{DEVICES}-" in name
+    for name, kept in outcome["kept"].items():
+        sharded, cost = f".{DEVICES}-" in name, kept["1"]
         assert cost["devices"] == (DEVICES if sharded else 1)
         assert (cost["comm_bytes"] > 0) == sharded
 
 
 def test_engines_equal_one_device_in_float32(shardpair):
-    done = shardpair("matrix", "--layouts", "ddp", "--studies", "float32", "--json", *SMALL)
+    done = shardpair("check", "--presets", "ddp", "--precision.dtype", "float32", "--json", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    cells = json.loads(done.stdout)
-    assert [cell["engine"] for cell in cells] == list(STUDIED)
-    for cell in cells:
-        rungs = cell["verdicts"]["float32"]["rungs"]
-        (gradients,) = (result["error"] for result in rungs if result["rung"] == "gradients")
+    verdicts = json.loads(done.stdout)["verdicts"]
+    assert [verdict["candidate"] for verdict in verdicts] == [f"{engine}.ddp" for engine in STUDIED]
+    for verdict in verdicts:
+        (gradients,) = (result["error"] for result in verdict["rungs"] if result["rung"] == "gradients")
         assert 1e-10 < gradients <= 1e-5
 
 
@@ -66,8 +65,8 @@ def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimi
 def test_the_reference_is_unsharded_whatever_the_layout():
     layout = Layout(tp=2, pp=2, dp_shard=2, zero=3, microbatches=4)
     sharded = msgspec.structs.replace(load("check"), layout=layout)
-    reference, *cases = ladder_cases(sharded, list(STUDIED), 4)
+    reference, *cases = rungs_of_engines(sharded, list(STUDIED), 4)[0].values()
     assert reference.experiment.layout.devices == 1
     assert {case.experiment.layout.devices for case in cases} == {1, 4}
-    (reference, *_) = fault_cases(sharded, ["torch-manual"], names=["no_clip"], devices=4)
+    (reference, *_) = fault_cases(sharded, ["torch-manual"], names=["no_clip"], devices=4).values()
     assert reference.experiment.layout.devices == 1

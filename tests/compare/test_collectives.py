@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from benches import HERE
+from records import outcome_of
 
 from compare import cli
 from compare.cli import main
@@ -24,10 +25,11 @@ from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.host.tensors import RecordError
 from compare.judge.collective_fit import fit_line, fits_of
-from compare.judge.outcome import OUTCOME, read_outcome, save
+from compare.judge.outcome import OUTCOME, Outcome, read_outcome, save
 from compare.show import terminal
 from compare.show.figures import save_figures
 from compare.show.page import write_page
+from compare.spec.experiment import Experiment
 from compare.studies import collective_runs as study
 from compare.studies.collective_runs import CollectiveBench, Order, requests_of, sizes_between
 from compare.studies.collectives import Collectives
@@ -44,18 +46,18 @@ def row_of(name: str, kind: Kind, size: int, *, ranks: int = 4, wrong: int = 0, 
     return make_row(name, case, ranks=ranks, seconds=seconds, iterations=5, wrong=wrong)
 
 
-def bench_of(rows: list[CollectiveRow], *, busy: float = 0.0, **given) -> CollectiveBench:
+def bench_of(rows: list[CollectiveRow], **given) -> CollectiveBench:
+    return CollectiveBench(**{"requests": {}, "rows": rows, "fits": fits_of(rows)} | given)
+
+
+def outcome_with(bench: CollectiveBench, *, busy: float = 0.0, **given) -> Outcome:
+    circumstances = msgspec.structs.replace(HERE, busy_cores=[busy])
     fields = {
         "study": "collectives",
-        "name": "collectives",
-        "command": "shardpair collectives",
-        "circumstances": msgspec.structs.replace(HERE, busy_cores=[busy]),
-        "platform": "cpu",
-        "requests": {},
-        "rows": rows,
-        "fits": fits_of(rows),
+        "circumstances": circumstances,
+        "more": {"bench": msgspec.to_builtins(bench)},
     }
-    return CollectiveBench(**fields | given)
+    return outcome_of(Experiment(), **fields | given)
 
 
 def all_rows() -> list[CollectiveRow]:
@@ -193,7 +195,7 @@ def test_the_command_that_makes_it_again_asks_for_the_same():
 def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
     monkeypatch.setattr(terminal, "results_console", lambda: PlainConsole(width=80))
     rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]
-    terminal.print_findings(Collectives.findings(bench_of(rows), Path()), as_json=False)
+    terminal.print_findings(Collectives.findings(outcome_with(bench_of(rows)), Path()), as_json=False)
     printed = capsys.readouterr().out
     assert "all_reduce on 4 ranks" in printed
     for word in ("size (B)", "count", "type", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong"):
@@ -204,23 +206,26 @@ def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys
     assert "\u2026" not in printed  # nothing is cut
 
 
-def page_of(folder, bench: CollectiveBench) -> str:
-    return write_page(folder / "collectives.html", Collectives.findings(bench, Path())).read_text()
+def rows_in(folder: Path) -> CollectiveBench:
+    return study.bench_of(read_outcome(folder))
+
+
+def page_of(folder, outcome: Outcome) -> str:
+    return write_page(folder / "collectives.html", Collectives.findings(outcome, Path())).read_text()
 
 
 def test_the_page_stands_alone(tmp_path):
-    bench = bench_of(
-        [*all_rows(), row_of("ours", "permute", 2**22, wrong=3)], left_out={"a <b>": "too large"}
-    )
-    page = page_of(tmp_path, bench)
+    bench = bench_of([*all_rows(), row_of("ours", "permute", 2**22, wrong=3)])
+    outcome = outcome_with(bench, left_out={"a <b>": "too large"})
+    page = page_of(tmp_path, outcome)
     assert page.count("<svg") == 2 * len(KINDS)
     assert "a &lt;b&gt;" in page
     assert 'class="fail">3' in page
     assert "What spoils these figures" not in page
-    busy = page_of(tmp_path, bench_of(all_rows(), busy=99.0))
+    busy = page_of(tmp_path, outcome_with(bench_of(all_rows()), busy=99.0))
     assert "other processes used 99.0 cores" in busy
     assert "http://" not in page.replace("http://www.w3.org", "")
-    found = Collectives.findings(bench, Path())
+    found = Collectives.findings(outcome, Path())
     save_figures(tmp_path / "a.png", found.figures, title=found.title)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -229,9 +234,9 @@ def test_a_benchmark_is_shown_again_as_it_was(tmp_path, capsys):
     rows = [row_of("ours", "all_reduce", size) for size in SIZES]
     flat = fits_of([msgspec.structs.replace(row, time_us=50.0) for row in rows])
     bench = msgspec.structs.replace(bench_of(rows), fits=flat)
-    save(bench, tmp_path)
-    assert read_outcome(tmp_path, CollectiveBench) == bench  # of a time that does not grow, too
-    assert math.isinf(read_outcome(tmp_path, CollectiveBench).fits[0].bytes_per_s)
+    save(outcome_with(bench), tmp_path)
+    assert rows_in(tmp_path) == bench  # of a time that does not grow, too
+    assert math.isinf(rows_in(tmp_path).fits[0].bytes_per_s)
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "a.png")]) == 0
     assert "all_reduce on 4 ranks" in capsys.readouterr().out
     assert (tmp_path / "collectives.html").is_file()
@@ -240,7 +245,7 @@ def test_a_benchmark_is_shown_again_as_it_was(tmp_path, capsys):
 
 def test_a_folder_without_a_benchmark_is_named(tmp_path):
     with pytest.raises(RecordError, match=OUTCOME):
-        read_outcome(tmp_path, CollectiveBench)
+        rows_in(tmp_path)
 
 
 def test_both_sides_compute_every_collective_and_a_planted_error_is_seen(shardpair):
@@ -257,8 +262,8 @@ def test_both_sides_compute_every_collective_and_a_planted_error_is_seen(shardpa
         assert row["wrong"] == (1 if row["kind"] == "all_reduce" else 0), row
         assert row["time_us"] > 0
     assert "did not finish" not in done.stderr
-    assert found["failures"] == {}
-    assert read_outcome(shardpair.folder / "out", CollectiveBench).wrong == 6
+    assert found["result"]["more"]["bench"]["failures"] == {}
+    assert rows_in(shardpair.folder / "out").wrong == 6
     assert (shardpair.folder / "out" / "collectives.html").is_file()
 
 
@@ -277,7 +282,7 @@ def test_what_fails_is_named_and_what_was_interrupted_is_shown(tmp_path, monkeyp
     captured = capsys.readouterr()
     assert "2 finished rows are kept in" in captured.err
     assert "did not finish: jaxpar-2: out of memory; torchpar-2: interrupted" in captured.out
-    assert [row.implementation for row in read_outcome(tmp_path / "out", CollectiveBench).rows] == [
+    assert [row.implementation for row in rows_in(tmp_path / "out").rows] == [
         "xla",
         "gloo",
     ]

@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-from records import comparison_of
+from records import finished_of
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +14,7 @@ from compare.judge.ladder import RungResult, Verdict
 from compare.show.pages import leave_page
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment
-from compare.studies.run import Run
+from compare.studies.check import Check
 from compare.terminal import PIPE_WIDTH, PlainConsole, coloured, printable, results_console
 
 HOSTILE = ["[/x]", "[/__w/pytorch/gloo]", "[red]", "runs/[link=x]", ":smile:", "[0m", "[[bold]"]
@@ -63,17 +63,17 @@ def verdict(candidate: str) -> Verdict:
 
 def test_outcome_with_hostile_names(capsys):
     """`run --run_dir 'runs/[/x]'` and a message of gloo's once ended in a traceback after the training."""
-    comparison = comparison_of(
+    comparison = finished_of(
         Experiment(),
+        {"[/reference]": {}, "[/case]": {}},
         name="[/name]",
-        cases=["[/reference]", "[/case]"],
         verdicts=[verdict("[/case]")],
         failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
     )
-    print_findings(Run.findings(comparison, Path()), as_json=False)
+    print_findings(Check.findings(comparison, Path()), as_json=False)
     leave_page(lambda: Path("runs/[/x]/report.html"), as_json=False)
     printed = capsys.readouterr().out
-    for text in ("[/reference]", "[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html"):
+    for text in ("[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html"):
         assert text in printed
 
 

@@ -6,7 +6,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from records import make_comparison, make_record, make_steps
+from records import make_record, make_run, make_steps
 
 from compare.cli import main
 from compare.contract.record import read_tensors, write_tensors
@@ -24,7 +24,7 @@ def told(capsys, *arguments: object, code: int) -> dict:
 @pytest.fixture
 def base(tmp_path, tiny):
     """A run of two engines."""
-    make_comparison(tmp_path / "one", tiny)
+    make_run(tmp_path / "one", tiny)
     return tmp_path / "one"
 
 
@@ -36,7 +36,7 @@ def between(tmp_path, first, second, **options):
 
 
 def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
-    make_comparison(tmp_path / "two", tiny)
+    make_run(tmp_path / "two", tiny)
     found = told(capsys, base, tmp_path / "two", code=0)
     assert found["alike"] is True
     assert list(found["pairs"]) == ["torch-manual", "jax-manual"]
@@ -60,7 +60,7 @@ def test_two_engines_are_held_against_each_other(base, capsys):
 
 @pytest.mark.parametrize("rung", [rung for rung in Rung if rung != Rung.BATCH])
 def test_every_tensor_that_is_another_one_is_found(base, tmp_path, tiny, capsys, rung):
-    make_comparison(tmp_path / "two", tiny)
+    make_run(tmp_path / "two", tiny)
     folder = tmp_path / "two" / "jax-manual"
     tensors = {name: np.array(tensor) for name, tensor in read_tensors(folder, rung).items()}
     if not tensors:

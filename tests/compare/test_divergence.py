@@ -12,7 +12,7 @@ from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
 from compare.host.json_files import read_json
-from compare.judge.comparison import read_saved
+from compare.judge.outcome import read_outcome
 from compare.numerics.parameters import initial_parameters
 from compare.terminal import error_text
 from torchpar.comm.mesh import make_mesh
@@ -114,7 +114,7 @@ def test_a_run_that_diverges_says_so_in_every_engine(shardpair):
         assert message in done.stderr
     assert "the first gradient that is not finite is that of " in done.stderr
     assert "the first weight that is not finite after the step is " in done.stderr
-    saved = read_saved(shardpair.folder / "runs")
+    saved = read_outcome(shardpair.folder / "runs")
     assert set(saved.failures) == {"torch-manual", "jax-manual"}
     assert "torch-manual diverged at step" in saved.sentence()
     assert "jax-manual diverged at step" in saved.sentence()

@@ -4,17 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from records import comparison_of
 from safetensors.numpy import save_file
 
+from compare import study
 from compare.cli import main
 from compare.execute import launch
 from compare.execute.launch import EngineError
 from compare.judge.closed_forms.memory import closed_form
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load
-from compare.studies import memory_estimate, paired_run
-from compare.studies.cases import Case, engine_cases
+from compare.studies import memory_estimate
 from compare.studies.fitting import fitting
 from compare.studies.presets import spread
 
@@ -41,8 +40,8 @@ CAN_DROP = [one for one in STUDIED.values() if "dropped_all_reduce" not in one.i
         ("run check", len(STUDIED)),
         ("check --devices 2", 1 + sum(1 + len(engine.gradient_sync) for engine in STUDIED.values())),
         ("faults --names no_clip dropped_all_reduce", 1 + len(STUDIED) + len(CAN_DROP)),
-        ("matrix --layouts fsdp tp --studies float64 float32", 2 * (1 + 2 * len(STUDIED))),
-        ("golden --preset fsdp --devices 2", 2 * len(STUDIED)),  # by AdamW, and by SGD
+        ("check --presets fsdp tp --variants precision.dtype=float32", 2 * (1 + 2 * len(STUDIED))),
+        ("check --against nanogpt --presets fsdp --devices 2", 2 * len(STUDIED)),  # by AdamW, and by SGD
         ("sweep check --presets ddp tp --engines jax-manual torch-manual", 1 + 2 * 2),
     ],
 )
@@ -134,14 +133,14 @@ def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp
     def fail(request, folder, **keywords):
         raise EngineError(f"{request.engine}: died", exit_code=1)
 
-    monkeypatch.setattr(paired_run, "launch", fail)
+    monkeypatch.setattr(study, "launch", fail)
     folder = tmp_path / "run"
     asked = f"run check --preset pp_zero_bubble --devices 2 --run_dir {folder}"
     assert main(asked.split()) == 1
     said = capsys.readouterr().err
     assert "jax-compiler is left out: layout.schedule = zero_bubble: jax-compiler has gpipe" in said
     saved = json.loads((folder / "outcome.json").read_text())
-    assert list(saved["requests"]) == ["torch-manual", "torch-library"]
+    assert list(saved["cases"]) == ["torch-manual", "torch-library"]
     others = {name for name, engine in STUDIED.items() if "zero_bubble" not in engine.layouts.schedules}
     assert saved["left_out"].keys() == others
 
@@ -152,14 +151,6 @@ def test_an_engine_that_was_asked_for_is_never_left_out(nothing_starts, capsys):
     assert "jax-manual has gpipe, 1f1b, interleaved" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_verdict_says_who_was_left_out():
-    experiment = load("check")
-    comparison = comparison_of(
-        experiment, cases=["torch-manual"], left_out={"jax-compiler": "it has no such schedule"}
-    )
-    assert comparison.sentence().endswith("; jax-compiler was left out (it has no such schedule)")
-
-
 def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
     layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
     able, left_out = fitting(list(STUDIED), layout, platform="cpu")
@@ -167,9 +158,3 @@ def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
     assert "DDP reduces wrongly" in left_out["torch-library"]
     with pytest.raises(ExperimentError, match=r"no engine can do this: layout\.schedule = zero_bubble: jax"):
         fitting(["jax-compiler", "jax-manual"], layout, platform="cpu")
-
-
-def test_cases_of_engines_are_one_each():
-    experiment = load("check")
-    expected = [Case(name=name, engine=name, experiment=experiment) for name in STUDIED]
-    assert engine_cases(experiment, list(STUDIED)) == expected

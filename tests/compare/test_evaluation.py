@@ -14,7 +14,7 @@ from compare.checkpoint.description import checkpoints_in, folder_name
 from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
-from compare.judge.comparison import read_comparison
+from compare.judge.outcome import read_run
 from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.evaluation import evaluate, is_due, require_validation, steps_due
 from compare.numerics.shards import Shard
@@ -75,7 +75,7 @@ def test_every_engine_evaluates_to_the_same(grid, preset):
     # A second oracle of the first evaluation, in plain PyTorch: no engine's loop, and no batch of `evaluate`.
     np.testing.assert_allclose(expected[0], untrained_losses(first.manifest.experiment), rtol=1e-12)
     assert abs(expected[0][1] - math.log(256)) < 0.1  # untrained weights know nothing
-    assert "best validation loss (nats)" in dict(cost_rows(read_comparison(grid.run(preset))[0]))
+    assert "best validation loss (nats)" in dict(cost_rows(read_run(grid.run(preset))[0]))
 
 
 def test_an_evaluation_changes_nothing_in_what_comes_after_it(grid, shardpair):

@@ -7,9 +7,10 @@ import json
 
 import pytest
 from grid import TEXT
-from records import comparison_of
+from records import make_request, outcome_of
 
 from compare.judge.ladder import LADDER, RungResult, Verdict
+from compare.judge.outcome import Case
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
 from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
@@ -80,7 +81,9 @@ def test_a_fault_is_caught_at_its_own_rung_or_not_at_all(tiny, rungs, is_right):
         for rung, error in rungs.items()
     ]
     verdict = Verdict(candidate="sum_for_mean.torch-manual", reference="reference", rungs=results)
-    assert caught_as_expected(comparison_of(tiny, verdicts=[verdict])) == is_right
-    failed = comparison_of(tiny, verdicts=[verdict], failures={"sum_for_mean.jax-manual": "lost"})
+    case = Case(request=make_request(tiny), against="reference")
+    done = {"cases": {verdict.candidate: case}, "kept": {verdict.candidate: {1: {}}}, "verdicts": [verdict]}
+    assert caught_as_expected(outcome_of(tiny, **done)) == is_right
+    failed = outcome_of(tiny, **done, failures={"sum_for_mean.jax-manual": "lost"})
     assert not caught_as_expected(failed)
-    assert not caught_as_expected(comparison_of(tiny))
+    assert not caught_as_expected(outcome_of(tiny))

@@ -9,26 +9,24 @@ import msgspec
 import numpy as np
 import pytest
 import warm
+from records import outcome_of
 
 from compare.cli import main
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
-from compare.execute.launch import EngineError
-from compare.execute.progress import Reporter
 from compare.host.tensors import RecordError
-from compare.judge.comparison import GOLDEN as EXPERIMENT
-from compare.judge.goldens import FOLDER, folder_of, read_golden
+from compare.judge.goldens import FOLDER, NANOGPT, folder_of, read_golden
 from compare.judge.ladder import FINAL, LADDER, LOSS_SCALE
 from compare.judge.tensor_errors import worst_tensor
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import edited, load, named_experiments, revalidate
-from compare.studies import paired_run
-from compare.studies.cases import Settings
-from compare.studies.golden import SGD, Golden, golden_cases
-from compare.studies.paired_run import compare_cases
+from compare.spec.experiment import edited, load, named_experiments
+from compare.studies.check import GOLDEN as EXPERIMENT
+from compare.studies.check import SGD, Check
+from compare.studies.run import Run
+from compare.study import grid, run
 
 RUNGS = [rung for rung in LADDER if rung not in (LOSS_SCALE, FINAL)]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""
@@ -147,7 +145,7 @@ def test_a_damaged_golden_is_refused(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
-ON_TWO = ("--preset", "fsdp", "--devices", "2")
+ON_TWO = ("--presets", "fsdp", "--devices", "2")
 SHARDED = ("jax-manual", "torch-manual")
 """Engines that are held to nanoGPT on two devices. That they are the same on one, test_check.py says."""
 
@@ -156,10 +154,13 @@ SHARDED = ("jax-manual", "torch-manual")
 def test_every_engine_computes_what_nanogpt_does(shardpair, engine, request):
     if engine == "jax-manual":  # on two devices: collectives, too, are compiled as a user's are
         request.getfixturevalue("default_xla")
-    done = shardpair("golden", "--engines", engine, "--json", *(ON_TWO if engine in SHARDED else ()))
+    done = shardpair(
+        "check", "--against", "nanogpt", "--engines", engine, "--json", *(ON_TWO if engine in SHARDED else ())
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads(done.stdout)["verdicts"]
-    assert [verdict["candidate"] for verdict in verdicts] == [engine, f"{engine}.sgd"]
+    layout = ".fsdp" if engine in SHARDED else ""
+    assert [verdict["candidate"] for verdict in verdicts] == [f"{engine}{layout}", f"{engine}{layout}.sgd"]
     for verdict in verdicts:
         assert [rung["rung"] for rung in verdict["rungs"]] == RUNGS
         assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
@@ -177,59 +178,42 @@ WRONG = {
 
 def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir):
     """All engines would have it, and agree: only nanoGPT's numbers can tell. By AdamW and by SGD in turn."""
-    right, cases = load(EXPERIMENT), []
+    right, rows = load(EXPERIMENT), {}
     for place, (name, (wrong, _)) in enumerate(WRONG.items()):
-        case = golden_cases(revalidate(edited(right, wrong)), ["torch-manual"])[place % 2]
-        cases.append(msgspec.structs.replace(case, name=name))
-    held, folder = compare_cases(
-        "golden",
-        right,
-        cases,
-        command="golden",
-        run_dir=str(tmp_path / "run"),
-        settings=Settings(
-            cache_dir=cache_dir, later_step=right.train.max_iters, pythons={"torchpar": warm.python()}
-        ),
-        reporter=Reporter(quiet=True),
-    )
-    found = Golden.findings(held, folder)
-    assert not found.passed
-    assert {v.candidate: v.failure and v.failure.rung for v in held.verdicts} == {
-        name: rung for name, (_, rung) in WRONG.items()
-    }
-    assert "FAIL at loss" in found.sentence
+        by = {"optimizer": SGD} if place % 2 else {}
+        rows[name] = edited(edited(right, by), wrong)
+    asks = {"ladder": True, "later_step": right.train.max_iters}
+    cases, _ = grid(["torch-manual"], rows, against=NANOGPT, **asks)
+    how = {"cache_dir": cache_dir, "torch_python": warm.python(), "quiet": True, "keep_tensors": True}
+    study = msgspec.convert({**msgspec.to_builtins(right), **how}, Run)
+    (tmp_path / "run").mkdir()
+    planned = study._frozen(outcome_of(right, cases=cases, options={"against": "nanogpt"}), tmp_path / "run")
+    outcome = run(study, planned, tmp_path / "run")
+    findings = Check.findings(outcome, tmp_path / "run")
+    assert not findings.passed
+    red = {verdict.candidate: verdict.failure and verdict.failure.rung for verdict in outcome.verdicts}
+    assert red == {f"torch-manual.{name}": rung for name, (_, rung) in WRONG.items()}
+    assert "FAIL at loss" in findings.sentence
 
 
-@pytest.mark.parametrize("flag", ["--init_from", "--model.norm_eps", "--train.max_iters"])
-def test_only_the_layout_of_the_golden_can_be_chosen(flag, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["golden", flag, "1"])
-    assert flag in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--init_from", "--model.norm_eps", "--train.max_iters", "--layout.tp"])
+def test_nothing_of_the_golden_but_presets_can_be_chosen(flag, capsys):
+    assert main(["check", "--against", "nanogpt", flag, "1"]) == 2
+    assert f"{flag} has no effect" in capsys.readouterr().err
+    assert main(["check", "demo", "--against", "nanogpt"]) == 2
 
 
-def test_an_engine_that_fails_is_named_and_fails_it(tmp_path, monkeypatch, capsys):
-    def fail(request, folder, **keywords):
-        raise EngineError(f"{request.engine}: died", exit_code=1)
-
-    monkeypatch.setattr(paired_run, "launch", fail)
-    both = {"torch-manual", "torch-manual.sgd"}
-    assert main(["golden", "--engines", "torch-manual", "--quiet", "--run_dir", str(tmp_path / "run")]) == 1
-    assert "torch-manual: died" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["failures"].keys() == both
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--preset nosuch", "no such preset"),
-        ("--preset pp_zero_bubble --devices 2 --engines jax-compiler", "jax-compiler has gpipe, interleaved"),
-        ("--preset tp --devices 8", "layout.tp = 8 does not divide model.n_head = 4"),
-        ("--engines torch-manual torch-manual", "give each engine once"),
-        ("--devices 2", "--devices 2 without --preset has no effect"),
-    ],
-)
-def test_a_golden_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys, arguments, says):
+def test_a_golden_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["golden", *arguments.split()]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+    for arguments, says in (
+        ("--presets nosuch", "no such preset"),
+        (
+            "--presets pp_zero_bubble --devices 2 --engines jax-compiler",
+            "jax-compiler has gpipe, interleaved",
+        ),
+        ("--presets tp --devices 8", "layout.tp = 8 does not divide model.n_head = 4"),
+        ("--engines torch-manual torch-manual", "give each engine once"),
+    ):
+        assert main(["check", "--against", "nanogpt", *arguments.split()]) == 2
+        assert says in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())

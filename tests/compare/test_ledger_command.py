@@ -4,16 +4,15 @@ import json
 
 import msgspec
 import pytest
-from records import comparison_of, make_record, make_request
+from records import make_record, make_request, outcome_of
 
 from compare.cli import main
 from compare.contract.communication import Communication
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
-from compare.host.json_files import read_json, write_json
+from compare.host.json_files import write_json
 from compare.judge.closed_forms.communication import communication
-from compare.judge.comparison import COMPARISON, Comparison
-from compare.judge.outcome import save
+from compare.judge.outcome import Case, read_outcome, save, with_case
 from compare.judge.strategy import with_remat_resolved
 from compare.spec.experiment import Experiment, edited
 
@@ -45,13 +44,14 @@ def run(tmp_path, tiny):
     experiment = edited(tiny, {"layout": {"dp_shard": 2, "zero": 3}})
     folder = tmp_path / "run"
     folder.mkdir()
-    requests = {}
+    outcome = outcome_of(experiment, study="ledger")
     for engine in ENGINES:
         record = make_record(folder / engine, experiment, engine=engine)
-        requests[engine] = record.request or make_request(experiment, engine=engine)
+        cases = {**outcome.cases, engine: Case(request=make_request(experiment, engine=engine))}
+        outcome = with_case(msgspec.structs.replace(outcome, cases=cases), engine, {}, record, folder)
         as_run = with_remat_resolved(engine, experiment)
         write_json(folder / engine / LEDGER, Ledger(rows=rows(engine, as_run)))
-    save(comparison_of(experiment, cases=list(ENGINES), requests=requests), folder)
+    save(outcome, folder)
     return folder
 
 
@@ -90,11 +90,11 @@ def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
 
 def test_who_has_no_ledger_is_named(run, tmp_path, capsys):
     """A case that failed, one whose turn did not come, one that cannot be: printed, on the page, in JSON."""
-    whole = read_json(run / COMPARISON, Comparison)
-    others = dict.fromkeys(("torch-library", "jax-compiler"), whole.requests["jax-manual"])
+    outcome = read_outcome(run)
+    others = dict.fromkeys(("torch-library", "jax-compiler"), outcome.cases["jax-manual"])
     failed = msgspec.structs.replace(
-        whole,
-        requests=whole.requests | others,
+        outcome,
+        cases=outcome.cases | others,
         failures={"torch-library": "rank 1 died"},
         left_out={"plain-jit": "it has one device"},
     )

@@ -25,8 +25,9 @@ from compare.judge.unexplained import read_seen, seen
 from compare.present.ledger_lines import layouts_of, page, rows_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
-from compare.studies.fitting import refusal
-from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger, shortened
+from compare.studies.fitting import as_preset
+from compare.studies.ledger import Ledger as Command
+from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
 from compare.studies.presets import PRESETS, spread
 
 RECORDED = json.loads(Path(__file__).with_name("sent_otherwise.json").read_text())
@@ -62,11 +63,8 @@ def laid_out(preset: str) -> Experiment:
 
 def cells(*engines: str) -> pytest.MarkDecorator:
     """Every layout that an engine can express."""
-    able = [
-        (engine, preset)
-        for engine, preset in itertools.product(engines, PRESETS)
-        if preset != "single" and not refusal(ENGINES[engine], laid_out(preset).layout, preset=preset)
-    ]
+    cases, _ = Command(presets=("all",), engines=engines).cases(EXPERIMENT)
+    able = [(case.engine, case.layout) for case in cases.values()]
     return pytest.mark.parametrize(("engine", "preset"), able)
 
 
@@ -149,11 +147,11 @@ def test_under_dropout_types_sum_both_row_biases_at_each_use(dropout):
 def lines_of(recorded: dict) -> list[Line]:
     """The lines of one stage of a recorded ledger, of which only what differs was recorded."""
     engine, preset, stage = recorded["engine"], recorded["preset"], recorded["stage"]
-    check = edited(shortened(load("check")), RECORDED["sizes"][recorded["size"]])
+    check = edited(edited(load("check"), {"train": {"max_iters": 4}}), RECORDED["sizes"][recorded["size"]])
     laid = spread(check, preset, PRESETS[preset].devices)
     laid = edited(laid, {"layout": recorded.get("layout", {})})
-    if refusal(ENGINES[engine], laid.layout, preset=preset):
-        laid = edited(laid, {"layout": {"schedule": "gpipe"}})
+    if not recorded.get("layout"):
+        laid = as_preset(engine, laid)
     experiment = with_remat_resolved(engine, laid)
     sent = communication(engine, experiment, stage=stage) | {(*key,): size for *key, size in recorded["rows"]}
     lines = line_up(engine, experiment, rows({k: size for k, size in sent.items() if size}, stage=stage))
@@ -185,7 +183,8 @@ def test_a_difference_that_was_seen_before_is_known_again_by_its_bytes():
 
 
 def test_what_was_seen_before_is_unexplained_and_not_new():
-    experiment = with_remat_resolved("jax-compiler", spread(shortened(load("check")), "fsdp_pp", 4))
+    short = edited(load("check"), {"train": {"max_iters": 4}})
+    experiment = with_remat_resolved("jax-compiler", spread(short, "fsdp_pp", 4))
     experiment = edited(experiment, {"layout": {"schedule": "gpipe"}})
     sent = communication("jax-compiler", experiment, stage=1)
     for size, new in ((3737600, False), (3737608, True)):

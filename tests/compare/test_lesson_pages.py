@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from outline import Outline
-from records import comparison_of, make_record, make_request
+from records import make_run
 
 from compare.cli import main
 from compare.contract.communication import (
@@ -22,14 +22,15 @@ from compare.contract.communication import (
 from compare.contract.ledger import Ledger
 from compare.contract.record import Record, read_record
 from compare.host.tensors import RecordError
-from compare.judge.comparison import Comparison, judged
+from compare.judge.outcome import Outcome
 from compare.pipeline.instructions import Instruction, SourceLine
 from compare.present.lesson import sources, worked
 from compare.present.lesson.marks import find_marks
 from compare.present.lesson.names import NAMES
 from compare.present.lesson.page import lesson_page
 from compare.spec.engines.registry import ENGINES
-from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, source_file, source_root
+from compare.studies.fitting import fitting
+from compare.studies.lessons import FOLDERS, LESSONS, lesson_experiment, source_file, source_root
 
 ROOT = Path(__file__).parents[2]
 COMPILED = [name for name, folder in FOLDERS.items() if folder.startswith("jaxpar/")]
@@ -75,19 +76,21 @@ def compiled(engine: str, strategy: str) -> list[Instruction]:
     ]
 
 
-def made_by_hand(folder: Path, strategy: str) -> tuple[Comparison, dict[str, Record]]:
+def made_by_hand(folder: Path, strategy: str) -> tuple[Outcome, dict[str, Record]]:
     """A run of all four engines under the lesson's layout that nobody has run; a shorter ledger is shown."""
-    records, judged_as = {}, {}
-    for case in lesson_cases(strategy):
-        record = make_record(folder / case.name, case.experiment, engine=case.engine)
-        judged_as[case.name] = record
-        instructions = compiled(case.engine, strategy) if case.engine in COMPILED else None
-        records[case.name] = msgspec.structs.replace(
-            record, ledger=Ledger(rows=sent(strategy)), instructions=instructions
+    engines, experiment = engines_of(strategy), lesson_experiment(strategy)
+    outcome = make_run(folder, experiment, names=engines)
+    records = {}
+    for engine in engines:
+        instructions = compiled(engine, strategy) if engine in COMPILED else None
+        records[engine] = msgspec.structs.replace(
+            read_record(folder / engine), ledger=Ledger(rows=sent(strategy)), instructions=instructions
         )
-    experiment = lesson_cases(strategy)[0].experiment
-    requests = {name: make_request(experiment, engine=name) for name in records}
-    return judged(comparison_of(experiment, requests=requests), judged_as), records
+    return outcome, records
+
+
+def engines_of(strategy: str) -> list[str]:
+    return fitting(list(FOLDERS), lesson_experiment(strategy).layout, platform="cpu")[0]
 
 
 @pytest.fixture(scope="module", params=LESSONS)
@@ -145,7 +148,7 @@ def test_pictures_come_before_the_code(lesson):
 
 def test_page_has_the_four_files_as_they_are(lesson):
     strategy, page = lesson
-    engines = [case.engine for case in lesson_cases(strategy)]
+    engines = engines_of(strategy)
     files = [(ROOT / source_file(engine, strategy)).read_text() for engine in engines]
     assert [text + "\n" for text in written(page)] == files
 
@@ -153,7 +156,7 @@ def test_page_has_the_four_files_as_they_are(lesson):
 def test_the_reader_chooses_the_columns(lesson):
     """A box for each engine; three are checked at first; what is not checked is shown nowhere."""
     strategy, page = lesson
-    engines = [case.engine for case in lesson_cases(strategy)]
+    engines = engines_of(strategy)
     boxes = re.findall(
         r'<input type="checkbox" id="show-(\d+)"( checked)?><label for="show-\1">([^<]*)', page
     )

@@ -78,7 +78,7 @@ def test_completion_knows_the_commands_and_their_flags(capsys, tmp_path):
     script = tmp_path / "shardpair"
     script.write_text(capsys.readouterr().out)
     ask = (
-        f"source {script}; COMP_WORDS=(shardpair golden --pre); COMP_CWORD=2; "
+        f"source {script}; COMP_WORDS=(shardpair run --pre); COMP_CWORD=2; "
         f"$(complete -p shardpair | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo ${{COMPREPLY[@]}}"
     )
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)

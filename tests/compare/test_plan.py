@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -14,9 +15,9 @@ from compare.contract.communication import REPLICATED_GRADIENTS, Communication
 from compare.contract.memory_profile import Curve, DeviceMemory, Peak
 from compare.contract.rank_alone import RankAlone, read_rank_alone_request
 from compare.execute import ahead_of_time, alone
-from compare.host.json_files import read_json
 from compare.judge.closed_forms.communication import communication
 from compare.judge.ledger_lines import Line
+from compare.judge.outcome import Outcome, read_outcome
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import FOLDER
 from compare.plan.outcome import PlanOutcome
@@ -52,12 +53,16 @@ def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):
     best = found["rows"][0]
     assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
     assert len(found["rows"]) == 10
-    assert found["result"]["machine"]["devices"] == 16
+    assert found["result"]["more"]["plan"]["machine"]["devices"] == 16
+
+
+def plan_in(outcome: Outcome) -> PlanOutcome:
+    return msgspec.convert(outcome.more["plan"], PlanOutcome)
 
 
 def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
     assert main([*ARGUMENTS, "--explain", "2", "--json", "--run_dir", "p"]) == 0
-    outcome = read_json(Path("p/outcome.json"), PlanOutcome)
+    outcome = plan_in(read_outcome(Path("p")))
     second = outcome.candidates[1]
     terms = predict(outcome.engine, second.of(outcome.experiment), outcome.machine).terms
     capsys.readouterr()
@@ -71,8 +76,9 @@ def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
 
 def test_slower_links_change_the_choice_and_its_time(small, capsys):
     asked = {"machine": "h100x16", "quiet": True}
-    fast = api.study("plan", "small.toml", **asked, run_dir="f").outcome
-    slow = api.study("plan", "small.toml", **asked, link_speed=1e-4, run_dir="s").outcome
+    fast = api.study("plan", "small.toml", **asked, run_dir="f")
+    slow = api.study("plan", "small.toml", **asked, link_speed=1e-4, run_dir="s")
+    fast, slow = plan_in(fast.outcome), plan_in(slow.outcome)
     assert slow.candidates[0].seconds > fast.candidates[0].seconds
     assert slow.machine.inside.bytes_per_s == pytest.approx(1e-4 * fast.machine.inside.bytes_per_s)
     assert capsys.readouterr().out == ""

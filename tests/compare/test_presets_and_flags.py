@@ -55,7 +55,6 @@ FLAGS_WIN = {
     "run sharded.toml --preset pp --layout.schedule 1f1b": {"schedule": "1f1b"},
     "profile plain.toml --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
     "ledger plain.toml --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
-    "golden --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
 }
 THE_FILE_WINS = {
     "run pipeline.toml --preset pp --devices 2": {"pp": 2, "microbatches": 8},
@@ -85,13 +84,11 @@ def test_what_is_said_wins(planned, line, fields):
         ("sweep plain.toml --presets pp ddp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
         ("bench plain.toml --presets pp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
         ("bench plain.toml --presets pp --devices 2 --variants layout.microbatches=8", "with 8 microbatches"),
-        ("matrix plain.toml --layouts pp fsdp --studies float64 --layout.schedule gpipe", "GPipe"),
         ("ledger plain.toml --presets pp fsdp --layout.schedule gpipe", "GPipe"),
         ("sweep pipeline.toml --presets pp --devices 4", "1F1B with 8 microbatches"),
         ("sweep sharded.toml --presets zero1 fsdp tp", "optimizer state split over 2"),
         # The layout of the file is none of theirs: it is not asked whether the batch could be spread so.
         ("ledger wide.toml --presets ddp --train.batch_size 8", "data parallel over 4"),
-        ("matrix wide.toml --layouts ddp --studies float64 --train.batch_size 8", "data parallel over 4"),
         ("check wide.toml --devices 2 --train.batch_size 6", "data parallel over 2"),
         ("faults wide.toml --devices 2 --train.batch_size 6 --names no_clip", "data parallel over 2"),
     ],
@@ -118,16 +115,12 @@ def test_it_wins_over_several_presets_too(planned, line, layouts):
         ("sweep plain.toml --presets ddp tp --layout.microbatches 2", "none of --presets has layout.pp"),
         ("bench plain.toml --presets ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 has no effect"),
         ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
-        (
-            "matrix plain.toml --layouts pp pp_gpipe --layout.schedule gpipe",
-            "--layouts: with layout.schedule = gpipe, pp and pp_gpipe are the same",
-        ),
         ("ledger sharded.toml --presets ddp ddp_naive", "ddp and ddp_naive are the same"),
-        ("check --layout.gradient_sync bucketed", "--layout.gradient_sync bucketed has no effect"),
-        ("check --layout.no_sequence_parallel", "--layout.no_sequence_parallel has no effect"),
-        ("faults --layout.microbatches 1", "--layout.microbatches 1 has no effect"),
-        ("buckets --layout.bucket_mb 0.4", "--layout.bucket_mb 0.4 has no effect"),
-        ("bench --train.max_iters 120", "--train.max_iters 120 has no effect"),
+        ("check --layout.gradient_sync bucketed", "--layout.gradient_sync has no effect"),
+        ("check --layout.no_sequence_parallel", "--layout.sequence_parallel has no effect"),
+        ("faults --layout.microbatches 1", "--layout.microbatches has no effect"),
+        ("buckets --layout.bucket_mb 0.4", "--layout.bucket_mb has no effect"),
+        ("bench --train.max_iters 120", "--train.max_iters has no effect"),
         ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
     ],
 )  # fmt: skip

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from records import comparison_of, make_record
+from records import make_record, outcome_of
 
 from compare.cli import main
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.host.json_files import read_json
-from compare.judge.comparison import judged
-from compare.judge.costs import steady_times_ms
-from compare.judge.outcome import save
+from compare.judge.costs import cost_of, steady_times_ms
+from compare.judge.outcome import Case, save, with_case
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.chrome_trace import chrome_trace, without_overlap
-from compare.studies.profile import PAGE
+
+PAGE = "profile.html"
 
 
 def span(kind, begin, end, **more):
@@ -63,10 +63,7 @@ def spread(tiny):
 
 def test_planted_exposure_is_found(spread, tmp_path):
     record = profiled(tmp_path / "torch-manual", spread, timeline=planted())
-    comparison = judged(
-        comparison_of(spread, requests={"torch-manual": record.request}), {"torch-manual": record}
-    )
-    (engine,) = profile_of(comparison, {"torch-manual": record}).engines
+    (engine,) = profile_of(outcome_of(spread), {"torch-manual": record}).engines
     assert [device.exposed_ms for device in engine.devices] == [1, 3]
     assert [device.communication_ms for device in engine.devices] == [3, 3]
     assert [device.idle_ms for device in engine.devices] == [2.5, 0.5]
@@ -116,21 +113,17 @@ def test_rows_are_as_few_as_the_spans_that_overlap():
     assert [[one.begin_us for one in row] for row in rows] == [[0, 10, 40], [3, 14], [12]]
 
 
-def saved(folder, experiment, engines=("torch-manual", "jax-manual"), timelines=(True, False)):
-    """The folder of a profile whose runs are done."""
-    records = {
-        name: profiled(folder / name, experiment, engine=name, timeline=planted() if has else None)
-        for name, has in zip(engines, timelines, strict=True)
-    }
-    requests = {name: record.request for name, record in records.items()}
-    planned = comparison_of(experiment, study="profile", name="profile-test", requests=requests)
-    save(judged(planned, records), folder)
-    return folder
-
-
 def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
-    folder = saved(tmp_path / "run", spread)
-    assert main(["profile", "--results", str(folder)]) == 1  # one engine left no timeline, which is said
+    folder, outcome = tmp_path / "run", outcome_of(spread, study="profile", name="profile-test")
+    timelines = {"torch-manual": planted(), "jax-manual": None}
+    records = {name: profiled(folder / name, spread, name, one) for name, one in timelines.items()}
+    against = {"torch-manual": "", "jax-manual": "torch-manual"}
+    cases = {name: Case(request=one.request, against=against[name]) for name, one in records.items()}
+    outcome = msgspec.structs.replace(outcome, cases=cases)
+    for name, record in records.items():
+        outcome = with_case(outcome, name, cost_of(record), record, folder)
+    save(outcome, folder)
+    assert main(["report", str(folder)]) == 1  # one engine left no timeline, which is said
     said = capsys.readouterr().out
     assert "jax-manual: it left no timeline" in said
     assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
@@ -140,11 +133,9 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     page = (folder / PAGE).read_text()
     assert page.count("<svg") == 1
     assert "torch-manual, step 3 as it was measured" in page
-    assert "prefers-color-scheme: dark" in page
-    assert "torch-manual, step 3 as it was measured" in (folder / "report.html").read_text()
     assert (folder / "torch-manual" / "trace.json").is_file()
     assert not (folder / "jax-manual" / "trace.json").exists()
-    assert main(["profile", "--results", str(folder), "--json"]) == 1
+    assert main(["report", str(folder), "--json"]) == 1
     assert read_json(folder / PROFILE, Profile) == msgspec.json.decode(capsys.readouterr().out, type=Profile)
 
 
@@ -152,11 +143,9 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     ("arguments", "says"),
     [
         ("--train.max_iters 5", "--train.max_iters 5 is too short for a profile: give 6 steps or more"),
-        ("--init_from nosuch.pt", "the time of a step does not depend on the weights"),
+        ("--init_from nosuch.pt", "--init_from has no effect"),
         ("--devices 2", "--devices 2 without --preset has no effect"),
         ("--engines nanogpt-loop --preset single", "nanogpt-loop leaves no timeline"),
-        ("--results . --preset ddp", "leave out --preset"),
-        ("--results .", "has no outcome.json"),
         ("--continue . --preset ddp", "leave out --preset"),
     ],
 )

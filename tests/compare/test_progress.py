@@ -9,19 +9,17 @@ import threading
 
 import pytest
 from processes import PATIENCE_S
-from records import make_record, make_request, make_steps
+from records import make_request
 from rich.console import Console
 from rich.spinner import Spinner
 
+from compare.cli import main
 from compare.contract.record import STEPS_PART, Step
 from compare.execute import progress
-from compare.execute.launch import EngineError, Prepared
+from compare.execute.launch import EngineError
 from compare.execute.pace import Cadence, Pace
 from compare.execute.progress import Reporter
 from compare.spec.experiment import edited
-from compare.studies import paired_run
-from compare.studies.cases import Settings, engine_cases
-from compare.studies.paired_run import compare_cases, continue_cases
 
 NAMES = ["jax-manual", "torch-manual", "torch-library"]
 
@@ -210,38 +208,14 @@ def test_a_narrow_terminal_still_sees_two_lines(tmp_path, requests):
     assert second.startswith("  loss 2.5000, 64 tokens/s, 1 min 11 s so far, about ")
 
 
-def test_comparing_tells_the_reporter_and_continuing_counts_what_is_finished(
-    tmp_path, tiny, monkeypatch, capsys
-):
-    failing = ["torch-manual"]
-
-    def launch(request, folder, *, pythons, hosts, on_step):
-        if request.engine in failing:
-            raise EngineError(f"{request.engine}: no luck", exit_code=1)
-        for one in make_steps(request.experiment):
-            on_step(one)
-        return make_record(folder, request.experiment, engine=request.engine)
-
-    def prepare(experiment, folder):
-        return Prepared(experiment=experiment, folder=folder, corpus_sha256="00")
-
-    monkeypatch.setattr(paired_run, "launch", launch)
-    monkeypatch.setattr(paired_run, "prepare", prepare)
-    compare_cases(
-        "test",
-        tiny,
-        engine_cases(tiny, NAMES[:2]),
-        command="run",
-        run_dir=str(tmp_path / "run"),
-        settings=Settings(),
-        reporter=Reporter(),
-        needs_first=False,
-    )
+def test_a_study_tells_the_reporter_and_continuing_counts_what_is_finished(engines, capsys):
+    engines.failing = {"torch-manual": EngineError("torch-manual: no luck", exit_code=1)}
+    assert main(["run", "tiny.toml", "--engines", "jax-manual", "torch-manual", "--run_dir", "r"]) == 1
     told = capsys.readouterr().err
     assert "engine 1 of 2: jax-manual: 3 steps in" in told
     assert "engine 2 of 2: torch-manual: stopped after 0 steps of 3" in told
-    failing.clear()
-    continue_cases(tmp_path / "run", settings=Settings(), reporter=Reporter(), needs_first=False)
+    engines.failing = {}
+    assert main(["run", "--continue", "r"]) == 0
     told = capsys.readouterr().err
     assert "engine 2 of 2: torch-manual: 3 steps in" in told
     assert "jax-manual" not in told

@@ -74,6 +74,11 @@ REFUSED = {
     "faults --devices 1": "--devices 1: most faults show between devices only",
     "run --layout.dp_replicate 128 --train.batch_size 128": "the layout needs 128 devices",
     "run --train.batch_size 1000000000": "jax-compiler would need 1.28 TB (",
+    # What would have no effect.
+    "run --devices 2": "--devices 2 without --preset has no effect",
+    "check --layout.tp 2": "--layout.tp has no effect: check gives it",
+    "check --against nanogpt --model.norm_eps 1": "--model.norm_eps has no effect",
+    "check demo --against nanogpt": "golden",
     # Engines that cannot.
     "run --layout.gradient_sync overlapped --engines jax-manual": "jax-manual offers naive, flat, bucketed",
     "run --preset single --model.dropout 0.2 --engines nanogpt-loop torch-manual": "nanogpt-loop drops",
@@ -180,7 +185,7 @@ def test_the_largest_seed_survives_a_file():
 
 def test_a_cache_that_nobody_asked_for_is_no_reason_to_stop(folder, capsys, monkeypatch):
     monkeypatch.setattr(arguments, "default_cache", lambda: "empty.txt/cache")
-    assert arguments.Spec(cache_dir="empty.txt/cache").settings().cache_dir == ""
+    assert arguments.Spec(cache_dir="empty.txt/cache").checked_cache() == ""
     assert "compiled programs are not kept: --cache_dir empty.txt/cache" in capsys.readouterr().err
 
 

@@ -4,28 +4,25 @@ import re
 
 import msgspec
 import pytest
-from benches import HERE, bench_of, cases_of
+from benches import HERE, RAN, TIMING, cases_of, measurement_of
 from outline import Outline
 from records import (
     FEW_ROWS,
-    comparison_of,
-    make_comparison,
+    finished_of,
     make_record,
+    make_run,
     make_steps,
+    outcome_of,
     tensors_of,
 )
 
-from compare.cli import main
 from compare.contract.ceiling import Ceiling
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
-from compare.judge.comparison import read_comparison, read_saved
 from compare.judge.costs import cost_of
-from compare.judge.outcome import save
-from compare.judge.timed_outcome import TimedOutcome
+from compare.judge.outcome import read_run, save
 from compare.present.report.beside import FileLink, ceilings_beside, links_beside, own_links
-from compare.present.report.render import write_report
-from compare.present.report.repeat import EXPERIMENT
+from compare.present.report.render import EXPERIMENT, write_report
 from compare.present.report.tables import NONE, cost_table
 from compare.present.tables import cost_rows
 from compare.show.findings import Table
@@ -36,7 +33,7 @@ PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
 
 
 def test_page_is_self_contained_and_reproducible(tmp_path, tiny):
-    make_comparison(tmp_path, tiny)
+    make_run(tmp_path, tiny)
     page = write_report(tmp_path).read_text()
     assert page.index("PASS") < page.index("<svg")
     assert page.count("<svg") == 9
@@ -50,7 +47,7 @@ def test_page_is_self_contained_and_reproducible(tmp_path, tiny):
 
 def test_page_can_be_read_by_those_who_cannot_see_it(tmp_path, tiny):
     experiment = edited(tiny, PIPELINE | {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}})
-    make_comparison(tmp_path, experiment, missing=("torch-library",))
+    make_run(tmp_path, experiment, missing=("torch-library",))
     page = write_report(tmp_path).read_text()
     outline = Outline(page)
     assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
@@ -62,7 +59,7 @@ def test_page_can_be_read_by_those_who_cannot_see_it(tmp_path, tiny):
 
 
 def test_page_of_one_engine_claims_nothing(tmp_path, tiny):
-    make_comparison(tmp_path, tiny, names=("jax-manual",))
+    make_run(tmp_path, tiny, names=("jax-manual",))
     page = write_report(tmp_path).read_text()
     assert '<p class="verdict ">jax-manual ran alone' in page
     assert "Loss difference" not in page
@@ -72,8 +69,8 @@ def test_page_of_one_engine_claims_nothing(tmp_path, tiny):
 
 def test_studies_beside_a_run_are_led_to_and_lend_their_ceiling(tmp_path, tiny):
     folder, beside = tmp_path / "run", tmp_path / "bench of mine"
-    comparison = make_comparison(folder, tiny)
-    _, records = read_comparison(folder)
+    comparison = make_run(folder, tiny)
+    _, records = read_run(folder)
     beside.mkdir()
     (beside / "bench.html").touch()
     (folder / "profile.html").touch()
@@ -83,30 +80,25 @@ def test_studies_beside_a_run_are_led_to_and_lend_their_ceiling(tmp_path, tiny):
     most = 4 * cost.model_flops_per_s
     ceilings = {"torchpar float64": Ceiling(dtype="float64", flops_per_s=most, threads=2, size=512)}
     here = msgspec.structs.replace(HERE, machine=msgspec.structs.replace(HERE.machine, system="a machine"))
-    outcome = bench_of(
-        cases_of(edited(tiny, {"train": {"max_iters": 7}})), ceilings=ceilings, circumstances=here
-    )
+    more = {"timing": TIMING, "baseline": "torch-manual", "anyway": False, "ceilings": ceilings}
+    (case,) = cases_of(edited(tiny, {"train": {"max_iters": 7}}), engines=("torch-manual",))
+    told = {"study": "bench", "cases": {case.name: case}, "circumstances": here, "more": more}
 
-    def found(outcome: TimedOutcome) -> tuple[list[FileLink], Table]:
-        save(outcome, beside)
+    def found(experiment=tiny, device="a CPU", **other) -> tuple[list[FileLink], Table]:
+        timed = measurement_of(case, 1, how=msgspec.structs.replace(RAN, device_kind=device))
+        save(outcome_of(experiment, **told | other, kept={case.name: {1: timed}}), beside)
         table = cost_table(comparison, ceilings_beside(folder, comparison, records))
         return links_beside(folder, comparison), table
 
-    links, table = found(outcome)
+    links, table = found()
     assert links == [FileLink("bench of mine", "../bench%20of%20mine/bench.html", "bench")]
     assert table.rows[-1].head.text == "of the ceiling"
     of_torch, of_jax = table.rows[-1].cells
     assert (of_torch.text, of_jax.text) == ("25.0%", NONE)  # JAX's own was not measured
     assert of_torch.note.endswith("GFLOP/s, bench of mine")
-
-    other = {name: msgspec.structs.replace(how, device_kind="other") for name, how in outcome.how.items()}
-    for odd in (
-        msgspec.structs.replace(outcome, how=other),
-        msgspec.structs.replace(outcome, circumstances=HERE),
-        msgspec.structs.replace(outcome, platform="gpu"),
-    ):
-        assert found(odd)[1].rows[-1].head.text != "of the ceiling"
-    assert found(msgspec.structs.replace(outcome, experiment=edited(tiny, {"train": {"seed": 5}})))[0] == []
+    for odd in ({"device": "other"}, {"circumstances": HERE}, {"platform": "gpu"}):
+        assert found(**odd)[1].rows[-1].head.text != "of the ceiling"
+    assert found(edited(tiny, {"train": {"seed": 5}}))[0] == []
 
 
 def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
@@ -117,12 +109,12 @@ def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
     cost = cost_of(msgspec.structs.replace(record, manifest=manifest))
     assert cost.mfu == pytest.approx(cost.model_flops_per_s / 2 / 989.5e12)
     assert cost_of(record).mfu is msgspec.UNSET
-    rows = dict(cost_rows(comparison_of(on_two, cases=["a"], costs=[cost])))
+    rows = dict(cost_rows(finished_of(on_two, {"a": cost})))
     assert rows["MFU, of the devices' peak"] == [f"{cost.mfu:.1%}"]
 
 
 def test_page_names_what_is_missing_and_how_to_run_it(tmp_path, tiny):
-    make_comparison(tmp_path, tiny, missing=("torch-library", "jax-compiler"))
+    make_run(tmp_path, tiny, missing=("torch-library", "jax-compiler"))
     page = write_report(tmp_path).read_text()
     assert "4 engines</h1>" in page
     missing = page[page.index("What is missing") : page.index("<svg")]
@@ -131,35 +123,22 @@ def test_page_names_what_is_missing_and_how_to_run_it(tmp_path, tiny):
     assert f"shardpair run --continue {tmp_path}" in missing
 
 
-def test_page_says_that_the_records_no_longer_give_the_saved_verdict(tmp_path, tiny):
-    make_comparison(tmp_path, tiny)
-    saved = read_saved(tmp_path)
-    rungs = [msgspec.structs.replace(result, error=9e-13) for result in saved.verdicts[0].rungs]
-    save(
-        msgspec.structs.replace(saved, verdicts=[msgspec.structs.replace(saved.verdicts[0], rungs=rungs)]),
-        tmp_path,
-    )
-    page = write_report(tmp_path).read_text()
-    assert "the records no longer give the saved verdict" in page[: page.index("<svg")]
-
-
 def test_page_leads_with_the_failure(tmp_path, tiny):
     tensors = tensors_of(tiny)
     tensors[Rung.GRADIENTS]["norm.scale"] = tensors[Rung.GRADIENTS]["norm.scale"] * 4
-    make_comparison(tmp_path, tiny, tensors=tensors)
+    make_run(tmp_path, tiny, tensors=tensors)
     page = write_report(tmp_path).read_text()
     assert "FAIL at gradients: norm.scale is off by" in page[: page.index("<svg")]
 
 
 def test_a_run_that_diverged_has_a_report_and_fails(tmp_path, tiny):
     steps = [msgspec.structs.replace(step, loss=float("nan")) for step in make_steps(tiny)]
-    make_comparison(tmp_path, tiny, steps=steps)
-    comparison, _ = read_comparison(tmp_path)
+    make_run(tmp_path, tiny, steps=steps)
+    comparison, _ = read_run(tmp_path)
     assert not comparison.passed
     assert "jax-manual: it diverged: the loss of step 0 is nan" in comparison.sentence()
     page = write_report(tmp_path).read_text()
     assert "it diverged" in page
-    assert "no longer give" not in page  # an infinite error is saved as none, and is still the same
 
 
 def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
@@ -172,19 +151,9 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
 
 
 def test_table_and_page_show_the_same_cells(tmp_path, tiny):
-    comparison = make_comparison(tmp_path, tiny)
+    comparison = make_run(tmp_path, tiny)
     page = write_report(tmp_path).read_text()
     for label, cells in cost_rows(comparison):
         assert f'<th scope="row">{label}</th>' in page
         for cell in cells:
             assert re.search(rf"<td>{re.escape(cell)}(</td>| <small>)", page)
-
-
-def test_a_check_is_shown_with_a_row_for_each_case(tmp_path, tiny, capsys):
-    saved = msgspec.structs.replace(make_comparison(tmp_path, tiny), study="check")
-    save(saved, tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "Relative errors against one unsharded device" in printed
-    assert "Costs" not in printed
-    assert str(tmp_path / "report.html") in printed.replace("\n", "")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from outline import Outline
 from records import (
-    make_comparison,
     make_record,
+    make_run,
     make_steps,
 )
 
@@ -25,7 +25,7 @@ from compare.contract.memory_profile import (
 )
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.comparison import read_comparison
+from compare.judge.outcome import read_run
 from compare.present.report import canvas
 from compare.present.report.curves import windowed
 from compare.present.report.figures import gradient_norms, loss_curves, loss_differences
@@ -45,7 +45,7 @@ PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
 
 
 def test_page_says_the_layout_in_words_and_draws_the_schedule(tmp_path, tiny):
-    make_comparison(tmp_path, edited(tiny, PIPELINE))
+    make_run(tmp_path, edited(tiny, PIPELINE))
     page = write_report(tmp_path).read_text()
     top = page[: page.index("<svg")]
     assert "Pipeline of 2 stages, 1F1B with 2 microbatches: 2 CPU devices." in top
@@ -66,7 +66,7 @@ def long_comparison(folder, experiment):
         )
         for step in make_steps(long)
     ]
-    comparison = make_comparison(folder, long, names=SIX, steps=steps)
+    comparison = make_run(folder, long, names=SIX, steps=steps)
     in_use = {kind: (random.random(100) * 1e6).astype(int).repeat(3).tolist() for kind in CLASSES[:6]}
     peak = Peak(bytes={kind: max(values) for kind, values in in_use.items()}, position=9, phase="forward")
     curve = Curve(positions=list(range(300)), bytes=in_use, marks=[PhaseStart(0, "forward")], length=300)
@@ -87,7 +87,7 @@ def long_page(tmp_path_factory) -> tuple[Path, str]:
 def test_page_of_a_demo_is_small(long_page, monkeypatch):
     folder, page = long_page
     assert len(page.encode()) < MOST_BYTES
-    _, records = read_comparison(folder)
+    _, records = read_run(folder)
     names = list(SIX)
     slimmed = gradient_norms(names, records)
     monkeypatch.setattr(canvas, "slim", lambda svg: svg)
@@ -97,7 +97,7 @@ def test_page_of_a_demo_is_small(long_page, monkeypatch):
 
 def test_values_under_a_pointer_are_those_of_the_records(long_page):
     folder, page = long_page
-    _, records = read_comparison(folder)
+    _, records = read_run(folder)
     (loss,) = re.findall(r'<svg[^>]*aria-label="Loss over steps".*?</svg>', page, re.DOTALL)
     shown = dict(re.findall(r"<title>step (\d+)(.*?)</title>", loss, re.DOTALL))
     assert len(shown) == 60  # every other one of 120
@@ -147,7 +147,7 @@ def test_slim_svg_is_the_same_drawing():
 
 def test_page_says_what_the_model_computes_and_leads_to_what_lies_beside(long_page, tmp_path):
     folder, page = long_page
-    comparison, _ = read_comparison(folder)
+    comparison, _ = read_run(folder)
     experiment = comparison.experiment
     tokens = 120 * experiment.tokens_per_step
     assert f'<th scope="row">tokens seen</th><td>{tokens:,}</td>' in page
@@ -197,7 +197,7 @@ def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():
 
 
 def test_picture_for_a_page_of_ones_own(tmp_path, tiny):
-    make_comparison(tmp_path, tiny)
+    make_run(tmp_path, tiny)
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.png")]) == 0
     assert (tmp_path / "overlay.png").read_bytes().startswith(b"\x89PNG")
     assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.exe")]) == 2

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from records import FEW_ROWS, comparison_of, make_record
+from records import FEW_ROWS, finished_of, make_record
 
 from compare.contract.communication import Communication
 from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost, cost_of
+from compare.judge.outcome import Outcome
 from compare.present.report import pictures, tables
 from compare.present.report.bars import memory_at_rest
 from compare.present.report.memory import at_rest, device_table, memory_table
@@ -61,9 +61,9 @@ def test_accumulated_passes_share_a_schedule_in_words_too(tiny):
     )
 
 
-def compared(experiment: Experiment, costs: list[Cost]) -> Comparison:
+def compared(experiment: Experiment, costs: list[Cost]) -> Outcome:
     """A comparison with these costs, and nothing else that matters."""
-    return comparison_of(experiment, cases=["a", "b"], costs=costs)
+    return finished_of(experiment, dict(zip("ab", costs, strict=True)))
 
 
 def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):

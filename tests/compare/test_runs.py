@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from records import make_comparison, make_record
+from records import make_record, make_run
 
 from compare.cli import main
 from compare.commands import runs as command
@@ -15,13 +15,8 @@ from compare.contract.record import MANIFEST
 from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances
-from compare.judge.comparison import COMPARISON, Comparison, read_saved
-from compare.judge.ladder import RungResult, Verdict
-from compare.judge.outcome import OUTCOME as STUDY
-from compare.judge.outcome import save
+from compare.judge.outcome import OUTCOME, read_outcome
 from compare.spec.experiment import Layout, edited
-from compare.studies.matrix_cells import Cell, MatrixOutcome
-from compare.studies.presets import NOTHING_SAID
 from compare.terminal import human_days
 
 
@@ -30,9 +25,9 @@ def runs(tmp_path, tiny):
     """A folder of runs: one agrees, one lacks an engine; a garbled one, a bench, and what is none."""
     folder = tmp_path / "runs"
     alone = edited(tiny, {"layout": {"bucket_mb": Layout().bucket_mb}})
-    make_comparison(folder / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
-    make_comparison(folder / "lacks", alone, missing=("torch-library",))
-    for name, file in (("garbled", COMPARISON), ("bench", STUDY), ("none", "notes.txt")):
+    make_run(folder / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
+    make_run(folder / "lacks", alone, missing=("torch-library",))
+    for name, file in (("garbled", OUTCOME), ("bench", OUTCOME), ("none", "notes.txt")):
         (folder / name).mkdir()
         (folder / name / file).write_text("{")
     (folder / "link").symlink_to(folder / "agrees")
@@ -43,7 +38,7 @@ def runs(tmp_path, tiny):
 def set_aside(tmp_path, tiny):
     """A folder of one run whose torch-manual was run again: what the first attempt left lies beside it."""
     folder = tmp_path / "runs" / "again"
-    make_comparison(folder, tiny, names=("torch-manual",))
+    make_run(folder, tiny, names=("torch-manual",))
     make_record(folder / "torch-manual.unfinished-1", tiny)
     (folder / "torch-manual.unfinished-1" / MANIFEST).unlink()
     return folder / "torch-manual.unfinished-1"
@@ -55,8 +50,8 @@ def test_runs_are_listed_with_layout_verdict_age_and_size(runs, told, capsys):
     assert [found[name]["layout"] for name in ("agrees", "lacks")] == ["dp_replicate=2", "one device"]
     assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
     assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
-    assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / COMPARISON} cannot be read")
-    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / STUDY} cannot be read")
+    assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / OUTCOME} cannot be read")
+    assert found["bench"]["verdict"].startswith(f"{runs / 'bench' / OUTCOME} cannot be read")
     files = {name: [path for path in (runs / name).rglob("*") if path.is_file()] for name in found}
     for name, run in found.items():
         assert run["bytes"] == sum(file.stat().st_size for file in files[name]), name
@@ -66,10 +61,10 @@ def test_runs_are_listed_with_layout_verdict_age_and_size(runs, told, capsys):
 
 def test_a_run_says_its_age(runs, capsys):
     ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3, hours=1)
-    saved = json.loads((runs / "lacks" / COMPARISON).read_text())
+    saved = json.loads((runs / "lacks" / OUTCOME).read_text())
     for created, age in ((ago.isoformat(), "3 days"), ("long ago", "")):
         circumstances = saved["circumstances"] | {"created_utc": created}
-        write_json(runs / "lacks" / COMPARISON, saved | {"circumstances": circumstances})
+        write_json(runs / "lacks" / OUTCOME, saved | {"circumstances": circumstances})
         assert main(["runs", str(runs / "lacks")]) == 0
         assert age in capsys.readouterr().out
     assert [human_days(seconds) for seconds in (-5, 90, 150, 8000, 172800)] == [
@@ -79,24 +74,6 @@ def test_a_run_says_its_age(runs, capsys):
         "2 h",
         "2 days",
     ]
-
-
-def test_a_matrix_and_a_golden_say_their_verdict(tmp_path, told, tiny):
-    cell = Cell(engine="jax-manual", layout="ddp", failures={"float64": "lost"})
-    asked = {"engines": ["jax-manual"], "layouts": ["ddp"], "studies": ["float64"], "said": NOTHING_SAID}
-    head = {"name": "", "experiment": tiny, "platform": "cpu", "circumstances": Circumstances()}
-    (tmp_path / "matrix-1").mkdir()
-    save(MatrixOutcome(study="matrix", cells=[cell], **asked, **head), tmp_path / "matrix-1")
-    held = RungResult(rung="loss", error=0.0, tolerance=1.0, worst="", reason="")
-    verdict = Verdict(candidate="jax-manual", reference="nanoGPT", rungs=[held])
-    (tmp_path / "golden-1").mkdir()
-    save(
-        Comparison(study="golden", cases=["jax-manual"], verdicts=[verdict], requests={}, **head),
-        tmp_path / "golden-1",
-    )
-    found = {run["command"]: run["verdict"] for run in told(tmp_path)}
-    assert found["matrix"] == "0 of 1 cells pass"
-    assert found["golden"].startswith("PASS: jax-manual agrees with nanoGPT on 1 rungs")
 
 
 def test_a_folder_without_runs_says_so(tmp_path, capsys):
@@ -153,10 +130,10 @@ def test_the_newest_and_the_young_are_left_as_they_are(set_aside, told):
     folder = set_aside.parent
     for flags in (("--keep", 1), ("--keep", 9), ("--older_than", 36500)):
         assert told(folder, "--prune", "--yes", *flags)["removals"] == [], flags
-    saved = read_saved(folder)
-    write_json(folder / COMPARISON, msgspec.structs.replace(saved, circumstances=Circumstances()))
+    saved = read_outcome(folder)
+    write_json(folder / OUTCOME, msgspec.structs.replace(saved, circumstances=Circumstances()))
     assert told(folder, "--prune", "--older_than", 1e-9)["removals"] == []  # it says no age
-    write_json(folder / COMPARISON, saved)
+    write_json(folder / OUTCOME, saved)
     assert len(told(folder, "--prune", "--older_than", 1)["removals"]) == 1
 
 
@@ -190,7 +167,7 @@ def never_finished(aside: Path) -> None:
 
 
 def garbled(aside: Path) -> None:
-    (aside.parent / COMPARISON).write_text("{")
+    (aside.parent / OUTCOME).write_text("{")
 
 
 def linked_run(aside: Path) -> None:

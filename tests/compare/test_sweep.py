@@ -1,191 +1,158 @@
 """Sweeps: what runs, what is left out by name, and how figures become rows."""
 
+import json
+
 import msgspec
 import pytest
-from sweeps import plan_of, swept
+from records import make_steps
 
-from compare.judge.comparison import judged
-from compare.judge.outcome import read_outcome, save
+from compare.cli import main
 from compare.numerics.parameters import parameter_count
-from compare.show.page import write_page
-from compare.show.terminal import print_findings
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import ExperimentError, edited
-from compare.studies import memory_estimate
+from compare.spec.experiment import to_toml
+from compare.studies import sweep as command
 from compare.studies.sweep import Sweep
-from compare.studies.sweep_outcome import FIRST, SweepOutcome
+
+SWEEP = ("sweep", "small.toml", "--no_ladder", "--quiet", "--json", "--engines", "torch-manual")
 
 
-def names(plan: SweepOutcome) -> dict[str, list[str]]:
-    return {batch.name: [case.name for case in batch.cases] for batch in plan.batches()}
+@pytest.fixture
+def swept(engines, small, tmp_path, capsys):
+    """What a sweep of `small` says, as JSON, and its exit code."""
+    (tmp_path / "small.toml").write_text(to_toml(small))
+
+    def sweep(*arguments):
+        capsys.readouterr()
+        code = main([*SWEEP, *arguments])
+        return code, json.loads(capsys.readouterr().out)
+
+    return sweep
 
 
-def test_strategies_run_beside_one_device(small):
-    plan = plan_of(small, engines=["jax-manual", "torch-manual"])
-    assert names(plan) == {
-        "batch-8": [
-            FIRST,
-            "jax-manual.ddp.2",
-            "jax-manual.fsdp.2",
-            "torch-manual.ddp.2",
-            "torch-manual.fsdp.2",
-        ]
-    }
-    (batch,) = plan.batches()
-    degrees = {case.name: case.experiment.layout.axes for case in batch.cases}
-    assert degrees[FIRST] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
-    assert degrees["jax-manual.fsdp.2"]["dp_shard"] == 2
+def asked(small, **fields) -> Sweep:
+    return msgspec.structs.replace(
+        Sweep(model=small.model, data=small.data, optimizer=small.optimizer, train=small.train), **fields
+    )
 
 
-def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_share(small):
-    chosen = {"engines": ["torch-manual", "jax-manual"], "strategies": ["fsdp"], "devices": [1, 2, 4]}
-    strong = names(plan_of(small, scaling="strong", **chosen))
-    assert strong == {
-        "batch-8": [
-            FIRST,
-            "jax-manual.single.1",
-            "torch-manual.fsdp.2",
-            "jax-manual.fsdp.2",
-            "torch-manual.fsdp.4",
-            "jax-manual.fsdp.4",
-        ]
-    }
-    weak = plan_of(small, scaling="weak", **chosen)
-    assert names(weak) == {
-        "batch-8": [FIRST, "jax-manual.single.1"],
-        "batch-16": [FIRST, "torch-manual.fsdp.2", "jax-manual.fsdp.2"],
-        "batch-32": [FIRST, "torch-manual.fsdp.4", "jax-manual.fsdp.4"],
-    }
-    for batch in weak.batches():
-        assert {case.experiment.train.batch_size for case in batch.cases} == {
-            batch.experiment.train.batch_size
-        }
+def names(small, **fields):
+    cases, left_out = asked(small, **fields).cases(small)
+    return list(cases), left_out
+
+
+def test_what_runs(small):
+    both = ("torch-manual", "jax-manual")
+    plain, _ = names(small, engines=both, presets=("ddp", "fsdp"))
+    assert plain == ["reference", *(f"{one}.{preset}.2" for preset in ("ddp", "fsdp") for one in both)]
+    scaled = {"engines": both, "presets": ("fsdp",), "devices": (1, 2, 4)}
+    rest = [f"{one}.fsdp.{count}" for count in (2, 4) for one in both]
+    assert names(small, scaling="strong", **scaled)[0] == ["reference", "jax-manual.single.1", *rest]
+    weak = asked(small, scaling="weak", **scaled).cases(small)[0]
+    assert [case.experiment.train.batch_size for case in weak.values()] == [8, 8, 16, 16, 16, 32, 32, 32]
+    for case in weak.values():
+        if case.against:
+            assert weak[case.against].experiment.train == case.experiment.train
+            assert weak[case.against].experiment.layout.devices == 1
+    varied, _ = names(small, engines=both[:1], presets=("fsdp",), variants=("precision.dtype=bfloat16",))
+    assert varied == [
+        *("reference", "torch-manual.fsdp.2"),
+        *("reference.2", "torch-manual.fsdp.2, precision.dtype=bfloat16"),
+    ]
 
 
 def test_what_cannot_be_is_left_out_by_name(small):
-    plan = plan_of(
-        small, engines=list(STUDIED), strategies=["ddp", "ddp_flat", "pp_zero_bubble", "hsdp"], devices=[2]
-    )
-    (batch,) = plan.batches()
-    left_out = batch.left_out
+    _, left_out = names(small, engines=tuple(STUDIED), presets=("ddp", "ddp_flat", "pp_zero_bubble", "hsdp"))
     assert left_out.keys() == {
         *(f"{name}.ddp_flat.2" for name, engine in STUDIED.items() if not engine.offers_choice),
         *(
             f"{name}.pp_zero_bubble.2"
-            for name, one in STUDIED.items()
-            if "zero_bubble" not in one.layouts.schedules
+            for name, engine in STUDIED.items()
+            if "zero_bubble" not in engine.layouts.schedules
         ),
-        *(f"{engine}.hsdp.2" for engine in STUDIED),
+        "hsdp.2",
     }
     assert left_out["torch-library.ddp_flat.2"] == "the same as ddp: torch-library chooses for itself"
-    assert "jax-manual has" in left_out["jax-manual.pp_zero_bubble.2"]
-    assert "--devices 2: preset hsdp takes a multiple" in left_out["jax-manual.hsdp.2"]
-    with pytest.raises(ExperimentError, match="no strategy is left: --devices 2: preset hsdp"):
-        plan_of(small, strategies=["hsdp"]).batches()
+    assert "--devices 2: preset hsdp takes a multiple" in left_out["hsdp.2"]
 
 
-def test_a_model_too_large_for_one_device_has_no_reference(small, monkeypatch):
-    def require(engine, experiment, *, platform):
-        if experiment.layout.devices == 1:
-            raise ExperimentError("too large for one")
+def test_rows_have_the_classic_figures(swept, engines, small):
+    def steps(request):
+        took = 20.0 / request.experiment.layout.devices
+        made = make_steps(request.experiment)
+        return [msgspec.structs.replace(step, step_time_ms=took) for step in made]
 
-    monkeypatch.setattr("compare.studies.sweep_outcome.require_memory", require)
-    (batch,) = plan_of(small).batches()
-    assert [case.name for case in batch.cases] == ["torch-manual.ddp.2", "torch-manual.fsdp.2"]
-    assert batch.left_out == {FIRST: "too large for one"}
-
-
-def test_a_strategy_too_large_for_this_machine_does_not_end_the_others(small, monkeypatch):
-    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 10**6)
-    large = edited(small, {"model": {"n_embd": 512}})
-    with pytest.raises(ExperimentError, match="no strategy is left: torch-manual would need"):
-        plan_of(large).batches()
-
-
-def test_rows_have_the_classic_figures(small, tmp_path):
-    outcome, *_ = swept(plan_of(small), tmp_path, lambda case: 20.0 / case.experiment.layout.devices)
-    assert [(row.strategy, row.devices) for row in outcome.rows] == [("single", 1), ("ddp", 2), ("fsdp", 2)]
-    one, ddp, _ = outcome.rows
-    assert (one.verdict, ddp.verdict) == ("", "PASS")
-    assert ddp.step_time_ms_mean == ddp.step_time_ms_median == 10.0
-    assert ddp.tokens_per_s == 8 * 16 / 0.010
-    assert ddp.samples_per_s == 800
-    assert ddp.final_loss == 5.5 / 3
-    assert ddp.mean_loss == pytest.approx(5.5 * (1 + 1 / 2 + 1 / 3) / 3)
+    engines.steps = steps
+    code, found = swept("--presets", "ddp", "fsdp")
+    assert code == 0
+    one, ddp, _ = found["rows"]
+    assert [row["strategy"] for row in found["rows"]] == ["single", "ddp", "fsdp"]
+    assert ddp["verdict"] == "PASS"
+    assert one["verdict"] == ""
+    assert ddp["step_time_ms_mean"] == ddp["step_time_ms_median"] == 10.0
+    assert (ddp["tokens_per_s"], ddp["samples_per_s"]) == (8 * 16 / 0.010, 800)
+    assert ddp["final_loss"] == 5.5 / 3
     gradients = 8 * parameter_count(small.model)  # float64
-    assert (ddp.comm_bytes, ddp.comm_wire_bytes, ddp.peak_mem_bytes) == (gradients + 4, gradients + 6, 2000)
-    assert ddp.mfu is None
-    assert ddp.efficiency is None
-    assert outcome.passed
+    sent = (ddp["comm_bytes"], ddp["comm_wire_bytes"])
+    assert (*sent, ddp["peak_mem_bytes"]) == (gradients + 4, gradients + 6, 2000)
+    assert "efficiency" not in ddp
 
 
-def test_efficiency_is_throughput_per_device_over_that_of_the_fewest(small, tmp_path):
-    def step_ms(case):
-        devices, rows = case.experiment.layout.devices, case.experiment.train.batch_size
-        return {1: 10.0, 2: 8.0, 4: 5.0}[devices] * rows / 8
+def test_efficiency_is_throughput_per_device_over_that_of_the_fewest(swept, engines):
+    def steps(request):
+        devices, rows = request.experiment.layout.devices, request.experiment.train.batch_size
+        took = {1: 10.0, 2: 8.0, 4: 5.0}[devices] * rows / 8
+        return [msgspec.structs.replace(step, step_time_ms=took) for step in make_steps(request.experiment)]
 
-    for scaling in ("strong", "weak"):
-        plan = plan_of(small, strategies=["ddp"], devices=[1, 2, 4], scaling=scaling)
-        outcome, *_ = swept(plan, tmp_path / scaling, step_ms)
-        found = [(row.strategy, row.devices, row.batch_size, row.efficiency) for row in outcome.rows]
-        batches = {"strong": [8, 8, 8], "weak": [8, 16, 32]}[scaling]
-        assert found == [
-            ("single", 1, batches[0], pytest.approx(1.0)),
-            ("ddp", 2, batches[1], pytest.approx(10 / 8 / 2)),
-            ("ddp", 4, batches[2], pytest.approx(10 / 5 / 4)),
+    engines.steps = steps
+    for scaling, batches in (("strong", [8, 8, 8]), ("weak", [8, 16, 32])):
+        _, found = swept("--presets", "ddp", "--devices", "1", "2", "4", "--scaling", scaling)
+        rows = [row for row in found["rows"] if row["strategy"] == "ddp" or row["batch_size"] == 8]
+        rows = [row for row in rows if row["devices"] > 1 or row["strategy"] == "single"]
+        assert [row["batch_size"] for row in rows] == batches
+        assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 10 / 8 / 2, 10 / 5 / 4])
+
+
+def test_a_strategy_that_computes_something_else_fails_the_sweep(swept, engines):
+    def steps(request):
+        off = 1.1 if request.experiment.layout.dp_shard > 1 else 1.0
+        return [
+            msgspec.structs.replace(step, loss=off * step.loss) for step in make_steps(request.experiment)
         ]
 
-
-def test_without_one_device_each_strategy_is_its_own_measure(small, tmp_path):
-    plan = plan_of(small, devices=[2, 4], scaling="strong")
-    outcome, *_ = swept(plan, tmp_path, lambda case: 30.0 if "fsdp" in case.name else 10.0)
-    assert {(row.strategy, row.devices): row.efficiency for row in outcome.rows} == {
-        ("ddp", 2): 1.0,
-        ("ddp", 4): 0.5,
-        ("fsdp", 2): 1.0,
-        ("fsdp", 4): 0.5,
-    }
+    engines.steps = steps
+    code, found = swept("--presets", "ddp", "fsdp")
+    assert (code, found["passed"]) == (1, False)
+    assert [row["passed"] for row in found["rows"]] == [True, True, False]
+    assert found["verdict"].startswith("torch-manual.fsdp.2 against reference: FAIL at loss")
 
 
-def test_a_strategy_that_computes_something_else_fails_the_sweep(small, tmp_path, capsys):
-    plan = plan_of(small, devices=[1, 2], scaling="weak")
-    outcome, *_ = swept(plan, tmp_path, wrong=("torch-manual.fsdp.2",))
-    assert not outcome.passed
-    assert [row.passed for row in outcome.rows] == [True, True, False]
-    assert outcome.verdict.startswith("batch-16: torch-manual.fsdp.2 against reference: FAIL at loss")
-    print_findings(Sweep.findings(outcome, tmp_path), as_json=False)
-    assert "FAIL at loss" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--presets nosuch", "--presets nosuch: no such preset"),
+        ("--devices 0", "give each number once, rising from 1"),
+        ("--devices 2 4", "give one number, or say what stays equal with --scaling strong"),
+        ("--scaling weak --devices 2", "--scaling weak --devices 2: give two numbers or more"),
+        ("--layout.dp_replicate 4", "has no effect: --presets say how it is spread"),
+        ("--presets hsdp", "nothing is left to run"),
+        ("--data.source nosuch.txt", "nosuch.txt does not exist"),
+    ],
+)
+def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "demo", *arguments.split(), "--quiet"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert says in said
+    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
-def test_what_did_not_finish_is_named_and_ends_nothing(small, tmp_path, capsys):
-    plan = plan_of(small)
-    _, comparisons, records = swept(plan, tmp_path)
-    (name,) = comparisons
-    kept = {record.folder.name: record for record in records[name][:2]}
-    failed = msgspec.structs.replace(comparisons[name], failures={"torch-manual.fsdp.2": "rank 1 [/x] died"})
-    save(judged(failed, kept), tmp_path / name)
-    outcome, _ = Sweep.judged_again(plan, tmp_path)
-    assert [row.strategy for row in outcome.rows] == ["single", "ddp"]
-    assert not outcome.passed
-    assert outcome.verdict.startswith("INCOMPLETE: the losses of torch-manual.ddp.2 agree with those of")
-    found = Sweep.findings(outcome, tmp_path)
-    print_findings(found, as_json=False)
-    assert "torch-manual.fsdp.2 did not finish: rank 1 [/x] died" in capsys.readouterr().out
-    page = write_page(tmp_path / "sweep.html", found)
-    assert "rank 1 [/x] died" in page.read_text()
-    assert f"shardpair sweep --continue {tmp_path}" in page.read_text()
-
-
-def test_an_outcome_is_read_back_as_it_was(small, tmp_path):
-    outcome, *_ = swept(plan_of(small, devices=[1, 2], scaling="strong"), tmp_path)
-    save(outcome, tmp_path)
-    assert read_outcome(tmp_path, SweepOutcome) == outcome
-
-
-def test_a_reference_that_runs_alone_is_held_to_its_request(small, tmp_path):
-    plan = plan_of(small, strategies=["single"])
-    assert swept(plan, tmp_path / "whole")[0].passed
-    outcome, *_ = swept(plan, tmp_path / "short", steps_left=1)
-    assert not outcome.passed
-    assert outcome.rows[0].verdict == "FAIL at request: it has 2 of 3 steps: it ends there"
-    assert not outcome.rows[0].passed
+def test_two_strategies_for_real(shardpair):
+    flags = "--engines torch-manual --presets zero1 tp --train.max_iters 3 --model.n_layer 2 --json"
+    done = shardpair("sweep", "check", *flags.split(), "--run_dir", "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert [row["strategy"] for row in found["rows"]] == ["single", "zero1", "tp"]
+    assert "agree with reference on 14 rungs" in found["verdict"]
+    assert found["rows"][0]["comm_bytes"] == 0 < found["rows"][1]["comm_bytes"]
+    assert (shardpair.folder / "run" / "sweep.html").is_file()
+    assert command.DEVICES == (2,)

@@ -7,14 +7,17 @@ import msgspec
 import pytest
 from benches import TIMING, bench_of, measurement_of
 from machines import machine_of
+from records import make_request
 from scipy.stats import kendalltau
 
 from compare.cli import main
-from compare.judge.timed_outcome import TimedCase, TimedOutcome
+from compare.judge.outcome import Case, read_outcome
+from compare.judge.timed_outcome import TimedOutcome
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import search
 from compare.plan.tuned import FASTER, TuneOutcome, kendall, rows_of, said
+from compare.plan.tuned import tuned as figures
 from compare.spec.experiment import load
 from compare.studies.tune import Tune, some_of
 
@@ -23,13 +26,13 @@ HERE = ("tune", "tiny.toml", "--machine", "here.toml", "--quiet", "--anyway")
 
 def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s=0.0) -> TuneOutcome:
     """Cases by layout, and the ms of each in each round."""
-    cases = [TimedCase(engine="torch-manual", layout=name, experiment=experiment) for name in times]
+    cases = [Case(request=make_request(experiment), layout=name) for name in times]
     done = [
         measurement_of(case, number, wall_ms=wall)
         for case in cases
         for number, wall in enumerate(times[case.layout], 1)
     ]
-    bench = bench_of(cases, measurements=done, timing=TIMING, study="tune")
+    bench = bench_of(cases, measurements=done, timing=TIMING)
     more = {"machines": {"torch-manual": machine_of(2)}, "budget_s": budget_s}
     more["predicted_ms"] = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
     return TuneOutcome(**{name: getattr(bench, name) for name in TimedOutcome.__struct_fields__}, **more)
@@ -39,16 +42,15 @@ def test_what_is_clearly_slower_is_timed_no_more(tiny):
     outcome = tuned(tiny, {"a": [10, 11], "b": [10 * FASTER + 0.1, 14], "c": [30, 10], "d": [30]})
     given_up = {case.layout for case in outcome.cases if outcome.is_given_up(case)}
     assert given_up == {"b"}  # c was fastest once, and d was timed once
-    assert {case.layout for case in outcome.missing(3)} == {"a", "c", "d"}
 
 
 def test_a_budget_ends_what_has_been_timed_once(tiny):
     times = {"a": [10], "b": [10], "c": []}
     spent = tuned(tiny, times).spent_s
     assert spent > 2 * 2.7  # two processes, whose start, compilation and first step take 2.7 s
-    assert len(tuned(tiny, times, budget_s=spent + 1).missing(2)) == 3
-    late = tuned(tiny, times, budget_s=spent - 0.1)
-    assert [case.layout for case in late.missing(2)] == ["c"]
+    for budget_s, gone in ((spent + 1, set()), (spent - 0.1, {"a", "b"})):
+        late = tuned(tiny, times, budget_s=budget_s)
+        assert {case.layout for case in late.cases if late.is_given_up(case)} == gone
 
 
 def test_predictions_are_held_against_medians(tiny):
@@ -86,9 +88,9 @@ def here(timed_engines) -> Machine:
 
 def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
     assert main([*HERE, "--best", "3", "--rounds", "2", "--run_dir", "t", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    outcome = msgspec.convert(found["result"], TuneOutcome)
-    best = search("torch-manual", outcome.experiment, here, fixed=frozenset()).fitting[:3]
+    assert json.loads(capsys.readouterr().out)["rows"]
+    outcome, whole = figures(read_outcome(Path("t"))), read_outcome(Path("t")).experiment
+    best = search("torch-manual", whole, here, fixed=frozenset()).fitting[:3]
     assert [case.layout for case in outcome.cases] == [one.name for one in best]
     for case, one in zip(outcome.cases, best, strict=True):
         seconds = predict("torch-manual", case.experiment, here).seconds
@@ -97,7 +99,7 @@ def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
     assert len(timed_engines.launched) == 6
     winner = load("t/winner.toml")
     assert winner.layout in [one.layout for one in best]
-    assert winner.train.max_iters == outcome.experiment.train.max_iters
+    assert winner.train.max_iters == whole.train.max_iters
     assert msgspec.toml.decode(Path("t/here-torch-manual.toml").read_bytes(), type=Machine) == here
     assert main(["report", "t"]) == 0
     assert "Predicted and measured" in capsys.readouterr().out
@@ -109,7 +111,7 @@ def test_it_is_interrupted_and_goes_on(here, timed_engines, capsys):
     assert "shardpair tune --continue t" in capsys.readouterr().err
     timed_engines.interrupted_at = 0
     assert main(["tune", "--continue", "t", "--quiet", "--anyway", "--json"]) == 0
-    outcome = msgspec.convert(json.loads(capsys.readouterr().out)["result"], TuneOutcome)
+    outcome = figures(read_outcome(Path("t")))
     assert outcome.finished_rounds == 2
     assert outcome.machines == {"torch-manual": here}
 

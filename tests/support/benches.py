@@ -7,7 +7,8 @@ import numpy as np
 
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances, MachineFacts
-from compare.judge.timed_outcome import HowItRan, Measurement, TimedCase, TimedOutcome
+from compare.judge.outcome import Case
+from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
 
@@ -24,10 +25,10 @@ RAN = HowItRan(
 )
 
 
-def cases_of(experiment: Experiment, **choice: Any) -> list[TimedCase]:
+def cases_of(experiment: Experiment, **choice: Any) -> list[Case]:
     """The cases that engines, presets, sizes and variants make."""
     chosen = {"engines": ("torch-manual", "torch-library")} | choice
-    return bench_cases(experiment, Choice(**chosen), steps=TIMING.steps, platform="cpu")[0]
+    return bench_cases(experiment, Choice(**chosen), timing=TIMING)[0]
 
 
 HERE = Circumstances(
@@ -39,25 +40,21 @@ HERE = Circumstances(
 )
 
 
-def bench_of(cases: list[TimedCase], *, busy_cores: list[float] | None = None, **given: Any) -> TimedOutcome:
+def bench_of(cases: list[Case], *, busy_cores: list[float] | None = None, **given: Any) -> TimedOutcome:
     """A bench of these cases, nothing of it measured yet; fields that are not given say nothing."""
     nothing: dict[str, Any] = {
-        "study": "bench",
-        "name": "bench-test",
-        "experiment": cases[0].experiment,
         "platform": "cpu",
         "circumstances": msgspec.structs.replace(HERE, busy_cores=busy_cores or []),
         "rounds": 5,
         "timing": TIMING,
         "baseline": cases[0].engine,
-        "anyway": False,
+        "finished_rounds": 0,
         "cases": cases,
-        "how": dict.fromkeys((case.name for case in cases), RAN),
     }
     return TimedOutcome(**nothing | given)
 
 
-def measurement_of(case: TimedCase, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
+def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
     """One process whose every step took `wall_ms`, and twice that of CPU time."""
     window = Window(
         steps=TIMING.window, wall_s=TIMING.window * wall_ms / 1e3, cpu_s=TIMING.window * wall_ms / 500
@@ -72,11 +69,12 @@ def measurement_of(case: TimedCase, number: int, *, wall_ms: float = 10.0, **giv
         "losses": [2.5] * STEPS,
         "grad_norms": [1.0] * STEPS,
         "windows_seen_s": TIMING.windows * window.wall_s,
+        "how": RAN,
     }
     return Measurement(round=number, case=case.name, **figures | given)
 
 
-def finished(cases: list[TimedCase], *, noise: float = 0.03, **given: Any) -> TimedOutcome:
+def finished(cases: list[Case], *, noise: float = 0.03, **given: Any) -> TimedOutcome:
     """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
     planned = bench_of(cases, **given)
     random = np.random.default_rng(0)
@@ -85,5 +83,9 @@ def finished(cases: list[TimedCase], *, noise: float = 0.03, **given: Any) -> Ti
         for number in range(1, planned.rounds + 1)
         for place, case in enumerate(cases)
     ]
-    done = {"measurements": measurements, "busy_cores": [0.0] * planned.rounds}
+    done = {
+        "measurements": measurements,
+        "finished_rounds": planned.rounds,
+        "busy_cores": [0.0] * planned.rounds,
+    }
     return bench_of(cases, **done | given)

@@ -17,9 +17,9 @@ from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.sizes import microbatches_of
-from compare.judge.comparison import Comparison, judged
+from compare.judge.costs import cost_of
 from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
-from compare.judge.outcome import save
+from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.judge.strategy import with_remat_resolved
 from compare.numerics.data import open_corpus
 from compare.numerics.evaluation import Evaluation, steps_due
@@ -55,17 +55,23 @@ MADE = Circumstances(
 )
 
 
-def comparison_of(experiment: Experiment, **given: Any) -> Comparison:
-    """A comparison of this experiment; fields that are not given say nothing."""
+def outcome_of(experiment: Experiment, **given: Any) -> Outcome:
+    """An outcome of this experiment; fields that are not given say nothing."""
     commit, dirty = git_state()
     nothing: dict[str, Any] = {
         "study": "run",
         "name": "test",
-        "platform": "cpu",
         "circumstances": Circumstances(git_commit=commit, git_dirty=dirty),
-        "requests": {},
     }
-    return Comparison(experiment=experiment, **nothing | given)
+    return Outcome(experiment=experiment, **nothing | given)
+
+
+def finished_of(experiment: Experiment, costs: dict[str, Any], **given: Any) -> Outcome:
+    """An outcome whose cases have finished at these costs."""
+    cases = {name: Case(request=make_request(experiment)) for name in costs}
+    return outcome_of(
+        experiment, cases=cases, kept={name: {1: cost} for name, cost in costs.items()}, **given
+    )
 
 
 def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
@@ -215,22 +221,28 @@ def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder
     )
 
 
-def make_comparison(
-    folder, experiment, *, names=("torch-manual", "jax-manual"), missing=(), steps=None, tensors=None
-) -> Comparison:
-    """Engines' records and their comparison, saved in a folder; `steps` and `tensors` are the last one's."""
+def make_run(
+    folder, experiment, *, names=("torch-manual", "jax-manual"), missing=(), steps=None, tensors=None, **given
+) -> Outcome:
+    """Engines' records and the outcome of their run, saved; `steps` and `tensors` are the last one's."""
     records = {}
     for name in names:
-        given = {"steps": steps, "tensors": tensors} if name == names[-1] else {}
-        records[name] = make_record(folder / name, experiment, engine=name, **given)
-    planned = comparison_of(
-        experiment,
-        name="<script>alert(1)</script>",
-        circumstances=MADE,
-        requests={name: record.request for name, record in records.items()}
-        | {name: make_request(experiment, engine=name) for name in missing},
-        failures={name: "<b>no</b> luck [/x]" for name in missing[:1]},
-    )
-    comparison = judged(planned, records)
-    save(comparison, folder)
-    return comparison
+        own = {"steps": steps, "tensors": tensors} if name == names[-1] else {}
+        records[name] = make_record(folder / name, experiment, engine=name, **own)
+    requests = {name: record.request for name, record in records.items()}
+    requests |= {name: make_request(experiment, engine=name) for name in missing}
+    first = names[0] if names else missing[0]
+    planned: dict[str, Any] = {
+        "name": "<script>alert(1)</script>",
+        "circumstances": MADE,
+        "cases": {
+            name: Case(request=request, against="" if name == first else first)
+            for name, request in requests.items()
+        },
+        "failures": {name: "<b>no</b> luck [/x]" for name in missing[:1]},
+    }
+    outcome = outcome_of(experiment, **planned | given)
+    for name, record in records.items():
+        outcome = with_case(outcome, name, cost_of(record), record, folder)
+    save(outcome, folder)
+    return outcome

@@ -14,8 +14,8 @@ from msgspec import Struct
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
 from compare.host.tensors import RecordError
-from compare.judge.comparison import Comparison, read_comparison
 from compare.judge.known_deviations import PATTERNS
+from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.lesson import holdings, rings, worked
 from compare.present.lesson.code import Link, highlighted
@@ -29,7 +29,7 @@ from compare.present.report.template import render_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
-from compare.studies.lessons import FOLDERS, LESSONS, lesson_cases, run_command
+from compare.studies.lessons import FOLDERS, LESSONS, lesson_experiment, run_command
 from compare.terminal import layout_in_words
 
 PACKAGES = ("python", "jax", "torch")
@@ -53,7 +53,7 @@ class Column(Struct, frozen=True, kw_only=True):
     """The file is another one than was compiled."""
 
 
-def write_lesson(strategy: str, folder: Path, output: Path) -> Comparison:
+def write_lesson(strategy: str, folder: Path, output: Path) -> Outcome:
     """Write the page of a strategy.
 
     Args:
@@ -62,19 +62,19 @@ def write_lesson(strategy: str, folder: Path, output: Path) -> Comparison:
         output: the page.
 
     Returns:
-        The run's comparison, judged anew.
+        The run's outcome.
 
     Raises:
         RecordError: the folder holds no such run, or a source file shows no collective.
         ExperimentError: the run's layout does not have the strategy.
     """
-    comparison, records = read_comparison(folder)
+    comparison, records = read_run(folder)
     page = lesson_page(strategy, comparison, _by_engine(records, folder))
     write_atomically(output, page.encode())
     return comparison
 
 
-def lesson_page(strategy: str, comparison: Comparison, records: Mapping[str, Record]) -> str:
+def lesson_page(strategy: str, comparison: Outcome, records: Mapping[str, Record]) -> str:
     """The page as HTML.
 
     Args:
@@ -173,17 +173,17 @@ def _intro(sources: Sequence[Source]) -> list[str]:
     return [f"{sentence[0].upper()}{sentence[1:]}" for sentence in (*by_hand[:1], *others[:1])]
 
 
-def _commands(strategy: str, comparison: Comparison) -> tuple[str, str]:
+def _commands(strategy: str, comparison: Outcome) -> tuple[str, str]:
     """The command that makes the page, and the one that makes its run; "" if it is not the lesson's own."""
-    own = lesson_cases(strategy)[0].experiment
+    own = lesson_experiment(strategy)
     given = comparison.experiment
     if (given.model, given.layout, given.train) == (own.model, own.layout, own.train):
         return f"shardpair lesson {strategy}", run_command(strategy)
     return f"shardpair lesson {strategy} --results RUN_DIR", ""
 
 
-def _versions(comparison: Comparison) -> str:
-    seen = {name: version for versions in comparison.versions for name, version in versions.items()}
+def _versions(comparison: Outcome) -> str:
+    seen = comparison.circumstances.versions
     return ", ".join(f"{name} {seen[name]}" for name in PACKAGES if name in seen)
 
 

@@ -15,9 +15,8 @@ from compare.contract.record import EVALUATIONS, LEDGER, MANIFEST, STEPS, Record
 from compare.contract.timeline import TIMELINE
 from compare.contract.work import WORK
 from compare.host.tensors import RecordError
-from compare.judge.comparison import Comparison
-from compare.judge.outcome import OUTCOME, StudyOutcome, read_outcome
-from compare.judge.timed_outcome import TimedOutcome
+from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.judge.timed_outcome import TimedOutcome, timed
 from compare.pipeline.instructions import HLO_COLLECTIVES
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
@@ -61,7 +60,7 @@ def files_of(name: str, record: Record) -> list[FileLink]:
     return [FileLink(file, quote(f"{name}/{file}")) for file in there]
 
 
-def links_beside(folder: Path, comparison: Comparison) -> list[FileLink]:
+def links_beside(folder: Path, comparison: Outcome) -> list[FileLink]:
     """Pages of studies next to a run that train the same experiment, on any layout; not of other runs."""
     found = []
     for path in _neighbours(folder):
@@ -71,9 +70,7 @@ def links_beside(folder: Path, comparison: Comparison) -> list[FileLink]:
     return found
 
 
-def ceilings_beside(
-    folder: Path, comparison: Comparison, records: list[Record]
-) -> list[MeasuredCeiling | None]:
+def ceilings_beside(folder: Path, comparison: Outcome, records: list[Record]) -> list[MeasuredCeiling | None]:
     """For each record the fastest ceiling that a study next to it measured on such a device; None for none.
 
     Args:
@@ -86,7 +83,7 @@ def ceilings_beside(
 
 
 def _fastest(
-    record: Record, comparison: Comparison, outcomes: list[tuple[str, TimedOutcome]]
+    record: Record, comparison: Outcome, outcomes: list[tuple[str, TimedOutcome]]
 ) -> MeasuredCeiling | None:
     manifest = record.manifest
     products = f"{side_of(manifest.engine).name} {manifest.experiment.precision.product_dtype}"
@@ -115,7 +112,7 @@ def _said_of(folder: Path) -> tuple[str, str, Experiment | None]:
     """Command, page and experiment of a folder; "" and None where it holds no result with a page."""
     with contextlib.suppress(RecordError, OSError):
         if (folder / OUTCOME).is_file():
-            saved = read_outcome(folder, StudyOutcome)
+            saved = read_outcome(folder)
             pages = [name for name in (f"{saved.study}.html", "report.html") if (folder / name).is_file()]
             return saved.study, next(iter(pages), ""), saved.experiment
     return "", "", None
@@ -123,8 +120,8 @@ def _said_of(folder: Path) -> tuple[str, str, Experiment | None]:
 
 def _timed(folder: Path) -> TimedOutcome | None:
     with contextlib.suppress(RecordError, OSError):
-        if (folder / OUTCOME).is_file():
-            return read_outcome(folder, TimedOutcome)
+        if (folder / OUTCOME).is_file() and "timing" in (saved := read_outcome(folder)).more:
+            return timed(saved)
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from compare.contract.record import Record
-from compare.judge.comparison import Comparison
+from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.present.memory_tables import AtPeak, where
 from compare.present.report import bars, figures
@@ -23,7 +23,7 @@ MOST_BOXES = 1500
 """Of a timeline; more are a blur, and a megabyte."""
 
 
-def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRest | None]) -> list[Picture]:
+def pictures(comparison: Outcome, records: list[Record], held: Sequence[AtRest | None]) -> list[Picture]:
     """Curves and bars of a comparison that has records.
 
     Args:
@@ -31,7 +31,7 @@ def pictures(comparison: Comparison, records: list[Record], held: Sequence[AtRes
         records: one for each case.
         held: bytes at rest of each.
     """
-    names, costs = comparison.cases, comparison.costs
+    names, costs = comparison.finished, comparison.costs
     drawn = [Picture("Loss", figures.loss_curves(names, records), how_close(names, records))]
     if len(names) > 1:
         why = "Rounding: the same sums in another order, fed back at every step."

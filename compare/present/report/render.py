@@ -8,7 +8,7 @@ from msgspec import UNSET
 from compare.contract.communication import summed
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
-from compare.judge.comparison import Comparison, differences, read_comparison, read_saved
+from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.host_tables import host_table
 from compare.present.memory_tables import at_peak
@@ -21,7 +21,6 @@ from compare.present.report.beside import (
     own_links,
 )
 from compare.present.report.memory import at_rest, device_table, memory_table, peak_table
-from compare.present.report.repeat import EXPERIMENT, repeat_command
 from compare.present.report.template import render_page
 from compare.present.report.traffic import ledger_notes, ledger_table
 from compare.present.tables import REMOVED
@@ -31,6 +30,8 @@ from compare.studies.ledgers import engine_ledger
 from compare.terminal import layout_in_words
 
 PAGE = "report.html"
+EXPERIMENT = "experiment.toml"
+"""The resolved experiment, saved beside the page."""
 
 
 def write_report(folder: Path) -> Path:
@@ -45,16 +46,15 @@ def write_report(folder: Path) -> Path:
     Raises:
         RecordError: it is none, or a file of it is garbled.
     """
-    comparison, records = read_comparison(folder)
+    comparison, records = read_run(folder)
     spec = to_toml(comparison.experiment)
     write_atomically(folder / EXPERIMENT, spec.encode())
     page = render_page(
         "report.html",
         comparison=comparison,
-        moved=differences(read_saved(folder), comparison),
         missing=comparison.failures | dict.fromkeys(comparison.not_run, "did not run"),
         continuation="" if comparison.is_complete else comparison.how_to_go_on(folder.absolute()),
-        command=repeat_command(comparison),
+        command=comparison.line,
         removed=REMOVED,
         parameters=parameter_count(comparison.experiment.model),
         spec=spec,
@@ -67,7 +67,7 @@ def write_report(folder: Path) -> Path:
     return folder / PAGE
 
 
-def _summary(comparison: Comparison) -> dict[str, object]:
+def _summary(comparison: Outcome) -> dict[str, object]:
     """The head of the page: what was compared, and under which layout."""
     experiments = [request.experiment for request in comparison.requests.values()]
     layouts = {experiment.layout for experiment in experiments}
@@ -88,13 +88,13 @@ def _summary(comparison: Comparison) -> dict[str, object]:
 
 
 def _findings(
-    comparison: Comparison, records: list[Record], ceilings: Sequence[MeasuredCeiling | None]
+    comparison: Outcome, records: list[Record], ceilings: Sequence[MeasuredCeiling | None]
 ) -> dict[str, object]:
     """Pictures and tables of what finished."""
     from compare.present.report.lanes import measured_steps
     from compare.present.report.pictures import memory_curves, peak_words, pictures, timelines
 
-    names = comparison.cases
+    names = comparison.finished
     held = [at_rest(record) for record in records]
     peaks = [at_peak(record) for record in records]
     sums = [summed(record.ledger.rows) for record in records]
@@ -138,7 +138,7 @@ def _findings(
     }
 
 
-def _utilisation(comparison: Comparison, ceilings: Sequence[MeasuredCeiling | None]) -> str:
+def _utilisation(comparison: Outcome, ceilings: Sequence[MeasuredCeiling | None]) -> str:
     """What the model's operations are held against; where nothing is known, how to find it out."""
     counted = "GFLOP/s are the model's, forward and backward, without what is computed anew."
     if any(cost.mfu is not UNSET for cost in comparison.costs):

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from compare.contract.record import Record
-from compare.judge.comparison import Comparison
 from compare.judge.costs import Cost
 from compare.judge.ladder import LADDER, Verdict, rungs_of
+from compare.judge.outcome import Outcome
 from compare.judge.strategy import done_words
 from compare.present.report.beside import MeasuredCeiling
 from compare.present.tables import cost_rows
@@ -39,7 +39,7 @@ def upright(table: Table) -> Table:
     return Table(name=table.name, corner="case", columns=heads, rows=rows, look="upright")
 
 
-def cost_table(comparison: Comparison, ceilings: Sequence[MeasuredCeiling | None] = ()) -> Table:
+def cost_table(comparison: Outcome, ceilings: Sequence[MeasuredCeiling | None] = ()) -> Table:
     """Every case's figures, with the ratios of those that can be compared to the first case's.
 
     Args:
@@ -56,7 +56,7 @@ def cost_table(comparison: Comparison, ceilings: Sequence[MeasuredCeiling | None
     if any(ceilings):
         shares = [_share_of_ceiling(cost, one) for cost, one in zip(comparison.costs, ceilings, strict=True)]
         rows.append(Row(Text("of the ceiling", "fastest matrix products here"), shares))
-    return upright(Table(name="Costs", corner="figure", columns=comparison.cases, rows=rows))
+    return upright(Table(name="Costs", corner="figure", columns=comparison.finished, rows=rows))
 
 
 def _share_of_ceiling(cost: Cost, measured: MeasuredCeiling | None) -> Text:
@@ -105,7 +105,7 @@ def _tolerance(limit: float) -> str:
     return "exact" if limit == 0 else f"{limit:.0e}"
 
 
-def layout_table(comparison: Comparison, records: list[Record]) -> Table:
+def layout_table(comparison: Outcome, records: list[Record]) -> Table:
     """Each case's engine and layout in words, for cases that differ in them."""
     rows = [
         Row(
@@ -116,7 +116,7 @@ def layout_table(comparison: Comparison, records: list[Record]) -> Table:
                 Text(done_words(record).gradient_sync),
             ],
         )
-        for name, record in zip(comparison.cases, records, strict=True)
+        for name, record in zip(comparison.finished, records, strict=True)
     ]
     columns = ["engine", "layout", "gradient synchronisation"]
     return Table(name="Layouts", corner="case", columns=columns, rows=rows, look="words")

@@ -1,0 +1,186 @@
+"""A study that times its cases: fresh processes, in rounds whose order rotates."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec.structs import replace
+
+from compare.contract.record import Record, Step
+from compare.contract.request import Request
+from compare.contract.timing import Timing
+from compare.execute import load
+from compare.execute.ceiling import measure_ceiling
+from compare.execute.launch import EngineError, EnvironmentMissing, launch
+from compare.flags.pythons import pythons_of
+from compare.judge.bench_agreement import mistakes
+from compare.judge.bench_rows import baseline_of
+from compare.judge.ladder import objections_by_itself
+from compare.judge.outcome import Case, Outcome
+from compare.judge.timed_outcome import TimedOutcome, measured, timed
+from compare.present.bench_words import warnings
+from compare.show.findings import Findings, Table
+from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.study import Study, findings_of
+
+STANDARD = Timing()
+
+
+class Timed(Study, frozen=True, kw_only=True):
+    """A question that is answered by timing cases in rounds. A subclass has a docstring of its own."""
+
+    rounds: int = 5
+    """How often each case is timed. From fewer than five rounds no interval can be told."""
+    window: int = STANDARD.window
+    """Steps of a window, inside of which nothing waits for the devices."""
+    windows: int = STANDARD.windows
+    """Windows of a process."""
+    anyway: bool = False
+    """Time on a busy machine, too; the record then says so."""
+
+    fixed: ClassVar = {"train.max_iters": None, "init_from": None}
+    with_continue: ClassVar = frozenset({"anyway"})
+
+    @property
+    def timing(self) -> Timing:
+        """Of a process's steps."""
+        return Timing(window=self.window, windows=self.windows)
+
+    def case(self, engine: str, experiment: Experiment, **place: Any) -> Case:
+        """A case to time; `place` has fields of `Case`. Raises ExperimentError: it cannot be."""
+        spec = revalidate(edited(experiment, {"train": {"max_iters": self.timing.steps}}))
+        return Case(request=Request(engine=engine, experiment=spec, timing=self.timing), **place)
+
+    def divisor(self) -> str:
+        """What others are divided by: see `TimedOutcome.baseline`; '' for the default."""
+        return ""
+
+    def planned(self) -> Outcome:
+        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
+        if min(self.rounds, self.window, self.windows) < 1:
+            raise ExperimentError("--rounds, --window and --windows must be at least 1")
+        planned, baseline = super().planned(), self.divisor()
+        engines = [case.engine for case in planned.cases.values()]
+        if why := planned.left_out.get(baseline):
+            raise EnvironmentMissing(f"--baseline {baseline}: {why}")
+        chosen = baseline or (REFERENCE if REFERENCE in engines else next(iter(engines), ""))
+        more = {"timing": msgspec.to_builtins(self.timing), "baseline": chosen, "anyway": self.anyway}
+        planned = replace(planned, more=more)
+        view = timed(planned)
+        if baseline and not any(baseline_of(view, case) for case in view.cases):
+            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in view.cases)
+            raise ExperimentError(
+                f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
+                f"(there are {', '.join(there)})"
+            )
+        return planned
+
+    def ready(self) -> None:
+        """Refuse a busy machine. Raises EnvironmentMissing."""
+        load.require_idle(load.busy_cores(), anyway=self.anyway)
+
+    def before(self, outcome: Outcome, number: int) -> Outcome:
+        """With what others used before the round, the most if it was begun twice; and the sides' ceilings."""
+        loads, busy = list(outcome.circumstances.busy_cores), load.busy_cores()
+        loads[number - 1 :] = [max([busy, *loads[number - 1 : number]]), *loads[number:]]
+        now = replace(outcome.circumstances, busy_cores=loads)
+        return with_ceilings(replace(outcome, circumstances=now), pythons_of(self))
+
+    def order(self, outcome: Outcome, number: int) -> list[str]:
+        """Block by block, and in each block A B C, then B C A, ..."""
+        return rotated([outcome.cases[name] for name in outcome.missing(number)], number)
+
+    def measured(
+        self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
+    ) -> tuple[Any, Record | None]:
+        """One process. Raises EngineError, RecordError: it did not finish as asked."""
+        beside, begun, seen, timing = load.LoadBeside(), time.monotonic(), [], case.request.timing
+        assert timing
+
+        def on_step(step: Step) -> None:
+            seen.append(time.monotonic() - begun)
+            tell(step)
+
+        hosts = self.found_hosts()
+        record = launch(case.request, place, pythons=pythons_of(self), hosts=hosts, on_step=on_step)
+        wrong = objections_by_itself(record)
+        if len(record.manifest.windows) != timing.windows:
+            wrong.append(f"it timed {len(record.manifest.windows)} of {timing.windows} windows")
+        if wrong:
+            raise EngineError(f"{name}: {'; '.join(wrong)}", exit_code=1)
+        last = timing.warmup + timing.window * timing.windows
+        figures = measured(
+            record,
+            case=name,
+            number=number,
+            start_up_s=seen[0],
+            windows_seen_s=seen[last - 1] - seen[timing.warmup - 1],
+            timing=timing,
+            others_cores=beside.cores() if hosts.launcher == "local" else math.nan,
+        )
+        return figures, record
+
+
+def with_ceilings(outcome: Outcome, pythons: dict[str, str]) -> Outcome:
+    """The outcome with the fastest products of its sides, measured once more, or why there are none.
+
+    A machine that was lent to somebody else for a second says nothing of its ceiling: the fastest of all
+    rounds counts.
+    """
+    ceilings, left_out = dict(timed(outcome).ceilings), dict(outcome.left_out)
+    for products, case in {case.products: case for case in outcome.cases.values()}.items():
+        if (name := f"ceiling of {products}") in left_out:
+            continue
+        side, dtype = side_of(case.engine).name, case.experiment.precision.product_dtype
+        try:
+            found = measure_ceiling(side, outcome.platform, dtype, pythons.get(side, sys.executable))
+        except EnvironmentMissing as error:
+            left_out[name] = str(error)
+            continue
+        ceilings[products] = max(ceilings.get(products, found), found, key=lambda one: one.flops_per_s)
+    return replace(
+        outcome, left_out=left_out, more={**outcome.more, "ceilings": msgspec.to_builtins(ceilings)}
+    )
+
+
+def rotated(cases: Sequence[Case], number: int) -> list[str]:
+    """Names in the order of a round, counted from 1.
+
+    No case is always the first, when the machine is cool, nor always after the same other one; and cases of a
+    block, whose ratios count, run close to each other.
+    """
+    blocks: dict[str, list[str]] = {}
+    for case in cases:
+        blocks.setdefault(case.block, []).append(case.name)
+    order: list[str] = []
+    for names in blocks.values():
+        first = (number - 1) % len(names)
+        order += names[first:] + names[:first]
+    return order
+
+
+def mixtures(view: TimedOutcome) -> list[str]:
+    """Cases that ran in other ways in some rounds: such figures do not mix."""
+    first = {one.case: one.how for one in reversed(view.measurements)}
+    odd = dict.fromkeys(one.case for one in view.measurements if one.how != first[one.case])
+    return [f"{name} did not run in the same way in all rounds: such figures do not mix" for name in odd]
+
+
+def timed_findings(
+    view: TimedOutcome, outcome: Outcome, *, sentence: str, tables: Sequence[Table], **more: Any
+) -> Findings:
+    """`findings_of` with what spoils them: they pass if every case did the same work in its time."""
+    mixed = mixtures(view)
+    return findings_of(
+        outcome,
+        sentence=sentence,
+        tables=tables,
+        passed=not mixed and not mistakes(view),
+        warnings=[*warnings(view), *mixed],
+        **more,
+    )

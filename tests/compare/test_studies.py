@@ -1,0 +1,190 @@
+"""What all studies share: kept as it grows, interrupted, gone on with, refused, shown again."""
+
+import json
+import shutil
+from pathlib import Path
+
+from records import make_steps
+
+from compare import study
+from compare.cli import main
+from compare.contract.record import LEDGER, MANIFEST, STEPS
+from compare.contract.run_lock import lock_folder
+from compare.execute import source
+from compare.execute.launch import EngineError
+from compare.host.tensors import RecordError
+from compare.judge.outcome import OUTCOME, read_outcome, read_run
+from compare.studies.registry import STUDIES
+
+NAMES = ["torch-manual", "jax-manual", "torch-library"]
+RUN = ["run", "tiny.toml", "--engines", *NAMES, "--keep_tensors", "--quiet", "--run_dir", "r"]
+ASKED = {
+    "run": RUN,
+    "check": ["check", "tiny.toml", "--presets", "fsdp", "--devices", "2", "--engines", *NAMES[:2]],
+    "sweep": ["sweep", "tiny.toml", "--presets", "fsdp", "--engines", *NAMES[:2]],
+    "memory": ["memory", "tiny.toml", "--presets", "single", "fsdp", "--engines", *NAMES[:1]],
+    "ledger": ["ledger", "tiny.toml", "--engines", *NAMES[:2]],
+}
+
+
+def test_every_study_is_interrupted_goes_on_and_is_shown_again(engines, capsys):
+    for word, line in ASKED.items():
+        last = list(STUDIES[word].__struct_fields__)  # it is a study with flags
+        assert "run_dir" in last
+        arguments = [*line, *(() if word == "run" else ("--quiet", "--run_dir", word))]
+        folder = arguments[arguments.index("--run_dir") + 1]
+        assert main([*arguments, "--dry_run"]) in (0, 2)
+        assert engines.started == [], word
+        cases = planned_cases(arguments, capsys)
+        engines.failing = {cases[-1]: KeyboardInterrupt()}
+        assert main(arguments) == 130, word
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"Kept: {len(cases) - 1} of {len(cases)} cases" in said
+        assert f"`shardpair {word} --continue {folder}` runs the rest" in said
+        engines.failing, engines.started = {}, []
+        assert main([word, "--continue", folder, "--quiet"]) == 0, (word, capsys.readouterr())
+        assert engines.started == cases[-1:]
+        assert main([word, "--continue", folder, "--quiet"]) == 0
+        assert main(["report", folder]) == 0
+        assert main([word, "--continue", folder, "--timeout_s", "9", "--run_dir", "x"]) == 2
+        assert "leave out --run_dir" in capsys.readouterr().err
+        engines.started = []
+    assert main(["memory", "--continue", "sweep"]) == 2
+    assert "`shardpair sweep` goes on" in capsys.readouterr().err
+
+
+def planned_cases(arguments, capsys):
+    capsys.readouterr()
+    main([*arguments, "--dry_run", "--json"])
+    return [case["name"] for case in json.loads(capsys.readouterr().out)["cases"]]
+
+
+def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
+    engines.failing = {
+        "jax-manual": EngineError("jax-manual: no luck [/x]", exit_code=1),
+    }
+    assert main(RUN) == 1
+    assert engines.started == NAMES
+    outcome = read_outcome(tmp_path / "r")
+    assert (outcome.finished, outcome.passed) == (["torch-manual", "torch-library"], False)
+    assert outcome.sentence().startswith("INCOMPLETE: torch-library agrees with torch-manual on 14 rungs")
+    assert "did not finish (jax-manual: no luck [/x])" in outcome.sentence()
+    assert outcome.line.startswith("shardpair ")
+    capsys.readouterr()
+    assert main(["report", "r"]) == 1
+    assert "jax-manual did not finish" in capsys.readouterr().out
+    assert "INCOMPLETE" in (tmp_path / "r" / "report.html").read_text()
+    engines.failing = {"jax-manual": RecordError("gradients.safetensors cannot be read")}
+    assert main(["run", "--continue", "r", "--quiet"]) == 1
+    assert "it left a record that cannot be read" in read_outcome(tmp_path / "r").sentence()
+
+
+def test_the_next_one_is_the_reference_where_the_first_failed(engines, tmp_path):
+    engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
+    assert main(RUN) == 1
+    (verdict,) = read_outcome(tmp_path / "r").verdicts
+    assert (verdict.candidate, verdict.reference, verdict.passed) == ("torch-library", "jax-manual", True)
+
+
+def test_nothing_runs_on_without_the_reference_where_it_is_needed(engines):
+    engines.failing = {"reference": EngineError("reference: lost", exit_code=3)}
+    assert main([*ASKED["check"], "--quiet"]) == 3
+    assert engines.started == ["reference"]
+
+
+def test_nothing_at_all_is_told_by_its_exit_code(engines, capsys):
+    engines.failing = {name: EngineError(f"{name}: lost", exit_code=3) for name in NAMES}
+    assert main(RUN) == 3
+    assert engines.started == NAMES
+    assert main(["report", "r"]) == 1
+    assert "nothing was measured" in capsys.readouterr().out
+
+
+def test_what_another_version_began_or_somebody_uses_is_not_gone_on_with(engines, monkeypatch, capsys):
+    engines.failing = {"jax-manual": EngineError("jax-manual: lost", exit_code=1)}
+    assert main(RUN) == 1
+    with lock_folder(Path("r")):
+        assert main(["run", "--continue", "r"]) == 2
+        assert "in use by another run" in capsys.readouterr().err
+    monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, True))
+    assert main(["run", "--continue", "r"]) == 2
+    assert "and this is ffffffffffff and changes" in " ".join(capsys.readouterr().err.split())
+
+
+def test_data_that_have_changed_are_refused(engines, monkeypatch, capsys):
+    engines.failing = {"jax-manual": EngineError("jax-manual: lost", exit_code=1)}
+    assert main(RUN) == 1
+    monkeypatch.setattr(study, "open_corpus", lambda one: type("Corpus", (), {"sha256": "ff"}))
+    assert main(["run", "--continue", "r"]) == 2
+    assert "its data has changed since" in capsys.readouterr().err
+
+
+def test_checkpoints_of_an_unfinished_case_are_set_aside(engines, tmp_path):
+    engines.failing = {"jax-manual": KeyboardInterrupt()}
+    assert main(RUN) == 130
+    (tmp_path / "r" / "jax-manual" / "checkpoints").mkdir()
+    engines.failing = {}
+    assert main(["run", "--continue", "r", "--quiet"]) == 0
+    assert (tmp_path / "r" / "jax-manual.unfinished-1" / "checkpoints").is_dir()
+
+
+def test_losses_alone_are_said_to_be_losses_alone(engines, capsys):
+    assert main([*RUN, "--no_ladder"]) == 0
+    said = "PASS: the losses of jax-manual, torch-library agree with those of torch-manual; gradients and"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_case_that_runs_alone_is_held_to_its_request(engines, capsys):
+    alone = ["run", "tiny.toml", "--engines", "torch-manual", "--quiet"]
+    assert main(alone) == 0
+    assert "torch-manual ran alone: there was nothing to compare it with" in capsys.readouterr().out
+    engines.steps = lambda request: make_steps(request.experiment)[:2]
+    assert main(alone) == 1
+    assert "FAIL at request: it has 2 of 3 steps: it ends there" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_disk_too_small_for_the_ladder_is_said_before_anything_runs(engines, tmp_path, monkeypatch, capsys):
+    usage = shutil._ntuple_diskusage(1000, 990, 10)
+    monkeypatch.setattr(study.shutil, "disk_usage", lambda folder: usage)
+    assert main(RUN) == 2
+    assert "and 10 B are free" in " ".join(capsys.readouterr().err.split())
+    assert (engines.started, (tmp_path / "r").exists()) == ([], False)
+
+
+def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
+    assert main(RUN) == 0
+    corruptions = {
+        "emptied": b"",
+        "binary": bytes(range(256)) * 4,
+        "other": b"[1, 2, 3]",
+        "deep": b"[" * 10**5,
+    }
+    for name in (OUTCOME, *(f"jax-manual/{file}" for file in (MANIFEST, STEPS, LEDGER))):
+        path = tmp_path / "r" / name
+        before = path.read_bytes()
+        for what, content in corruptions.items():
+            path.write_bytes(content)
+            capsys.readouterr()
+            assert main(["report", "r"]) == 2, (name, what)
+            errors = capsys.readouterr().err
+            assert errors.count("\n") == 1, errors
+            assert name in errors
+        path.write_bytes(before)
+    assert len(read_run(tmp_path / "r")[1]) == 3
+    (tmp_path / "r" / "jax-manual" / MANIFEST).unlink()
+    assert main(["report", "r"]) == 2
+
+
+def test_a_flag_that_a_study_gives_is_refused(engines, capsys):
+    for line, flag in (
+        ("memory tiny.toml --train.max_iters 9", "train.max_iters"),
+        ("check tiny.toml --layout.tp 2", "layout.tp"),
+        ("faults tiny.toml --layout.zero 1", "layout.zero"),
+        ("ledger tiny.toml --checkpoint.every 2", "checkpoint.every"),
+        ("bench tiny.toml --train.max_iters 9", "train.max_iters"),
+        ("buckets tiny.toml --init_from w.safetensors", "init_from"),
+        ("profile tiny.toml --init_from w.safetensors", "init_from"),
+    ):
+        assert main(line.split()) == 2, line
+        assert f"--{flag} has no effect" in capsys.readouterr().err
+    assert engines.started == []
