@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 quick_xla.use()
 
-CACHING = {"run", "resume", "check", "bench", "profile", "faults", "matrix", "golden", "sweep"}
+CACHING = {"run", "resume", "check", "bench", "profile", "faults", "sweep"}
 """Commands that take --cache_dir."""
 SLOW_FIXTURES = {"shardpair", "grid", "ranks", "warm_sides"}
 """What starts engines: `make test-fast` leaves these tests out."""

@@ -32,7 +32,7 @@ def test_engines_by_default_and_peers_by_name():
     assert STUDIED | PEERS == ENGINES
 
 
-@pytest.mark.parametrize("command", ["matrix", "faults"])
+@pytest.mark.parametrize("command", ["memory", "faults"])
 def test_studies_of_our_engines_take_no_peer(command, capsys):
     assert main([command, "--engines", "plain-jit"]) == 2
     assert "plain-jit" in capsys.readouterr().err
