@@ -27,17 +27,15 @@ def why(returncode: int, folder: Path) -> str:
     failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
     if failure and not failure.is_consequence:
         return failure.message
-    if seen := seen_by_srun(log):
-        return seen
-    if failure:
-        return failure.message
-    died = describe_exit(returncode)
+    if said := seen_by_srun(log) or (failure.message if failure else ""):
+        return said
+    died, lines = describe_exit(returncode), log.strip().splitlines()
     if returncode < 0 or returncode > 128:
         return died
-    lines = log.strip().splitlines()
-    fatal = [line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))]
-    if fatal or lines:
-        return fatal[0] if fatal else lines[-1]
+    if lines:
+        return next(
+            (line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))), lines[-1]
+        )
     if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
         return f"{folder}: no space left on the device: make room, and run again"
     return f"{died} and no message"
@@ -59,8 +57,7 @@ def seen_by_srun(log: str) -> str:
         return f"SLURM lost {lost['host']} (node failure)"
     if cancelled := _CANCELLED.search(log.partition(_BY_SRUN)[0]):
         return " ".join(["SLURM cancelled the job", *(cancelled["why"] or "").lower().split()])
-    tasks = list(_TASK.finditer(log))
-    killed = [task for task in tasks if not task["how"].startswith(_ENDED)]
-    for task in killed:
-        return f"process {task['tasks']} on {task['host']}: {task['how'].lower()}, says srun"
+    for task in _TASK.finditer(log):
+        if not task["how"].startswith(_ENDED):
+            return f"process {task['tasks']} on {task['host']}: {task['how'].lower()}, says srun"
     return ""

@@ -18,8 +18,7 @@ from msgspec import Struct
 from compare.contract.processes import first_host
 from compare.execute.ask import ask
 from compare.execute.hosts import Hosts, srun
-from compare.execute.launch import EnvironmentMissing, visible_gpus
-from compare.execute.safe_path import with_safe_path
+from compare.execute.launch import EnvironmentMissing, visible_gpus, with_safe_path
 from compare.host.facts import cores
 
 PATIENCE_S = 300.0

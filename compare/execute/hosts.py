@@ -1,23 +1,23 @@
-"""Start one engine on several hosts: by `srun` inside an allocation, or as processes on this machine.
+"""Start one engine on several hosts: by `srun`, by a line a host, or as processes of this machine.
 
-The harness runs where `shardpair` was started and starts one engine after the other, as it does on one host:
-an engine is one command more, whose processes find their places by themselves (`contract.processes`). All
-hosts must see the folder of the run, and the same installation.
+The harness starts one engine after the other, as on one host: its processes find their places by themselves
+(`contract.processes`). All hosts must see the folder of the run, and the same installation.
 
     local    one host: the engine itself. Several: its processes on this machine, on the loopback: a test
     slurm    `srun` over the hosts of the allocation (`salloc`, `sbatch`)
-    torchrun the hosts of a file (`execute.hostfile`): this one's line is run, the others' are printed
+    torchrun the hosts of a file; we run the first one's line and print those of the others
 """
 
-import math
 import os
+import re
+import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -26,9 +26,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.other_hosts import host_of
-from compare.contract.processes import VARIABLES
+from compare.contract.processes import FIRST_PORT, PORTS
 from compare.contract.record import Failure, read_failure, write_failure
-from compare.execute.hostfile import line_elsewhere, line_of, read_hostfile, require_first
 from compare.host.signals import describe_exit
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
@@ -36,11 +35,10 @@ from compare.spec.experiment import ExperimentError, Layout
 Launcher = Literal["local", "slurm", "torchrun"]
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
-CAUSE_GRACE_S = 5.0
-"""Processes may notice a lost one before we do, and look for the cause themselves: so long we wait for it."""
-AS_CONSEQUENCE = (signal.SIGABRT, signal.SIGTERM)
-"""How C++ and launchers end a process because of another one."""
+CAUSE_GRACE_S = 2.0
+"""Processes may notice a lost one before we do: so long we wait for one that was killed."""
 PROBE_S = 60.0
+_LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)")
 
 
 class Hosts(Struct, frozen=True, kw_only=True):
@@ -70,17 +68,18 @@ class Hosts(Struct, frozen=True, kw_only=True):
                 f"--hosts {self.count}: they do not divide the layout's {layout.devices} devices: choose "
                 "degrees whose product they divide"
             )
+        on_host = layout.devices // self.count
         for name, devices in self.slots.items():
-            if layout.devices // self.count > devices:
+            if on_host > devices:
                 raise ExperimentError(
                     f"{name} slots={devices}: the layout's {layout.devices} devices over {self.count} hosts "
-                    f"need {layout.devices // self.count} on each"
+                    f"need {on_host} on each"
                 )
 
-    def command(
+    def commands(
         self, python: str, side: Side, folder: Path, *, layout: Layout, options: Sequence[str] = ()
-    ) -> list[str]:
-        """The command that runs a side on these hosts.
+    ) -> list[list[str]]:
+        """The commands that run a side, the one for this host first; the others are for a person.
 
         Args:
             python: the interpreter, at the same path on all hosts.
@@ -89,39 +88,29 @@ class Hosts(Struct, frozen=True, kw_only=True):
             layout: its devices are spread evenly, host after host.
             options: of `python -m SIDE`, beside the folder.
         """
-        run = [python, "-m", side.name, *options, str(folder.absolute()), "--exit-with-stdin"]
-        if not self.several:
-            return run
         self.require(layout)
-        on_host = self._on_host(side, layout)
-        if self.launcher == "torchrun":
-            return line_of(0, list(self.slots), run, side, folder, on_host=on_host)
+        run = ["-m", side.name, *options, str(folder.absolute())]
+        here = [python, *run, "--exit-with-stdin"]
+        if not self.several:
+            return [here]
+        on_host = layout.devices // self.count if side.one_process_a_device else 1
         if self.launcher == "slurm":
-            return [*srun(self.count, on_host), "--kill-on-bad-exit=1", "--unbuffered", *run]
-        starter = ["--hosts", str(self.count), "--on_host", str(on_host), "--folder", str(folder.absolute())]
-        return [sys.executable, "-m", "compare.execute.local_hosts", *starter, *run]
-
-    def _on_host(self, side: Side, layout: Layout) -> int:
-        """Processes of a side on each host."""
-        return layout.devices // self.count if side.one_process_a_device else 1
-
-    def elsewhere(
-        self,
-        python: str,
-        side: Side,
-        folder: Path,
-        *,
-        layout: Layout,
-        platform: str,
-        options: Sequence[str] = (),
-    ) -> dict[str, str]:
-        """What a person has to run on the other hosts of a hostfile, by host; empty with another launcher."""
-        names, run = list(self.slots), [python, "-m", side.name, *options, str(folder.absolute())]
-        on_host = self._on_host(side, layout)
-        return {
-            name: line_elsewhere(line_of(number, names, run, side, folder, on_host=on_host), side, platform)
-            for number, name in enumerate(names[1:], start=1)
-        }
+            return [[*srun(self.count, on_host), "--kill-on-bad-exit=1", "--unbuffered", *here]]
+        if self.launcher == "local":
+            starter = [sys.executable, "-m", __name__, str(self.count), str(on_host), str(folder.absolute())]
+            return [[*starter, *here]]
+        first, port = next(iter(self.slots)), port_of(folder)
+        lines = []
+        for number in range(self.count):
+            stdin = ["--exit-with-stdin"] if number == 0 else []  # of the others nobody holds it
+            if side.one_process_a_device:
+                place = f"--nnodes {self.count} --node-rank {number} --nproc-per-node {on_host} "
+                place += f"--master-addr {first} --master-port {port}"
+                lines.append([python, "-m", "torch.distributed.run", *place.split(), *run, *stdin])
+            else:
+                place = f"--coordinator {first}:{port} --processes {self.count} --process {number}"
+                lines.append([python, *run, *place.split(), *stdin])
+        return lines
 
 
 HERE = Hosts()
@@ -148,42 +137,68 @@ def find_hosts(
     """
     if (hostfile is None) == (launcher == "torchrun"):
         raise ExperimentError("--launcher torchrun and --hostfile FILE: give both, or none of them")
-    if hostfile:
-        return _of_hostfile(hostfile, count)
     if launcher == "local":
         return Hosts(count=count or 1)
-    if not shutil.which("srun"):
-        raise ExperimentError("--launcher slurm: no srun here: start on a host of the cluster")
-    there = environment.get("SLURM_JOB_NUM_NODES", "")
-    if not there.isdecimal():
-        raise ExperimentError(
-            "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put "
-            "this command into a script for sbatch (docs/cluster.md)"
-        )
-    if count > int(there):
-        raise ExperimentError(f"--hosts {count}: the allocation has {there}")
-    return Hosts(launcher=launcher, count=count or int(there))
+    if hostfile:
+        slots = read_hostfile(hostfile)
+        there, what = len(slots), f"{hostfile}"
+    else:
+        if not shutil.which("srun"):
+            raise ExperimentError("--launcher slurm: no srun here: start on a host of the cluster")
+        if not environment.get("SLURM_JOB_NUM_NODES"):
+            raise ExperimentError(
+                "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put "
+                "this command into a script for sbatch (docs/cluster.md)"
+            )
+        slots, there, what = {}, int(environment["SLURM_JOB_NUM_NODES"]), "the allocation"
+    if count > there:
+        raise ExperimentError(f"--hosts {count}: {what} has {there}")
+    count = count or there
+    return Hosts(launcher=launcher, count=count, slots=dict(list(slots.items())[:count]))
 
 
-def _of_hostfile(hostfile: Path, count: int) -> Hosts:
-    found = read_hostfile(hostfile)
-    if count > len(found):
-        raise ExperimentError(f"--hosts {count}: {hostfile} has {len(found)}")
-    slots = dict(list(found.items())[: count or len(found)])
-    require_first(list(slots))
-    return Hosts(launcher="torchrun", count=len(slots), slots=slots)
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Devices by host, in the order of a file as DeepSpeed and Open MPI read it: `host0 slots=4` a line.
+
+    Raises:
+        ExperimentError: no such file, a line of another form, a host twice, no host at all, or another first
+            host than this one.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ExperimentError(f"--hostfile {path}: {error.strerror}") from None
+    slots: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not (words := line.partition("#")[0].strip()):
+            continue
+        match = _LINE.fullmatch(words)
+        if not match or match[1] in slots:
+            why = "is in it twice" if match else "give a line for each host, such as `host0 slots=4`"
+            raise ExperimentError(f"--hostfile {path}, line {number}: {match[1] if match else words}: {why}")
+        slots[match[1]] = int(match[2])
+    if not slots:
+        raise ExperimentError(f"--hostfile {path}: it names no host: give lines such as `host0 slots=4`")
+    first, here = next(iter(slots)), socket.gethostname()
+    if first not in (here, here.partition(".")[0], socket.getfqdn(), "localhost"):
+        raise ExperimentError(f"--launcher torchrun: this is {here}: start on {first}, the file's first host")
+    return slots
+
+
+def print_lines(hosts: Hosts, commands: Sequence[Sequence[str]], side: Side, platform: str) -> None:
+    """Tell who started the run what to run on the other hosts, with the side's environment before it."""
+    environment = dict(side.environment) | dict(side.environment_on_cpu if platform == "cpu" else {})
+    pairs = [f"{key}={value}" for key, value in environment.items()]
+    for name, command in zip(list(hosts.slots)[1:], commands, strict=True):
+        print(f"on {name}: {shlex.join(['env', *pairs, *command])}", file=sys.stderr, flush=True)
 
 
 def require_shared(folder: Path, hosts: Hosts) -> None:
-    """Refuse a folder that some host does not see.
-
-    Raises:
-        ExperimentError: with the host's name.
-    """
+    """Refuse a folder that some host of SLURM does not see. Raises ExperimentError, with the host's name."""
     if hosts.launcher != "slurm":
         return
     with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
-        look = f'test -e "{probe.name}" || echo "missing on $(hostname)"'
+        look = f"test -e {shlex.quote(probe.name)} || echo missing on $(hostname)"
         try:
             done = subprocess.run(
                 [*srun(hosts.count, 1), "sh", "-c", look],
@@ -199,7 +214,7 @@ def require_shared(folder: Path, hosts: Hosts) -> None:
             ) from None
     if done.returncode:
         raise ExperimentError(f"--launcher slurm: {' '.join(done.stderr.split()) or 'srun failed'}")
-    if missing := sorted(set(done.stdout.split("\n")) - {""}):
+    if missing := sorted(set(done.stdout.splitlines())):
         raise ExperimentError(
             f"{folder}: {', '.join(missing)}: give --run_dir on a file system that all hosts share"
         )
@@ -214,75 +229,65 @@ def srun(hosts: int, on_host: int) -> list[str]:
     return ["srun", *shape, "--overcommit", "--cpu-bind=none", "--mpi=none"]
 
 
-def start_together(hosts: int, on_host: int, command: Sequence[str], folder: Path) -> int:
+def port_of(folder: Path) -> int:
+    """Where the processes of a run meet: each run has a port of its own."""
+    return FIRST_PORT + zlib.crc32(str(folder.absolute()).encode()) % PORTS
+
+
+def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str]) -> int:
     """Run the processes of several hosts on this machine, and wait for them. The first that fails ends all.
 
     Args:
         hosts: their number.
         on_host: processes on each.
-        command: of a process, without what tells it its place.
         folder: of the run, for error.json.
+        command: of a process, without what tells it its place.
 
     Returns:
         The exit code of the first that failed; 0 if none did.
     """
-    count, coordinator = hosts * on_host, f"{LOOPBACK}:{free_port()}"
-    running: dict[int, subprocess.Popen] = {}
+    count, running = hosts * on_host, list[subprocess.Popen]()
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        coordinator = f"{LOOPBACK}:{probe.getsockname()[1]}"
     for number in range(count):
-        place = ["--coordinator", coordinator, "--processes", str(count), "--process", str(number)]
+        place = f"--coordinator {coordinator} --processes {count} --process {number}".split()
         place += ["--local_process", str(number % on_host)]
-        running[number] = subprocess.Popen([*command, *place] if count > 1 else [*command])
-    failed: dict[int, int] = {}  # exit codes, in the order in which they were seen
-    deadline = math.inf
-    while running:
-        codes = {number: process.poll() for number, process in running.items()}
-        for number, code in codes.items():
-            if code is not None:
-                del running[number]
-                failed |= {number: code} if code else {}
-        if failed:
-            deadline = min(deadline, time.monotonic() + CAUSE_GRACE_S)
-            if (to_blame := _to_blame(failed, folder)) is not None or time.monotonic() > deadline:
-                return _end(running, folder, to_blame if to_blame is not None else next(iter(failed)), failed)
+        running.append(subprocess.Popen([*command, *place] if count > 1 else [*command]))
+
+    def failed() -> dict[int, int]:
+        return {number: code for number, process in enumerate(running) if (code := process.poll())}
+
+    while not failed() and any(process.poll() is None for process in running):
         time.sleep(POLL_S)
-    return _end({}, folder, next(iter(failed)), failed) if failed else 0
-
-
-def _to_blame(failed: Mapping[int, int], folder: Path) -> int | None:
-    """A process that was killed, or one that left its own error; None as long as all tell of lost peers."""
-    failure = read_failure(folder)
-    if failure and not failure.is_consequence:
-        return next(iter(failed))
-    # Who only saw another one go has left word of that, or was aborted by C++.
-    causes = [n for n, code in failed.items() if (code > 0 and not failure) or _is_killed(code)]
-    return min(causes, key=lambda n: not _is_killed(failed[n]), default=None)
-
-
-def _is_killed(code: int) -> bool:
-    return code < 0 and -code not in AS_CONSEQUENCE
-
-
-def _end(others: Mapping[int, subprocess.Popen], folder: Path, number: int, failed: Mapping[int, int]) -> int:
-    """End the others. Returns the exit code of the one to blame, for whom we leave a word if it could not."""
-    code, failure = failed[number], read_failure(folder)
-    if not failure or (failure.is_consequence and _is_killed(code)):
+    if not (codes := failed()):
+        return 0
+    deadline = time.monotonic() + CAUSE_GRACE_S
+    while not _killed(codes) and _only_consequences(folder) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        codes |= failed()
+    number = next(iter(_killed(codes) or codes))
+    code = codes[number]
+    if not read_failure(folder) or (_only_consequences(folder) and _killed(codes)):
         host = host_of(folder, number) or socket.gethostname()
         message = f"process {number} on {host} {'was ' if code < 0 else ''}{describe_exit(code)}"
         write_failure(folder, Failure(message=message, rank=number))
-    for process in others.values():
+    for process in running:
         process.kill()
-    for process in others.values():
         process.wait()
     return code if code > 0 else 128 - code
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+def _killed(codes: Mapping[int, int]) -> list[int]:
+    """Processes that a signal ended which is no consequence: C++ aborts, and launchers terminate."""
+    return [number for number, code in codes.items() if code < 0 and code not in (-6, -15)]
 
 
-def without_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what tells a process its place among others: this one's own place."""
-    return {key: value for key, value in environment.items() if key not in VARIABLES}
+def _only_consequences(folder: Path) -> bool:
+    """True if the error that was left tells of a lost process only."""
+    failure = read_failure(folder)
+    return failure is not None and failure.is_consequence
+
+
+if __name__ == "__main__":
+    sys.exit(start_together(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

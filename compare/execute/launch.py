@@ -24,13 +24,12 @@ from msgspec import Struct
 from compare.checkpoint.description import CHECKPOINTS
 from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
+from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
 from compare.execute.blame import LOG, code_of_cause, why
-from compare.execute.hostfile import print_elsewhere
-from compare.execute.hosts import HERE, Hosts, require_shared, without_place
+from compare.execute.hosts import HERE, Hosts, print_lines, require_shared
 from compare.execute.paths import remove_run_dir
-from compare.execute.safe_path import with_safe_path
 from compare.execute.watch import watch
 from compare.host.disk import remove_leftovers
 from compare.numerics.data import open_corpus, standard_library_text
@@ -159,14 +158,14 @@ def launch(
     *,
     pythons: Mapping[str, str] | None = None,
     hosts: Hosts = HERE,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
 ) -> Record:
     """Run one engine to its end and return its record.
 
     Args:
         request: what to run.
         folder: the engine's own, new folder.
-        pythons: side -> the interpreter it is installed in; by default, and where one is missing, this one.
+        pythons: side -> its interpreter; by default, and where one is missing, this one.
         hosts: where it runs.
         on_step: called with every step as it is recorded.
 
@@ -203,13 +202,13 @@ def run_side(
     pythons: Mapping[str, str] | None = None,
     layout: Layout = ONE_DEVICE,
     hosts: Hosts = HERE,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
 ) -> None:
-    """Run `python -m SIDE OPTIONS FOLDER` to its end.
+    """Run `python -m SIDE OPTIONS FOLDER` to its end; the log goes into the folder, which has the request.
 
     Args:
         side: which.
-        folder: with the request; the log goes there.
+        folder: of the request.
         name: for whom it runs, for messages.
         platform, timeout_s: as in the request.
         options: what it is to do with the request; by default, train.
@@ -222,9 +221,8 @@ def run_side(
     """
     require_shared(folder, hosts)
     python = (pythons or {}).get(side.name, sys.executable)
-    how = {"layout": layout, "options": options}
-    command = hosts.command(python, side, folder, **how)
-    print_elsewhere(hosts.elsewhere(python, side, folder, platform=platform, **how))
+    command, *elsewhere = hosts.commands(python, side, folder, layout=layout, options=options)
+    print_lines(hosts, elsewhere, side, platform)
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
         # closes when we die, however we die, and the engine ends itself then.
@@ -237,9 +235,8 @@ def run_side(
             env=child_environment(side, platform),
         )
         try:
-            told = on_step or (lambda step: None)
-            elsewhere = hosts.launcher != "local"
-            hung = watch(process, folder, timeout_s=timeout_s, on_step=told, elsewhere=elsewhere)
+            is_remote = hosts.launcher != "local"
+            hung = watch(process, folder, timeout_s=timeout_s, on_step=on_step, elsewhere=is_remote)
         finally:
             _end(process)
             remove_leftovers(folder)
@@ -249,8 +246,8 @@ def run_side(
         hung = left.message if left and not left.is_consequence else hung
         raise _failed(name, f"{hung}: see {folder / LOG}, or raise --timeout_s", folder, exit_code=1)
     if process.returncode:
-        said = why(process.returncode, folder)
-        raise _failed(name, said, folder, exit_code=code_of_cause(process.returncode, folder))
+        said, code = why(process.returncode, folder), code_of_cause(process.returncode, folder)
+        raise _failed(name, said, folder, exit_code=code)
 
 
 @contextlib.contextmanager
@@ -297,7 +294,20 @@ def _failed(engine: str, said: str, folder: Path, *, exit_code: int) -> EngineEr
 
 def child_environment(side: Side, platform: str) -> dict[str, str]:
     """The environment of a side's Python, which must not take itself for a rank of who started us."""
-    environment = {**side.environment, **with_safe_path(without_place(os.environ))}
-    if platform == "cpu":
-        environment.update(side.environment_on_cpu)
-    return environment
+    inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    on_cpu = side.environment_on_cpu if platform == "cpu" else {}
+    return {**side.environment, **with_safe_path(inherited), **on_cpu}
+
+
+def with_safe_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` of a Python that imports what is installed, and never from the current folder.
+
+    `python -m SIDE` would execute a `numpy.py` that lies where the user works. PYTHONSAFEPATH, unlike `-P`,
+    also reaches what that Python starts. Our source tree comes last, if we run from one.
+    """
+    root = Path(__file__).parents[2]
+    folders = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
+    if (root / "pyproject.toml").is_file():
+        folders.append(str(root))
+    path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    return {**environment, "PYTHONSAFEPATH": "1", **path}

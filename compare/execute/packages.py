@@ -6,7 +6,7 @@ import shutil
 import sys
 
 from compare.execute.ask import output_of
-from compare.execute.safe_path import with_safe_path
+from compare.execute.launch import with_safe_path
 from compare.spec.engines.engine import Engine, Side
 
 OLDEST = (3, 11)

@@ -3,7 +3,7 @@
 import json
 
 from compare import cli
-from compare.execute import hostfile
+from compare.execute import hosts
 
 
 def test_collectives_across_hosts_are_timed_by_both_sides_and_name_the_hosts(shardpair):
@@ -26,7 +26,7 @@ def test_collectives_across_hosts_are_timed_by_both_sides_and_name_the_hosts(sha
 
 
 def test_ranks_are_those_that_hosts_divide_and_have_slots_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(hostfile.socket, "gethostname", lambda: "head")
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "head")
     (tmp_path / "hostfile").write_text("head slots=2\nother slots=2\n")
     asked, _ = cli.parse(["collectives", "--hosts", "4"])
     assert asked.order().ranks == (4,)

@@ -12,8 +12,7 @@ from compare.cli import main
 from compare.commands import doctor
 from compare.execute import ask, launch
 from compare.execute.host_report import SideReport, examine
-from compare.execute.launch import EngineError
-from compare.execute.safe_path import with_safe_path
+from compare.execute.launch import EngineError, with_safe_path
 from compare.spec.engines.registry import SIDES
 
 HOSTILE = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
