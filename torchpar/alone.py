@@ -25,10 +25,8 @@ from torchpar.comm.process_groups import join_absent
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.measure.hollow import HollowMode
 from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
-from torchpar.on_device import to_device
-from torchpar.setup import spread_over
-from torchpar.state import Run
-from torchpar.train import compute_gradients, move_on, update_weights
+from torchpar.run import Run, to_device
+from torchpar.train import build_run, compute_gradients, move_on, update_weights
 
 
 class NoWeights(OneByOne, Weights):
@@ -60,7 +58,7 @@ def run_alone(request: RankAloneRequest) -> RankAlone:
     mesh = make_mesh(experiment.layout, rank=request.rank, device=torch.device("cpu"))
     asked = Request(engine=request.engine, experiment=experiment)
     with HollowMode():
-        run = spread_over(asked, mesh, rank, NoWeights(experiment))
+        run = build_run(asked, mesh, rank, NoWeights(experiment))
         for step in range(steps - 1):
             _train_step(run, step)
         instruments = Instruments(run)

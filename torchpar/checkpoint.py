@@ -14,8 +14,8 @@ from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part
 from torchpar.parallel_model import local
+from torchpar.run import Run
 from torchpar.shards import fill, held, moment_shards, shards
-from torchpar.state import Run
 from torchpar.weights import moment_keys, nanogpt_name
 
 

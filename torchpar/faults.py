@@ -39,7 +39,7 @@ from compare.contract.request import Request
 from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, BATCH, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
-from torchpar import dropout, library, setup, train
+from torchpar import dropout, library, train
 from torchpar.comm.chunks import chunk_slices
 from torchpar.comm.collectives import Axis
 from torchpar.comm.handles import CompletedWork, Work
@@ -52,7 +52,7 @@ from torchpar.manual.megatron import reduce_from_region, reduce_scatter_from_reg
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.parallel_model import local
-from torchpar.state import Run
+from torchpar.run import Run
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 BY_DDP = Need(
@@ -352,7 +352,7 @@ def moved_weight() -> AbstractContextManager:
         named[MOVED].flat[0] += BY
         return Given(named)
 
-    return patch.object(setup, "starting_parameters", moved)
+    return patch.object(train, "starting_parameters", moved)
 
 
 def kept_gradients() -> AbstractContextManager:

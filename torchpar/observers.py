@@ -1,5 +1,6 @@
 """What watches one rank's training. All ranks are watched, to put together what each found; rank 0 writes."""
 
+import functools
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from compare.checkpoint.saver import Part
 from compare.contract import recording
 from compare.contract.across_hosts import host_names
+from compare.contract.communication import LOSS
 from compare.contract.early_stop import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.observers import Observer, Observers
@@ -18,22 +20,21 @@ from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
 from compare.host.facts import MemoryUse, cpu_seconds, versions
-from compare.numerics.evaluation import Evaluation
+from compare.numerics.evaluation import Evaluation, evaluate
+from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.spec.axes import BATCH
 from compare.spec.engines.registry import ENGINES
 from torchpar.checkpoint import state_parts
 from torchpar.comm.devices import PACKAGES, device_kind
-from torchpar.divergence import first_gradient_not_finite
-from torchpar.evaluation import evaluate_weights
 from torchpar.measure.instruments import Instruments
 from torchpar.measure.ledger import of_all_ranks
 from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, memory_in_use, resident_bytes
 from torchpar.measure.work import of_all_ranks as work_of_all_ranks
 from torchpar.offload import host_tensors
-from torchpar.on_device import to_device
-from torchpar.state import Run
-from torchpar.weights import moment_keys, to_arrays
+from torchpar.parallel_model import local
+from torchpar.run import Run, autocast, to_device
+from torchpar.weights import moment_keys, nanogpt_name, to_arrays
 
 
 def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
@@ -67,7 +68,7 @@ class RankSide:
         return memory_in_use(self._run.mesh.device)
 
     def not_finite(self) -> str:
-        return first_gradient_not_finite(self._run)
+        return first_not_finite(self._run)
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
         """A rung's tensors: canonical name -> full tensor, from all ranks' pieces; on rank 0, else {}."""
@@ -151,3 +152,53 @@ def resident(run: Run, gradient_bytes: int) -> dict[str, int]:
     if run.experiment.layout.offload != "none":
         held[ON_HOST] = resident_bytes(host_tensors(parallel.optimizer))
     return held
+
+
+def evaluate_weights(run: Run, step: int) -> Evaluation:
+    """Evaluate the weights after so many steps; all ranks together."""
+    with run.mesh.traffic.paused():
+        evaluation = evaluate(run.experiment, run.corpus, step, functools.partial(mean_loss, run))
+    if run.parallel.end_evaluation:
+        run.parallel.end_evaluation()
+    return evaluation
+
+
+@torch.no_grad()
+def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
+    """The mean loss of a global batch, a scalar, without gradients."""
+    run.rank.at(run.state.step, "evaluation")
+    data, batch = run.mesh.joined(*BATCH), to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
+    if run.parallel.evaluate_pipeline:
+        loss = run.parallel.evaluate_pipeline(batch, functools.partial(autocast, run))
+    else:
+        with autocast(run):
+            losses = [run.parallel.module(*one)[1] for one in batch.passes()]
+        loss = torch.stack(losses).mean()
+    if data.size > 1:
+        data.all_reduce(loss, purpose=LOSS)
+        loss /= data.size
+    return loss
+
+
+def first_not_finite(run: Run) -> str:
+    """A clause that names the first gradient or weight that is not finite; all ranks call this together.
+
+    `optimizer_step` leaves the gradients as they are if their norm is not finite. A peer has dropped them by
+    then: its weights tell.
+    """
+    gradients = {name: p.grad for name, p in run.parallel.parameters.items() if p.grad is not None}
+    own = bool(gradients), _not_finite(gradients), _not_finite(run.parallel.parameters)
+    with run.mesh.traffic.paused():
+        have_gradients, of_gradients, of_weights = zip(*run.mesh.world.all_gather_objects(own), strict=True)
+    role, by_rank = ("gradient", of_gradients) if any(have_gradients) else ("weight", of_weights)
+    names = {name for names in by_rank for name in names}
+    rows = parameter_table(run.experiment.model)
+    first = next((row.name for row in rows if nanogpt_name(row.name) in names), "")
+    if first:
+        return f"the first {role} that is not finite is that of {first}"
+    return f"every entry of every {role} is finite"
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of this rank's tensors with an entry that is not finite."""
+    return [name for name, tensor in tensors.items() if not torch.isfinite(local(tensor.detach())).all()]

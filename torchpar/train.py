@@ -1,6 +1,8 @@
-"""The training loop of both engines, as one rank runs it."""
+"""Training as one rank runs it: set up, then loop. All three engines share it, and the peers."""
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -10,24 +12,42 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
+from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.observers import FinishedStep, Observer
+from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
+from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
+from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import Batches, arrays_of_step
+from compare.numerics.weights import OneByOne, Weights
 from compare.spec.axes import BATCH
+from compare.spec.engines.registry import TORCH
+from torchpar import compiler, library, manual
 from torchpar.checkpoint import restore_moments
 from torchpar.comm import process_groups
+from torchpar.comm.devices import PACKAGES
+from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.comm.rank import Rank
-from torchpar.loss_scale import undivided_parts, unscale_gradients
+from torchpar.first_weights import FirstWeights, empty_model
+from torchpar.host_memory import keep_freed_memory
+from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.observers import observers_of
-from torchpar.on_device import autocast, now, to_device
-from torchpar.optimizer import optimizer_step
-from torchpar.setup import agree_with_others, join_mesh, set_up
-from torchpar.state import RankBatch, Run
+from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.parallel_model import ParallelModel, local
+from torchpar.run import RankBatch, Run, autocast, now, to_device
+from torchpar.weights import nanogpt_name, to_array
 
-Compute = Callable[[RankBatch], torch.Tensor]
-Update = Callable[[], torch.Tensor]
+PARALLELIZE = {
+    "torch-manual": manual.parallelize,
+    "torch-library": library.parallelize,
+    "torch-compiler": compiler.parallelize,
+}
+PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
+"""Modules with their own `parallelize` and step; imported only to train: they may need more packages."""
+Compute = Callable[[Run, RankBatch], torch.Tensor]
+Update = Callable[[Run], torch.Tensor]
 
 
 def train(
@@ -59,9 +79,98 @@ def train(
     require_validation(run.experiment, run.corpus)
     if run.parallel.compiled:
         run.compile_s = compile_ahead(run)
-    tell = observers_of(run, folder, started_utc=started_utc)
-    run_loop(run, functools.partial(compute_gradients, run), functools.partial(update_weights, run), tell)
+    compute, update = compute_gradients, update_weights
+    if request.engine in PEERS:
+        peer = importlib.import_module(PEERS[request.engine])
+        compute, update = peer.compute_gradients, peer.update_weights
+    train_to_end(run, observers_of(run, folder, started_utc=started_utc), compute, update)
     process_groups.leave_group()
+
+
+def join_mesh(rank: Rank, request: Request) -> Mesh:
+    """This rank's device, the group of all ranks if there are others, and the rank's place among them."""
+    layout = request.experiment.layout
+    device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    if layout.devices > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
+        torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if request.experiment.precision.tf32 else "highest")
+    if layout.devices > 1:
+        process_groups.join_group(
+            rank=rank.rank,
+            world_size=layout.devices,
+            device=device,
+            rendezvous=rank.rendezvous,
+            timeout_s=rank.collective_timeout_s,
+        )
+    rank.at(0, "setting up")
+    return make_mesh(layout, rank=rank.rank, device=device)
+
+
+def agree_with_others(mesh: Mesh, rank: Rank, request: Request, folder: Path) -> None:
+    """Hold versions, data and clocks of all hosts against the first's; rank 0 leaves the hosts' names.
+
+    Raises:
+        ExperimentError: they differ; all ranks raise it.
+    """
+    reads = request.experiment if rank.local_rank == 0 else None
+    of_hosts = mesh.world.all_gather_objects(facts_here(PACKAGES, reads=reads))
+    remarks = require_agreement(of_hosts)
+    if mesh.world.rank == 0:
+        leave_hosts(folder, of_hosts)
+        print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
+
+
+def set_up(
+    request: Request,
+    mesh: Mesh,
+    rank: Rank,
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    batches: Batches | None = None,
+) -> Run:
+    """Model, optimizer and data of one rank, under the layout. Rank 0's has the first weights' SHA-256."""
+    first = starting_parameters(request, weights)
+    run = build_run(request, mesh, rank, first, batches=batches)
+    if mesh.world.rank == 0:
+        run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
+    return run
+
+
+def build_run(
+    request: Request, mesh: Mesh, rank: Rank, first: Weights, *, batches: Batches | None = None
+) -> Run:
+    """The run from these first weights, by canonical name."""
+    experiment, model = request.experiment, empty_model(request.experiment)
+    fill = FirstWeights(first, experiment, mesh).fill
+    if request.engine in PEERS:
+        fill(model)
+        peer = importlib.import_module(PEERS[request.engine])
+        parallel, mesh = peer.parallelize(model, experiment, mesh=mesh, rank=rank)
+    else:
+        maker = functools.partial(make_optimizer, experiment=experiment)
+        parallelize = PARALLELIZE[request.engine]
+        parallel = parallelize(model, mesh=mesh, layout=experiment.layout, make_optimizer=maker, fill=fill)
+    state = Progress(loss_scale=request.first_loss_scale)
+    if state.loss_scale:
+        scale_loss(model.loss, state, parts=undivided_parts(parallel, experiment))
+    corpus = open_stream(request, batches)
+    return Run(request=request, mesh=mesh, rank=rank, corpus=corpus, parallel=parallel, state=state)
+
+
+def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str:
+    """The SHA-256 of the first weights: as this rank holds them, or where it holds parts, as they were given.
+
+    The second way reads one tensor after the other again.
+    """
+    rows = {row.name: row for row in parameter_table(request.experiment.model)}
+    pieces, names = parallel.weights(), {name: nanogpt_name(name) for name in rows}
+    if all(name in pieces and not parallel.sharded_over.get(name) for name in names.values()):
+        return fingerprint(OneByOne(rows, lambda name: to_array(rows[name], local(pieces[names[name]]))))
+    return request.init_sha256 or fingerprint(first)
 
 
 def compile_ahead(run: Run) -> float:
@@ -80,14 +189,14 @@ def compile_ahead(run: Run) -> float:
     return clock.wall_s
 
 
-def run_loop(run: Run, compute: Compute, update: Update, tell: Observer) -> None:
-    """Train to the end.
+def train_to_end(run: Run, tell: Observer, compute: Compute, update: Update) -> None:
+    """All steps that are left.
 
     Args:
         run: this rank's.
+        tell: the observers.
         compute: from a batch to the mean loss, a scalar; leaves the gradients on the parameters.
         update: clips, updates the weights and drops the gradients. Returns the norm before, a scalar.
-        tell: the observers.
 
     Raises:
         DivergedError: the loss or the gradient norm of a step is not finite.
@@ -96,37 +205,37 @@ def run_loop(run: Run, compute: Compute, update: Update, tell: Observer) -> None
     tell.begin(state)
     while state.step < run.experiment.train.max_iters:
         if (steps := run.request.together(state.step)) > 1:
-            train_window(run, compute, update, tell, steps=steps)
+            train_window(run, tell, compute, update, steps=steps)
         else:
-            train_step(run, compute, update, tell)
+            train_step(run, tell, compute, update)
         tell.between(state)
     tell.finish()
 
 
-def train_step(run: Run, compute: Compute, update: Update, tell: Observer) -> None:
+def train_step(run: Run, tell: Observer, compute: Compute, update: Update) -> None:
     """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
     start, clock = run.state.snapshot, Stopwatch(functools.partial(now, run))
     arrays = arrays_of_step(run.corpus, run.experiment, start.step)
     with tell.around(start.step):
         with clock:
-            loss = compute(to_device(run, arrays))
+            loss = compute(run, to_device(run, arrays))
         tell.gradients(start.step)
         with clock:
-            norm = update()
+            norm = update(run)
     run.rank.at(start.step, "record")
     tell.steps([FinishedStep(start, loss, norm)], clock.window(1))
     move_on(run, norm)
 
 
-def train_window(run: Run, compute: Compute, update: Update, tell: Observer, *, steps: int) -> None:
+def train_window(run: Run, tell: Observer, compute: Compute, update: Update, *, steps: int) -> None:
     """Steps with no synchronisation of host and device between them, timed together."""
     first, clock = run.state.step, Stopwatch(functools.partial(now, run))
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
     with clock:
         for arrays in drawn:
-            start, loss = run.state.snapshot, compute(to_device(run, arrays))
-            norm = update()
+            start, loss = run.state.snapshot, compute(run, to_device(run, arrays))
+            norm = update(run)
             done.append(FinishedStep(start, loss, norm))
             move_on(run, norm)
     tell.steps(done, clock.window(steps))

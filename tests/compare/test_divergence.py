@@ -1,7 +1,6 @@
 """Divergence ends a run at its step, in one line and with exit code 1, and never passes for anything else."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from torchpar.comm.mesh import make_mesh
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher.supervisor import make_report
 from torchpar.observers import observers_of
-from torchpar.setup import set_up
-from torchpar.train import compute_gradients, train_step, update_weights
+from torchpar.train import compute_gradients, set_up, train_step, update_weights
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
@@ -75,13 +73,9 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     run = set_up(request, mesh, rank)
     run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
     before = {name: weight.clone() for name, weight in run.parallel.weights().items()}
+    tell = observers_of(run, tmp_path, started_utc="")
     with pytest.raises(DivergedError) as error:
-        train_step(
-            run,
-            partial(compute_gradients, run),
-            partial(update_weights, run),
-            observers_of(run, tmp_path, started_utc=""),
-        )
+        train_step(run, tell, compute_gradients, update_weights)
     assert str(error.value).endswith(
         "the first gradient that is not finite is that of blocks.1.norm2.scale"
     ), error.value

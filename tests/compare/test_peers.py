@@ -45,7 +45,7 @@ def test_studies_of_our_engines_take_no_peer(command, capsys):
         ("nanogpt-loop", {"dp_shard": 2, "zero": 1}, "layout.zero = 1: nanogpt-loop has no stage"),
         ("nanogpt-loop", {"tp": 2}, "nanogpt-loop has no tensor parallelism"),
         ("nanogpt-loop", {"pp": 2, "microbatches": 2}, "nanogpt-loop has no pipeline"),
-        ("nanogpt-loop-compiled", {"remat": "full"}, "recomputes nothing in backward (layout.remat = full)"),
+        ("nanogpt-loop", {"remat": "full"}, "recomputes nothing in backward (layout.remat = full)"),
         ("plain-jit", {"dp_replicate": 4}, "plain-jit: it trains on one device, and the layout has 4"),
         ("deepspeed", {}, "deepspeed: it is here for ZeRO: give layout.dp_shard = 2 or more"),
         ("deepspeed", {"dp_shard": 2, "zero": 3, "dp_replicate": 2}, "it shards over all ranks"),

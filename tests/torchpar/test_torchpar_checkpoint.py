@@ -20,9 +20,9 @@ from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm.mesh import make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
-from torchpar.setup import PARALLELIZE
+from torchpar.run import Run
 from torchpar.shards import held, moment_shards
-from torchpar.state import Run
+from torchpar.train import PARALLELIZE
 from torchpar.weights import load_weights, moment_keys
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.

@@ -19,7 +19,7 @@ from torchpar.manual import megatron, parallelize
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
-from torchpar.state import RankBatch
+from torchpar.run import RankBatch
 
 _aten = torch.ops.aten
 WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}

@@ -1,4 +1,4 @@
-"""nanogpt-loop in this process: timed windows, threads on the record, compilation, and how it diverges."""
+"""nanogpt-loop in this process: timed windows, threads on the record, and how it diverges."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from compare.contract.timing import Timing
 from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
-from torchpar import peers
 from torchpar.comm.rank import Heartbeat, Rank
 from torchpar.launcher import entry
 from torchpar.model import GPT
 from torchpar.peers import nanogpt_loop
+from torchpar.train import train as torchpar_train
 
 TIMING = Timing(warmup=3, window=2, windows=2, single=1)
 
@@ -37,7 +37,7 @@ def train(engine: str, folder, experiment: Experiment, **request):
     asked = Request(engine=engine, experiment=experiment, **request)
     write_json(folder / REQUEST, asked)
     alone = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat([0] * Heartbeat.cells_for(1)))
-    peers.load_train(engine)(alone, request=asked, folder=folder)
+    torchpar_train(alone, request=asked, folder=folder)
     return read_record(folder)
 
 
@@ -49,21 +49,6 @@ def test_a_timed_run_has_its_windows_and_its_threads(tmp_path, short):
     assert record.steps[-1].loss < record.steps[0].loss
     assert record.manifest.threads == "2 per rank"
     assert record.request.timing == TIMING
-
-
-def test_the_compiled_loop_calls_what_torch_compile_made(tmp_path, short, monkeypatch):
-    calls = []
-
-    def compiled(call):
-        return lambda *arguments: calls.append(1) or call(*arguments)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    train("nanogpt-loop", tmp_path, short)
-    assert not calls
-    other = tmp_path / "compiled"
-    other.mkdir()
-    train("nanogpt-loop-compiled", other, short)
-    assert len(calls) == TIMING.steps
 
 
 def test_a_loop_that_diverges_names_a_weight(tmp_path, short):

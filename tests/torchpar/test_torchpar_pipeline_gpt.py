@@ -19,7 +19,7 @@ from torchpar.launcher.entry import read_request
 from torchpar.manual import parallelize
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.state import RankBatch
+from torchpar.run import RankBatch
 from torchpar.weights import load_weights
 
 SMALL = Model(n_layer=4, n_head=2, n_embd=8, block_size=8, vocab_size=16, bias=True)

@@ -18,8 +18,8 @@ from torchpar.first_weights import FirstWeights, empty_model
 from torchpar.library.tensor_parallel import loss_parallel_on
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
-from torchpar.setup import PARALLELIZE
 from torchpar.shards import held, moment_shards, shards
+from torchpar.train import PARALLELIZE
 from torchpar.weights import to_arrays
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.

@@ -22,11 +22,10 @@ from compare.numerics.initial_weights import checked_weights
 from compare.numerics.stream import Batches
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
-from torchpar import peers
 from torchpar.comm.devices import PACKAGES, device_kind
 from torchpar.comm.rank import Rank
 from torchpar.launcher.local import bind_to_loopback, launch
-from torchpar.setup import PARALLELIZE
+from torchpar.train import PARALLELIZE, PEERS, train
 
 
 def read_request(folder: Path) -> Request:
@@ -37,7 +36,7 @@ def read_request(folder: Path) -> Request:
         MissingPackageError: a peer that is not installed.
     """
     request = requests.read_request(folder)
-    known = (*PARALLELIZE, *peers.MODULES)
+    known = (*PARALLELIZE, *PEERS)
     if request.engine not in known:
         raise ExperimentError(f"engine = {request.engine}: torchpar runs {', '.join(known)}")
     ENGINES[request.engine].require_experiment(request.experiment)
@@ -129,7 +128,6 @@ def train_faulty(
     batches: Batches | None = None,
 ) -> None:
     """Train as one rank, with the mistake that the request asks for."""
-    train = peers.load_train(request.engine)
     with planted(request):
         train(rank, request=request, folder=folder, weights=weights, batches=batches)
 

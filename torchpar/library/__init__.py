@@ -22,7 +22,7 @@ from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, TensorsByName, keep_values
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.state import RankBatch
+from torchpar.run import RankBatch
 
 
 def parallelize(

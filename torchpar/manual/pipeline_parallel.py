@@ -39,7 +39,7 @@ from torchpar.manual.instructions import (
 )
 from torchpar.manual.stage import Stage
 from torchpar.parallel_model import ParallelModel
-from torchpar.state import RankBatch
+from torchpar.run import RankBatch
 
 Context = Callable[[], AbstractContextManager]
 

@@ -15,7 +15,7 @@ from torchpar.measure.places import group_names
 from torchpar.measure.storages import StorageMode
 from torchpar.measure.work import WorkMode
 from torchpar.offload import host_tensors
-from torchpar.state import Run
+from torchpar.run import Run
 
 # DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
 INSTRUMENTED_STEP = 2

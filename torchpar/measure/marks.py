@@ -23,7 +23,7 @@ from compare.spec.axes import PP
 from torchpar.comm.counter import Call, observers
 from torchpar.comm.rank import Rank
 from torchpar.manual.stage import Stage
-from torchpar.state import Run
+from torchpar.run import Run
 
 PREFIX, BETWEEN = "shardpair", "|"  # a trace drops quotes and turns backslashes
 What = Kind | Literal["step", "wait"]

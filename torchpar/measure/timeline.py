@@ -19,7 +19,7 @@ from compare.contract.timeline import Lane, Timeline, profiled_step
 from torchpar.measure.instruments import Instruments
 from torchpar.measure.marks import marked
 from torchpar.measure.trace import RankTrace, read_trace
-from torchpar.state import Run
+from torchpar.run import Run
 
 CPU_METHOD = (
     "torch.profiler on every rank, whose clocks are those of one machine. Forward, backward and update are "

@@ -6,87 +6,48 @@ Started"; ZeRO is arXiv 1910.02054.
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import deepspeed.ops
-import numpy as np
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
-from compare.contract.inputs import open_stream
-from compare.contract.request import Request
-from compare.numerics.stream import Batches
+from compare.contract.communication import LOSS
+from compare.numerics.learning_rate import learning_rate
 from compare.spec.axes import DP_SHARD
 from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
+from torchpar.comm.mesh import Mesh
 from torchpar.comm.rank import Rank
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
-from torchpar.peers.loop import follow
 from torchpar.peers.nanogpt_loop import configure_optimizers
-from torchpar.setup import join_mesh, starting_model
-from torchpar.state import Run
+from torchpar.run import RankBatch, Run
 
 FLOAT32_BYTES = 4
 NEVER = 2**31
 
 
-class Loop:
-    """DeepSpeed's step: forward, backward and step of its engine for every pass.
-
-    Args:
-        engine: of `deepspeed.initialize`.
-    """
-
-    def __init__(self, engine: Any):
-        self._engine = engine
-
-    def gradients(self, inputs_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of every pass. Returns the mean loss over this rank's rows."""
-        losses = []
-        for inputs_BT, targets_BT in zip(inputs_ABT, targets_ABT, strict=True):
-            if losses:
-                self._engine.step()  # between two passes it only counts
-            _, loss = self._engine(inputs_BT, targets_BT)
-            self._engine.backward(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
-
-    def update(self, lr: float) -> torch.Tensor:
-        """The engine clips, updates, gathers and drops the gradients. Returns the norm () before clipping."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
-        self._engine.step()
-        return torch.as_tensor(self._engine.get_global_grad_norm())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeRO(ParallelModel):
-    """Full tensors of a DeepSpeed engine for the record, by DeepSpeed's own functions for that.
+    """An engine of `deepspeed.initialize`; full tensors for the record by DeepSpeed's own functions for that.
 
-    Attributes:
-        engine: of `deepspeed.initialize`.
+    All ranks read weights, gradients and moments together: whole, by name, in nanoGPT's shapes.
     """
 
     engine: Any
 
     def weights(self) -> TensorsByName:
-        """Whole weights by name, in nanoGPT's shapes; all ranks call this together."""
         named = dict(self.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(named.values())):  # of ZeRO-1 and 2 they are whole
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def gradients(self) -> TensorsByName:
-        """Whole gradients by name, between backward and step; all ranks call this together."""
         return {name: safe_get_full_grad(parameter) for name, parameter in self.module.named_parameters()}
 
     def moments(self, key: str) -> TensorsByName:
-        """Whole moments by name, in nanoGPT's shapes; all ranks call this together."""
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             # ZeRO-1 and 2 link them once, after the first group's step, when the second group has none yet.
             self.engine.optimizer._hp_optimizer_states_linked = False
@@ -107,6 +68,33 @@ class ZeRO(ParallelModel):
         return [gradient for group in groups for gradient in group or ()]
 
 
+def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
+    """Forward and backward of every pass. Returns the mean loss over the global batch, a scalar."""
+    run.rank.at(run.state.step, "forward")
+    assert isinstance(run.parallel, ZeRO)
+    engine, losses = run.parallel.engine, []
+    for inputs_BT, targets_BT in zip(batch.inputs_ABT, batch.targets_ABT, strict=True):
+        if losses:
+            engine.step()  # between two passes it only counts
+        _, loss = engine(inputs_BT, targets_BT)
+        engine.backward(loss)
+        losses.append(loss.detach())
+    mean, shards = torch.stack(losses).mean(), run.mesh[DP_SHARD]
+    with run.mesh.traffic.paused():  # for the record, as our engines send it: no part of DeepSpeed's step
+        shards.all_reduce(mean, purpose=LOSS)
+    return mean / shards.size
+
+
+def update_weights(run: Run) -> torch.Tensor:
+    """The engine clips, updates, gathers and drops the gradients. Returns the norm () before clipping."""
+    assert isinstance(run.parallel, ZeRO)
+    engine = run.parallel.engine
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate(run.experiment.optimizer, run.state.updates)
+    engine.step()
+    return torch.as_tensor(engine.get_global_grad_norm())
+
+
 def configuration(experiment: Experiment) -> dict[str, Any]:
     """The ds_config.json that a user would write for this experiment."""
     train, layout = experiment.train, experiment.layout
@@ -125,9 +113,9 @@ def configuration(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def initialize(model: GPT, experiment: Experiment, *, local_rank: int) -> Any:
-    """DeepSpeed's engine around the model; the process group must be there."""
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # where DeepSpeed looks for it, and nowhere else
+def parallelize(model: GPT, experiment: Experiment, *, mesh: Mesh, rank: Rank) -> tuple[ParallelModel, Mesh]:
+    """DeepSpeed's engine around the model, and the mesh with DeepSpeed's group of the same ranks."""
+    os.environ.setdefault("LOCAL_RANK", str(rank.local_rank))  # DeepSpeed looks nowhere else
     # An all-reduce for inference, which DeepSpeed would compile for minutes before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with process_groups.group_threads():  # DeepSpeed makes a group of its own
@@ -137,39 +125,12 @@ def initialize(model: GPT, experiment: Experiment, *, local_rank: int) -> Any:
             config=configuration(experiment),
             dist_init_required=False,
         )
-    return engine
-
-
-def train(
-    rank: Rank,
-    *,
-    request: Request,
-    folder: Path,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
-) -> None:
-    """Train as one of `layout.dp_shard` ranks. Arguments as of `torchpar.train.train`."""
-    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    mesh = join_mesh(rank, request)
-    model, initial_weights_sha256 = starting_model(request, mesh.device, weights)
-    engine = initialize(model, request.experiment, local_rank=rank.local_rank)
-    # DeepSpeed communicates in a group of its own over the same ranks.
-    shards = mesh[DP_SHARD]
-    group = engine.data_parallel_group
-    own = Axis(shards.name, size=shards.size, rank=shards.rank, group=group, traffic=mesh.traffic)
-    named = dict(model.named_parameters())
-    run = Run(
-        request=request,
-        mesh=dataclasses.replace(mesh, axes={**mesh.axes, DP_SHARD: own}),
-        rank=rank,
-        corpus=open_stream(request, batches),
-        parallel=ZeRO(
-            engine=engine,
-            module=model,
-            optimizer=engine.optimizer,
-            parameters={name: getattr(p, "ds_tensor", p) for name, p in named.items()},
-        ),
-        initial_weights_sha256=initial_weights_sha256,
+    shards, group = mesh[DP_SHARD], engine.data_parallel_group
+    axis = Axis(shards.name, size=shards.size, rank=shards.rank, group=group, traffic=mesh.traffic)
+    parallel = ZeRO(
+        engine=engine,
+        module=model,
+        optimizer=engine.optimizer,
+        parameters={name: getattr(p, "ds_tensor", p) for name, p in model.named_parameters()},
     )
-    follow(run, Loop(engine), folder=folder, started_utc=started_utc)
-    process_groups.leave_group()
+    return parallel, dataclasses.replace(mesh, axes={**mesh.axes, DP_SHARD: axis})

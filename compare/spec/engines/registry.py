@@ -57,14 +57,6 @@ TORCH_PEERS = (
         layouts=Layouts(refuses=_one_device_eager),
     ),
     Engine(
-        name="nanogpt-loop-compiled",
-        side="torchpar",
-        folder="peers.nanogpt_loop_compiled",
-        gradient_sync=("none",),
-        decides="the same loop, its model compiled by torch.compile",
-        layouts=Layouts(refuses=_one_device_eager),
-    ),
-    Engine(
         name="deepspeed",
         side="torchpar",
         folder="peers.deepspeed_zero",
