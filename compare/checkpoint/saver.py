@@ -54,8 +54,8 @@ class Saver:
     Args:
         folder: of the run's checkpoints, on a disk that all processes of the run see.
         devices: the numbers of this process's devices.
-        of: how many devices the run has.
-        keep: how many checkpoints to keep, the newest; beside these stays the best one.
+        of: number of devices of the run.
+        keep: the number of newest checkpoints to keep; beside these stays the best one.
     """
 
     def __init__(self, folder: Path, devices: Collection[int], *, of: int, keep: int):
@@ -68,15 +68,14 @@ class Saver:
 
         Args:
             checkpoint: without files.
-            parts: of this process's devices. Copies of parts on other devices (`replica`) are left out.
+            parts: of this process's devices; replicas are left out.
 
         Raises:
             DiskFull, OSError: the one before could not be written.
         """
         self.finish()
-        files = _in_files(parts)
         self._thread = threading.Thread(
-            target=self._write, args=(checkpoint, files), name="checkpoint", daemon=True
+            target=self._write, args=(checkpoint, _in_files(parts)), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -101,11 +100,10 @@ class Saver:
             _remove_files(_unfinished(final), self._devices)
 
     def _remove_old(self) -> None:
-        found = checkpoints_in(self._folder)
         best = best_checkpoint(self._folder)
-        for old in [path for path in list(found.values())[: -self._keep] if path != best]:
-            discarded = old.rename(old.with_name(old.name + UNFINISHED))  # no longer taken for a whole one
-            shutil.rmtree(discarded)
+        for old in list(checkpoints_in(self._folder).values())[: -self._keep]:
+            if old != best:
+                shutil.rmtree(old.rename(_unfinished(old)))  # no longer taken for a complete one
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -121,7 +119,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]
     Args:
         folder: of the checkpoint.
         checkpoint: without files.
-        parts: whole tensors, or boxes of them, of device 0.
+        parts: of device 0.
 
     Raises:
         ExperimentError: the folder is there already.
@@ -142,12 +140,12 @@ def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collectio
     unfinished = _unfinished(final)
     unfinished.mkdir(parents=True, exist_ok=True)
     for device in devices:
-        write_json(unfinished / _sums(device), _write_device(unfinished, device, files))
+        write_json(unfinished / f"device-{device:05d}.json", _write_device(unfinished, device, files))
     if 0 not in devices:
         return
     sums: dict[str, FileSum] = {}
     for device in range(of):
-        path = unfinished / _sums(device)
+        path = unfinished / f"device-{device:05d}.json"
         while not path.is_file():  # a process that died ends this one too
             time.sleep(POLL_S)
         sums |= read_json(path, dict[str, FileSum])
@@ -214,11 +212,6 @@ def _system_error(error: SafetensorError, path: Path) -> OSError:
     if not number:
         return OSError(f"{path}: {error}")
     return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
-
-
-def _sums(device: int) -> str:
-    """The file with which a process says that a device's files are there."""
-    return f"device-{device:05d}.json"
 
 
 def _to_disk(path: Path) -> None:

@@ -1,25 +1,18 @@
 """Version of this project's source that runs."""
 
-import os
 import subprocess
 from pathlib import Path
 
 from compare.spec.experiment import ExperimentError
 
-_ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-"""Variables that git sets for its hooks: they bind every git command to the hook's repository."""
-
 
 def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -> None:
-    """Refuse to go on with what another version of the source began: what they leave would be mixed.
+    """Refuse to go on with what another version of the source began. Raises ExperimentError, with both.
 
     Args:
         folder: of the run.
         commit, dirty: as `git_state` was then.
         begun: what was done with it, such as timed.
-
-    Raises:
-        ExperimentError: it names both.
     """
     if (commit, dirty) != (now := git_state()):
         versions = f"with {_named(commit, dirty)}, and this is {_named(*now)}"
@@ -38,12 +31,9 @@ def git_state() -> tuple[str, bool]:
     """
     here = Path(__file__).resolve()
     root = here.parents[2]
-    environment = {key: value for key, value in os.environ.items() if key not in _ELSEWHERE}
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=False, env=environment
-        )
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:

@@ -10,13 +10,7 @@ from checkpoints import random_state
 from small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
 
 from compare.checkpoint import saver as savers
-from compare.checkpoint.description import (
-    DESCRIPTION,
-    checkpoints_in,
-    folder_name,
-    key,
-    tensor_shapes,
-)
+from compare.checkpoint.description import DESCRIPTION, checkpoints_in, folder_name, key
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver, remove_unfinished
 from compare.host.disk import DiskFull
@@ -84,16 +78,13 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(savers, "_write_device", slowly)
     saver = Saver(tmp_path, [0], of=1, keep=1)
-    held = [
-        (
-            group,
-            msgspec.structs.replace(shard, elements=None, dim_order=()),
-            random_state(EXPERIMENT)[group, shard.name],
-        )
+    replace = msgspec.structs.replace
+    tensors = [
+        (group, replace(shard, elements=None, dim_order=()), random_state(EXPERIMENT)[group, shard.name])
         for group, shard, _ in parts(0)
         if not shard.replica
     ]
-    saver.save(checkpoint(5), held)  # returns, though nothing is written yet
+    saver.save(checkpoint(5), tensors)  # returns, though nothing is written yet
     assert not checkpoints_in(tmp_path)
     may_write.set()
     saver.finish()
@@ -116,9 +107,3 @@ def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
     assert list(checkpoints_in(tmp_path)) == [5]
     assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]  # room was made
     saver.finish()  # it is said once
-
-
-def test_shapes_are_those_of_weights_and_moments():
-    shapes = tensor_shapes(EXPERIMENT)
-    assert len(shapes) == 3 * len(parameter_table(EXPERIMENT.model))
-    assert shapes["v/embedding.token"] == (5, 4)

@@ -2,7 +2,7 @@
 
 import json
 import os
-import struct
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,17 +18,11 @@ from compare.checkpoint.description import DESCRIPTION, SHARDING
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description, sum_of
 
 
-@pytest.fixture
-def copied(tmp_path) -> Path:
-    """A checkpoint to spoil."""
-    return save(tmp_path, 20)
-
-
 def first_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def edit(folder: Path, change: Callable[[dict], None]) -> None:
+def edit(change: Callable[[dict], object], folder: Path) -> None:
     fields = json.loads((folder / DESCRIPTION).read_text())
     change(fields)
     (folder / DESCRIPTION).write_text(json.dumps(fields))
@@ -38,14 +32,6 @@ def flip_a_byte(folder: Path) -> None:
     content = bytearray(first_file(folder).read_bytes())
     content[-3] ^= 1
     first_file(folder).write_bytes(content)
-
-
-def truncate(folder: Path) -> None:
-    os.truncate(first_file(folder), first_file(folder).stat().st_size - 8)
-
-
-def huge_header(folder: Path) -> None:
-    first_file(folder).write_bytes(struct.pack("<Q", 2**62) + b"{}")
 
 
 def pickle_instead(folder: Path) -> None:
@@ -63,109 +49,84 @@ def content(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
-def rewrite(folder: Path, change: Callable[[dict], None]) -> None:
+def rewrite(change: Callable[[dict], object], folder: Path, **offsets: str) -> None:
     """A file with other tensors, whose checksum is right."""
     path = first_file(folder)
-    found, metadata = content(path)
-    change(found)
-    save_file(found, path, metadata)
-    edit(folder, lambda fields: fields["files"].update({path.name: msgspec.to_builtins(sum_of(path))}))
+    tensors, metadata = content(path)
+    change(tensors)
+    save_file(tensors, path, metadata | offsets)
+    edit(lambda fields: fields["files"].update({path.name: msgspec.to_builtins(sum_of(path))}), folder)
 
 
-def other_dtype(found: dict) -> None:
-    found["m/norm.scale"] = found["m/norm.scale"].astype(np.float32)
+OUTSIDE = {"../../x.safetensors": {"bytes": 1, "sha256": "0" * 64}}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    f"has no {DESCRIPTION}: it is no checkpoint": lambda folder: (folder / DESCRIPTION).unlink(),
+    f"{DESCRIPTION} cannot be read: ": lambda folder: (folder / DESCRIPTION).write_text("[" * 100_000),
+    "format = 2, and this version reads 1": partial(edit, lambda f: f.update(format=2)),
+    "Expected `int` >= 0": partial(edit, lambda f: f.update(step=-1)),
+    "updates = 21 after step = 20: each step": partial(edit, lambda f: f.update(updates=21)),
+    "unknown field `code`": partial(edit, lambda f: f.update(code="import os")),
+    "matching regex": partial(edit, lambda f: f["files"].update(OUTSIDE)),
+    "its files hold 0 of ": partial(edit, lambda f: f["experiment"]["model"].update(n_layer=2)),
+    "device-00000-0.safetensors is missing": link_elsewhere,
+    "its contents have changed (sha256): the checkpoint is damaged": flip_a_byte,
+    "device-00000-0.safetensors cannot be read": pickle_instead,
+    "elements of m/norm.scale": partial(rewrite, lambda tensors: tensors.pop("m/norm.scale")),
+    "m/norm.scale is F32 instead of float64": partial(
+        rewrite, lambda tensors: tensors.update({"m/norm.scale": np.zeros(4, np.float32)})
+    ),
+    "weights/lm_head is no tensor of this model and optimizer": partial(
+        rewrite, lambda tensors: tensors.update({"weights/lm_head": np.zeros(3)})
+    ),
+    "weights/norm.scale has values that are NaN or infinite": partial(
+        rewrite, lambda tensors: tensors["weights/norm.scale"].__setitem__(0, np.nan)
+    ),
+    "v/norm.scale has values that are negative": partial(
+        rewrite, lambda tensors: tensors["v/norm.scale"].__setitem__(0, -1e-9)
+    ),
+    "m/norm.scale has shape (9,) at (0,), and the tensor (4,)": partial(
+        rewrite, lambda tensors: tensors.update({"m/norm.scale": np.zeros(9)})
+    ),
+}
 
 
-def unknown_tensor(found: dict) -> None:
-    found["weights/lm_head"] = np.zeros(3)
-
-
-def not_a_number(found: dict) -> None:
-    found["weights/norm.scale"][0] = np.nan
-
-
-def negative(found: dict) -> None:
-    found["v/norm.scale"][0] = -1e-9
-
-
-def larger_tensor(found: dict) -> None:
-    found["m/norm.scale"] = np.zeros(9)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda folder: (folder / DESCRIPTION).unlink(), f"has no {DESCRIPTION}: it is no checkpoint"),
-        (lambda folder: (folder / DESCRIPTION).write_text("{"), f"{DESCRIPTION} cannot be read: "),
-        (lambda folder: (folder / DESCRIPTION).write_text("[" * 100_000), f"{DESCRIPTION} cannot be read: "),
-        (partial(edit, change=lambda f: f.update(format=2)), "format = 2, and this version reads 1"),
-        (partial(edit, change=lambda f: f.update(step=-1)), "Expected `int` >= 0"),
-        (partial(edit, change=lambda f: f.update(step=2**80)), "Expected `int` <= "),
-        (
-            partial(edit, change=lambda f: f.update(updates=21)),
-            "updates = 21 after step = 20: each step",
-        ),
-        (partial(edit, change=lambda f: f.update(step="x")), "Expected `int`, got `str`"),
-        (partial(edit, change=lambda f: f.pop("engine")), "missing required field `engine`"),
-        (partial(edit, change=lambda f: f.update(code="import os")), "unknown field `code`"),
-        (
-            partial(
-                edit,
-                change=lambda f: f["files"].update({"../../x.safetensors": {"bytes": 1, "sha256": "0" * 64}}),
-            ),
-            "matching regex",
-        ),
-        (partial(edit, change=lambda f: f["experiment"]["model"].update(n_layer=10**9)), "cannot be read: "),
-        (partial(edit, change=lambda f: f["experiment"]["model"].update(n_layer=2)), "its files hold 0 of "),
-        (lambda folder: first_file(folder).unlink(), "device-00000-0.safetensors is missing"),
-        (flip_a_byte, "its contents have changed (sha256): the checkpoint is damaged"),
-        (truncate, "device-00000-0.safetensors cannot be read"),
-        (huge_header, "device-00000-0.safetensors cannot be read"),
-        (pickle_instead, "device-00000-0.safetensors cannot be read"),
-        (link_elsewhere, "device-00000-0.safetensors is missing"),
-        (lambda folder: first_file(folder).write_bytes(b""), "device-00000-0.safetensors cannot be read"),
-        (partial(rewrite, change=lambda found: found.pop("m/norm.scale")), "elements of m/norm.scale"),
-        (partial(rewrite, change=other_dtype), "m/norm.scale is F32 instead of float64"),
-        (partial(rewrite, change=unknown_tensor), "weights/lm_head is no tensor of this model and optimizer"),
-        (
-            partial(rewrite, change=not_a_number),
-            "weights/norm.scale has values that are NaN or infinite",
-        ),
-        (
-            partial(rewrite, change=negative),
-            "v/norm.scale has values that are negative",
-        ),
-        (partial(rewrite, change=larger_tensor), "m/norm.scale has shape (9,) at (0,), and the tensor (4,)"),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name_and_nothing_is_changed(copied, spoil, says, monkeypatch, tmp_path):
+def test_damage_is_refused_by_name_and_nothing_is_changed(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    spoil(copied)
-    before = {path.name: path.read_bytes() for path in copied.iterdir()}
-    with pytest.raises(CheckpointError) as refused:
-        CheckpointReader(copied).verify()
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert str(copied) in str(refused.value)
-    assert {path.name: path.read_bytes() for path in copied.iterdir()} == before
+    good = save(tmp_path, 20)
+    for number, (says, spoil) in enumerate(DAMAGES.items()):
+        copied = Path(shutil.copytree(good, tmp_path / f"copy-{number}" / good.name))
+        spoil(copied)
+        before = {path.name: path.read_bytes() for path in copied.iterdir()}
+        with pytest.raises(CheckpointError) as refused:
+            CheckpointReader(copied).verify()
+        assert says in str(refused.value)
+        assert "\n" not in str(refused.value), says
+        assert str(copied) in str(refused.value), says
+        assert {path.name: path.read_bytes() for path in copied.iterdir()} == before, says
     assert not (tmp_path / "hacked").exists()
 
 
-def test_one_that_is_removed_while_it_is_read_is_an_error_of_checkpoints(tmp_path, monkeypatch):
+def test_files_that_were_cut_off_are_refused(tmp_path):
+    good = save(tmp_path, 20)
+    for size in (first_file(good).stat().st_size - 8, 8, 0):
+        os.truncate(first_file(good), size)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            CheckpointReader(good)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_of_checkpoints(tmp_path, monkeypatch):
     """The run that it is of may remove it at any time."""
     monkeypatch.setattr(Path, "is_file", lambda path: True)  # as it was a moment ago
     with pytest.raises(CheckpointError, match=r"checkpoint\.json cannot be read: .*No such file"):
         read_description(tmp_path / "step-00000007")
 
 
-def test_parts_that_overlap_are_refused_when_they_are_read(copied):
+def test_parts_that_overlap_are_refused_when_they_are_read(tmp_path):
     """As many elements as there should be, but some of them twice."""
-    path, other = first_file(copied), min(copied.glob("device-00001-*.safetensors"))
-    found, metadata = content(path)
-    own, theirs = (json.loads(content(file)[1][SHARDING]) for file in (path, other))
-    own["weights/norm.scale"] = theirs["weights/norm.scale"]
-    save_file(found, path, {**metadata, SHARDING: json.dumps(own)})
-    edit(copied, lambda fields: fields["files"].update({path.name: msgspec.to_builtins(sum_of(path))}))
-    reader = CheckpointReader(copied)
+    folder = save(tmp_path, 20)
+    files = first_file(folder), min(folder.glob("device-00001-*.safetensors"))
+    ours, theirs = (json.loads(content(file)[1][SHARDING]) for file in files)
+    ours["weights/norm.scale"] = theirs["weights/norm.scale"]
+    rewrite(lambda tensors: None, folder, **{SHARDING: json.dumps(ours)})
     with pytest.raises(CheckpointError, match=r"parts of weights/norm.scale overlap, and 1 of its elements"):
-        reader.read("weights", "norm.scale")
+        CheckpointReader(folder).read("weights", "norm.scale")

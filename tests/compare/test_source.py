@@ -19,12 +19,10 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
+def repository(tmp_path):
     """A repository with a file in it, and nothing else."""
     if not shutil.which("git"):
         pytest.skip("there is no git")
-    for name in source._ELSEWHERE:
-        monkeypatch.delenv(name, raising=False)
     git(tmp_path, "init", "--quiet")
     (tmp_path / "README").write_text("another project\n")
     git(tmp_path, "add", "README")
@@ -59,12 +57,6 @@ def test_beside_another_projects_files_it_has_no_commit_unless_it_is_tracked(rep
     assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), False)
     module.write_text(module.read_text() + "\n")
     assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), True)
-
-
-def test_a_hook_of_another_repository_does_not_lend_its_commit(repository, tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(repository))
-    assert state(install(tmp_path_factory.mktemp("elsewhere")), monkeypatch) == ("", False)
 
 
 def test_without_git_there_is_no_commit(repository, monkeypatch):
