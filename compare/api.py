@@ -23,7 +23,7 @@ from msgspec import Struct
 from compare.contract.record import MANIFEST, Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.judge.outcome import Outcome
-from compare.present.report.render import PAGE
+from compare.present.report import PAGE
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
 from compare.studies.nanogpt_config import load_experiment

@@ -36,9 +36,9 @@ from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.show.findings import NONE, Figure, Findings, Row, Table, Text
-from compare.show.page import write_page
-from compare.show.pages import leave_page
+from compare.show.figures import Figure, save_figures
+from compare.show.findings import NONE, Findings, Row, Table, Text
+from compare.show.page import leave_page, write_page
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
@@ -157,9 +157,7 @@ class Study(Spec, frozen=True, kw_only=True):
         """Write the page of an outcome, and its picture. Returns the page."""
         found = findings_in(cls, outcome, folder)
         if picture and found.figures:
-            from compare.show.figures import save_figures  # matplotlib takes 2 s to import
-
-            save_figures(picture, found.figures, title=found.title)
+            save_figures(picture, found.figures)
         return write_page(folder / f"{cls.word()}.html", found)
 
     @classmethod

@@ -17,8 +17,11 @@ from compare.judge.ladder import LADDER
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.run_changes import CostChange
 from compare.judge.run_difference import RATES, Difference, common, difference
-from compare.present.tables import by_reason, rung_text
-from compare.show.pages import leave_page
+from compare.present.report import difference_figure, loss_figure
+from compare.present.tables import rung_text
+from compare.show.figures import save_figures
+from compare.show.findings import by_reason
+from compare.show.page import leave_page
 from compare.show.terminal import cell_of
 from compare.spec.experiment import Experiment
 from compare.terminal import PlainConsole, print_json, results_console
@@ -94,10 +97,9 @@ def _pairs(a: dict[str, Record], b: dict[str, Record]) -> dict[tuple[str, str], 
 
 def _drawn(path: Path, names: Sequence[tuple[str, str]], pairs: Sequence[tuple[Record, Record]]) -> Path:
     """Save the curves of all runs, over the steps that the two of each pair share."""
-    from compare.present.report.figures import save_overlay
-
     shown = [name for pair in names for name in pair]
-    save_overlay(path, shown, [run for a, b in pairs for run in common(a, b)])
+    runs = dict(zip(shown, (run for a, b in pairs for run in common(a, b)), strict=True))
+    save_figures(path, [loss_figure(runs), difference_figure(runs)], columns=2)
     return path
 
 

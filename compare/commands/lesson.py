@@ -39,9 +39,9 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """Read one strategy in every engine, side by side, beside what XLA made of it and what each sent.
 
     Trains the experiment `check` (float64, small, half a minute) with all engines under the strategy's
-    layout, and writes one HTML page that needs no network: the source files with their collectives, each
-    tied to the row of the ledger that it causes; XLA's instructions with the lines that caused them; memory
-    against its closed form; and three experiments to try. Exit code 1 if the engines do not agree.
+    layout, and writes one HTML page that needs no network: who holds what, each collective on a ring, the
+    source files with links between lines and the rows of the ledger that they cause, memory, and three
+    experiments to try. Exit code 1 if the engines do not agree.
 
     Try:
       shardpair lesson fully_sharded

@@ -1,6 +1,6 @@
 """Tables and figures of a plan."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -12,9 +12,13 @@ from compare.plan.compute import Term
 from compare.plan.outcome import AbsentStep, Full, PlanOutcome, StepAlone
 from compare.plan.predict import PARTS, predict
 from compare.plan.search import USABLE, Candidate, frontier
-from compare.present.memory_tables import AtPeak
-from compare.show.findings import Column, Figure, Series, Table, table_of
+from compare.present.memory import AtPeak, memory_figure
+from compare.show.figures import Figure, bars, colour, log_scale, rows_height
+from compare.show.findings import Column, Table, table_of
 from compare.terminal import human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class KeptAtPeak(NamedTuple):
@@ -25,10 +29,6 @@ class KeptAtPeak(NamedTuple):
     found: int
 
 
-SHOWS = 0.02
-"""Of the peak, that a class must have once to show as a line."""
-COLOURS = 7
-"""Of the palette; the last part has the ink's."""
 DROPPED = (
     Column[tuple[str, Full]]("full with", lambda row: row[0]),
     Column[tuple[str, Full]]("layouts", lambda row: row[1].layouts, ",d"),
@@ -143,27 +143,10 @@ def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
 
 
 def memory_alone(one: StepAlone) -> Figure:
-    """Memory over the step of a layout's first rank: a line for each class that shows, and one for all."""
-    curve = one.memory.curve
-    assert curve  # PyTorch's steps are watched
-    together = [sum(sizes) for sizes in zip(*curve.bytes.values(), strict=True)]
-    kinds = {kind: series for kind, series in curve.bytes.items() if max(series) > SHOWS * max(together)}
-    lines = [
-        Series(label=label, x=curve.positions, y=[size / 1e9 for size in sizes], colour=colour)
-        for label, sizes, colour in (
-            ("all", together, None),
-            *((kind, sizes, place) for place, (kind, sizes) in enumerate(kinds.items())),
-        )
-    ]
-    marks = ", ".join(f"{mark.phase} from {mark.position:,}" for mark in curve.marks)
-    return Figure(
-        title=f"Memory of the first rank of {one.layout}",
-        caption=f"Every tensor that it keeps, by class; classes below {SHOWS:.0%} have no line. Operators: "
-        f"{marks}.",
-        x="operators of the step so far",
-        y="memory (GB)",
-        series=lines,
-    )
+    """Memory over the step of a layout's first rank, by class."""
+    assert one.memory.curve  # PyTorch's steps are watched
+    title, caption = f"Memory of the first rank of {one.layout}", "Every tensor that it keeps, by class."
+    return memory_figure(title, one.memory.curve, one.memory.peak, caption=caption)
 
 
 def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
@@ -187,39 +170,35 @@ def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
     ]
 
 
-def bars(best: list[Candidate]) -> Figure:
+def parts_figure(best: list[Candidate]) -> Figure:
     """Time by part, a bar for each of the best."""
-    begin = [0.0] * len(best)
-    series = []
-    for place, (part, words) in enumerate(PARTS.items()):
-        colour = place if place < COLOURS else None
-        lengths = [one.parts.get(part, 0.0) * 1e3 for one in best]
-        if any(lengths):
-            places = range(len(best))
-            series.append(Series(label=words, x=lengths, y=places, begin=begin, look="bars", colour=colour))
-        begin = [sum(pair) for pair in zip(begin, lengths, strict=True)]
+    names = [one.name for one in best]
+    parts = {words: [one.parts.get(part, 0.0) * 1e3 for one in best] for part, words in PARTS.items()}
+    parts = {words: lengths for words, lengths in parts.items() if any(lengths)}
     return Figure(
         title="Time of a step, by part",
         caption="Collectives: what nothing hides. Pipeline: the bubble, and messages that are waited for.",
-        x="step time (ms)",
-        names=[one.name for one in best],
-        series=series,
+        draw=lambda axes: bars(axes, names, parts, "step time (ms)", "{:,.1f} ms".format, is_stacked=True),
+        height=rows_height(len(best)),
     )
 
 
-def scatter(outcome: PlanOutcome) -> Figure:
+def frontier_figure(outcome: PlanOutcome) -> Figure:
     """Memory against time, and the layouts than which none is both faster and smaller."""
     ends = frontier(outcome.candidates)
 
-    def points(label: str, some: list[Candidate], look: str, colour: int | None) -> Series:
-        x, y = [one.bytes / 1e9 for one in some], [one.seconds * 1e3 for one in some]
-        return Series(label=label, x=x, y=y, look="line", dash=look, mark="o", colour=colour)
+    def draw(axes: "Axes") -> None:
+        for label, some, look, shade in (
+            ("layouts", outcome.candidates, "o", colour(0)),
+            ("frontier", ends, "o-", colour(1)),
+        ):
+            sizes, times = [one.bytes / 1e9 for one in some], [one.seconds * 1e3 for one in some]
+            axes.plot(sizes, times, look, color=shade, markersize=4, label=label)
+        axes.set(xlabel="memory of the fullest device (GB)", ylabel="step time (ms)")
+        log_scale(axes, "x", "y")
 
     return Figure(
         title="Memory against time",
         caption="The fastest layouts, and the frontier: none is both faster and smaller.",
-        x="memory of the fullest device (GB)",
-        y="step time (ms)",
-        log="xy",
-        series=[points("layouts", outcome.candidates, "", 0), points("frontier", ends, "-", 1)],
+        draw=draw,
     )

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -14,8 +15,12 @@ from compare.judge.statistics import Estimate, estimate, ratios
 from compare.judge.strategy import with_remat_resolved
 from compare.judge.timed_outcome import TimedOutcome, timed
 from compare.plan.machine import Machine
-from compare.show.findings import Column, Figure, Series
+from compare.show.figures import INK, MARKERS, Figure, colour, log_scale
+from compare.show.findings import Column
 from compare.terminal import human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FASTER = 1.2
 """A case that takes so much longer than the fastest one in every round, twice at least, is timed no more."""
@@ -156,23 +161,20 @@ def _peak(case: Case) -> float | None:
 
 def against(rows: Sequence[Row]) -> Figure:
     """Predicted over measured times, a colour for each engine."""
+
+    def draw(axes: "Axes") -> None:
+        for place, (engine, own) in enumerate(by_engine(rows).items()):
+            measured, predicted = [row.measured_ms.median for row in own], [row.predicted_ms for row in own]
+            axes.plot(measured, predicted, MARKERS[place % len(MARKERS)], color=colour(place), label=engine)
+        ends = [row.measured_ms.median for row in rows]
+        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=INK, linewidth=1, label="equal")
+        axes.set(xlabel="measured (ms)", ylabel="predicted (ms)")
+        log_scale(axes, "x", "y")
+
     return Figure(
         title="Predicted against measured",
         caption="Above the line a prediction is too slow; points that rise are ranked as they are.",
-        x="measured (ms)",
-        y="predicted (ms)",
-        log="xy",
-        series=[
-            Series(
-                label=engine,
-                x=[row.measured_ms.median for row in own],
-                y=[row.predicted_ms for row in own],
-                look="points",
-                colour=place,
-            )
-            for place, (engine, own) in enumerate(by_engine(rows).items())
-        ]
-        + [Series(label="equal", x=(ends := _ends(rows)), y=ends)],
+        draw=draw,
     )
 
 
@@ -182,9 +184,3 @@ def by_engine(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         found.setdefault(row.engine, []).append(row)
     return found
-
-
-def _ends(rows: Sequence[Row]) -> list[float]:
-    """The least and the greatest measured time."""
-    times = [row.measured_ms.median for row in rows]
-    return [min(times), max(times)]

@@ -1,17 +1,23 @@
 """What a profile says: where the time of a step goes, engine by engine and device by device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from compare.contract.record import Record
+from compare.contract.timeline import Timeline, exposed_us, idle_us
 from compare.judge.outcome import Outcome
-from compare.judge.profile import DeviceTime, EngineProfile, Profile
-from compare.show.findings import NONE, Column, Picture, Row, Table, Text
-from compare.terminal import layout_in_words
+from compare.judge.profile import DeviceTime, Profile
+from compare.pipeline.schedules import Kind, Schedule, make_schedule
+from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight
+from compare.pipeline.simulator import run as simulate
+from compare.show.figures import WIDE, Box, Figure, gantt
+from compare.show.findings import NONE, Column, Row, Table, Text
+from compare.terminal import SCHEDULES, layout_in_words
 
-ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
+ROWS: dict[str, Any] = {
     "step, unwatched (ms)": lambda engine: engine.step_ms,
     "step, watched (ms)": lambda engine: engine.watched_ms,
     "timeline's wall (ms)": lambda engine: engine.wall_ms,
@@ -21,14 +27,11 @@ ROWS: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "communication (ms)": lambda engine: engine.mean_ms("communication_ms"),
     "of it exposed (ms)": lambda engine: engine.mean_ms("exposed_ms"),
     "idle (ms)": lambda engine: engine.mean_ms("idle_ms"),
-}
-SHARES: dict[str, Callable[[EngineProfile], float | UnsetType]] = {
     "cost of watching": lambda engine: engine.overhead,
     "bubble, measured": lambda engine: engine.bubble,
     "bubble of the schedule": lambda engine: engine.planned_bubble,
 }
-"""Rows that are a share; of pipelines the last two."""
-
+"""Those without ms are shares; the last two are of pipelines."""
 DEVICE = (
     Column[DeviceTime]("device", lambda one: f"device {one.device}"),
     Column[DeviceTime]("forward", lambda one: one.forward_ms, ".2f"),
@@ -38,32 +41,117 @@ DEVICE = (
     Column[DeviceTime]("of it exposed", lambda one: one.exposed_ms, ".2f"),
     Column[DeviceTime]("idle", lambda one: one.idle_ms, ".2f"),
 )
+MOST_BOXES = 1500
+"""Of a schedule; more are a blur."""
+TASKS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
 
 
-def timelines(records: Mapping[str, Record]) -> list[Picture]:
-    """The watched steps as they were measured, and pipelines as they were planned."""
-    from compare.present.report.lanes import measured_steps
-    from compare.present.report.pictures import timelines as planned
+def measured_figures(records: Mapping[str, Record]) -> list[Figure]:
+    """The watched step of every record that has a timeline."""
+    return [
+        _measured(name, record.timeline) for name, record in records.items() if record.timeline is not None
+    ]
 
-    every = list(records.values())
-    found = [*measured_steps(list(records), every), *planned(every)]
-    return [msgspec.structs.replace(picture, is_wide=True) for picture in found]
+
+def _measured(name: str, timeline: Timeline) -> Figure:
+    devices = len(timeline.lanes)
+    exposed = sum(map(exposed_us, timeline.lanes)) / devices / 1e3
+    idle = sum(idle_us(lane, timeline.wall_us) for lane in timeline.lanes) / devices / 1e3
+    boxes = [
+        Box(
+            row,
+            span.begin_us / 1e3,
+            span.duration_us / 1e3,
+            span.kind,
+            text=str(span.microbatch) if span.microbatch >= 0 and span.kind != "communication" else "",
+            is_pale=bool(span.chunk),
+            is_beside=span.kind == "communication",
+        )
+        for row, lane in enumerate(timeline.lanes)
+        for span in lane.spans
+    ]
+    names = [f"device {lane.device}" for lane in timeline.lanes]
+    return Figure(
+        title=f"{name}, step {timeline.step} as it was measured",
+        caption=f"{timeline.wall_us / 1e3:.1f} ms, of which a device spends {exposed:.1f} ms in "
+        f"communication with no compute beside it, and is idle for {idle:.1f} ms. {timeline.method}",
+        draw=lambda axes: gantt(axes, names, boxes, "ms"),
+        width=WIDE,
+        height=0.7 + 0.44 * devices,
+    )
+
+
+def planned_figures(records: Iterable[Record]) -> list[Figure]:
+    """Every pipeline schedule that ran, once, on a clock."""
+    found = {}
+    for experiment in (record.manifest.experiment for record in records):
+        layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
+        if layout.pp > 1:
+            sizes = layout.pp, layout.microbatches * passes, layout.chunks
+            found[layout.schedule, *sizes] = schedule_figure(layout.schedule, *sizes)
+    return [one for one in found.values() if one]
+
+
+def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Figure | None:
+    """A pipeline's schedule: a row for each rank, a box for each task. None where boxes would be a blur."""
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if sum(map(len, schedule)) > MOST_BOXES:
+        return None
+    boxes = [
+        Box(
+            slot.rank,
+            slot.start,
+            slot.end - slot.start,
+            TASKS[slot.task.kind],
+            text=str(slot.task.microbatch),
+            is_pale=slot.task.stage >= ranks,
+        )
+        for slot in simulate(schedule)
+    ]
+    return Figure(
+        title=f"{SCHEDULES[name]}, {ranks} ranks, {microbatches} microbatches",
+        caption=f"The plan, not a measurement: {summary(schedule)}. A backward takes two forwards.",
+        draw=lambda axes: gantt(
+            axes, [f"rank {rank}" for rank in range(ranks)], boxes, "time, in forwards of one microbatch"
+        ),
+        width=WIDE,
+        height=0.7 + 0.3 * ranks,
+    )
+
+
+def summary(schedule: Schedule) -> str:
+    """Makespan, waiting and memory of a schedule, in words."""
+    most = ", ".join(str(peak_in_flight(tasks)) for tasks in schedule)
+    return (
+        f"makespan {makespan(schedule):g}, ranks wait {bubble_fraction(schedule):.0%} of the time, at most "
+        f"{most} activations held"
+    )
 
 
 def figures_of(profile: Profile, name: str) -> Table:
     """A column for each engine; rows that nobody has a figure for are left out."""
-    found = {label: [_ms(value(engine)) for engine in profile.engines] for label, value in ROWS.items()}
-    found |= {label: [_share(value(engine)) for engine in profile.engines] for label, value in SHARES.items()}
+    cells = {label: [_text(label, of(engine)) for engine in profile.engines] for label, of in ROWS.items()}
     return Table(
         name=name,
         corner="mean over devices",
         columns=[engine.name for engine in profile.engines],
         rows=[
-            Row(Text(label), [Text(cell) for cell in cells])
-            for label, cells in found.items()
-            if any(cell != NONE for cell in cells)
+            Row(Text(label), list(map(Text, row)))
+            for label, row in cells.items()
+            if any(cell != NONE for cell in row)
         ],
     )
+
+
+def _text(label: str, value: Any) -> str:
+    if value is UNSET:
+        return NONE
+    return f"{value:.1f}" if "(ms)" in label else f"{value:.0%}"
 
 
 def title(outcome: Outcome) -> str:
@@ -91,9 +179,29 @@ def notes(profile: Profile, platform: str) -> list[str]:
     return lines
 
 
-def _ms(value: float | UnsetType) -> str:
-    return NONE if value is UNSET else f"{value:.1f}"
+def chrome_trace(name: str, timeline: Timeline, *, process: int = 0) -> bytes:
+    """The timeline as Chrome's trace events, for Perfetto: a process for each engine, rows for each device.
+
+    Events of a row may not overlap, and communication overlaps with compute and with itself: below each
+    device's compute it has as many rows as it needs.
+    """
+    events: list[dict[str, object]] = [_named("process_name", process, 0, f"{name}, step {timeline.step}")]
+    for lane in timeline.lanes:
+        ends: list[float] = [0.0]
+        for span in sorted(lane.spans, key=lambda span: span.begin_us):
+            row = 0
+            if span.kind == "communication":
+                row = next((i for i, end in enumerate(ends) if i and end <= span.begin_us), len(ends))
+                ends[row:] = [span.end_us, *ends[row + 1 :]]
+            about = {"operation": span.operation, "axis": span.axis, "purpose": span.purpose}
+            place = {"pid": process, "tid": lane.device + row * len(timeline.lanes)}
+            times = {"ts": span.begin_us, "dur": span.duration_us, "args": about}
+            events.append({"ph": "X", "name": span.name, "cat": span.kind, **place, **times})
+        for row in range(len(ends)):
+            words = f"device {lane.device}" + (f": communication {row}" if row else "")
+            events.append(_named("thread_name", process, lane.device + row * len(timeline.lanes), words))
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _share(value: float | UnsetType) -> str:
-    return NONE if value is UNSET else f"{value:.0%}"
+def _named(event: str, process: int, thread: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": event, "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,12 +1,19 @@
-"""The table of a sweep."""
+"""The table and the figures of a sweep."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from compare.contract.record import Record
+from compare.judge.outcome import Outcome
+from compare.present.report import loss_figure
+from compare.show.figures import INK, Figure, bars, colour, rows_height, ticks
 from compare.show.findings import Column, Table, table_of
 from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from compare.studies.sweep import StrategyRow
 
 EXPLAINED = (
@@ -46,4 +53,96 @@ def sweep_table(rows: "Sequence[StrategyRow]", *, scaled: bool) -> Table:
         ),
     ]
     title = "Strategies over devices" if scaled else "Strategies side by side"
-    return table_of(title, columns, rows, look="upright", below=EXPLAINED, words=1)
+    return table_of(title, columns, rows, below=EXPLAINED, words=1)
+
+
+def figures_of(rows: "Sequence[StrategyRow]", *, scaled: bool) -> list[Figure]:
+    """Step times and peaks of strategies; or throughput and efficiency over devices."""
+    if not rows or scaled:
+        return _scaling_figures(rows) if rows else []
+    names = list(dict.fromkeys(map(_name, rows)))
+    engines = list(dict.fromkeys(row.engine for row in rows))
+    by_place = {(row.engine, _name(row)): row for row in rows}
+
+    def grouped(value: "Callable[[StrategyRow], float]") -> dict[str, list[float]]:
+        return {
+            engine: [
+                value(by_place[engine, name]) if (engine, name) in by_place else math.nan for name in names
+            ]
+            for engine in engines
+        }
+
+    times, peaks = grouped(lambda row: row.step_time_ms_mean), grouped(lambda row: row.peak_mem_bytes / 1e6)
+    height = rows_height(round(len(names) * max(1.0, len(engines) / 2)))
+    return [
+        Figure(
+            title="Step time of each strategy",
+            caption="The mean over steady steps of one process: an order of magnitude, and no ranking.",
+            draw=lambda axes: bars(axes, names, times, "step time, mean (ms)", "{:,.1f} ms".format),
+            height=height,
+        ),
+        Figure(
+            title="Peak memory of each strategy",
+            caption="Of the fullest device.",
+            draw=lambda axes: bars(axes, names, peaks, "peak memory (MB)", "{:,.1f} MB".format),
+            height=height,
+        ),
+    ]
+
+
+def _name(row: "StrategyRow") -> str:
+    return f"{row.strategy} {row.variant}".strip()
+
+
+def loss_figures(outcome: Outcome, records: Mapping[str, Record]) -> list[Figure]:
+    """The loss curves of each engine's strategies, beside what they are held against."""
+    figures = []
+    for reference in [name for name in records if not outcome.cases[name].against]:
+        names = [name for name in records if outcome.cases[name].against == reference]
+        for engine in dict.fromkeys(outcome.cases[name].engine for name in names):
+            of_engine = {name: records[name] for name in names if outcome.cases[name].engine == engine}
+            title = f"Loss of {engine}, against {reference}"
+            figures.append(loss_figure({reference: records[reference], **of_engine}, title))
+    return figures
+
+
+def _scaling_figures(rows: "Sequence[StrategyRow]") -> list[Figure]:
+    alone = {row.engine: row for row in rows if row.devices == 1}
+    lines: dict[str, list[StrategyRow]] = {}
+    for row in (row for row in rows if row.devices > 1):
+        start = [alone[row.engine]] if row.engine in alone else []
+        lines.setdefault(f"{row.engine}, {_name(row)}", start).append(row)
+    lines = lines or {engine: [row] for engine, row in alone.items()}
+    counts = sorted({row.devices for line in lines.values() for row in line})
+    base = "one device" if counts[0] == 1 else f"{counts[0]} devices"
+    best = max(line[0].tokens_per_s for line in lines.values()) / counts[0]
+
+    def over_devices(axes: "Axes", value: "Callable[[StrategyRow], float | None]", y: str, form: str) -> None:
+        for place, (name, line) in enumerate(lines.items()):
+            points = [(row.devices, found) for row in line if (found := value(row)) is not None]
+            axes.plot(*zip(*points, strict=True), "o-", color=colour(place), label=name, markersize=4)
+        axes.set(xlabel="devices", ylabel=y, xscale="log")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(form)
+        ticks(axes, {count: str(count) for count in counts})
+
+    def throughput(axes: "Axes") -> None:
+        over_devices(axes, lambda row: row.tokens_per_s, "tokens/s", "{x:,.0f}")
+        axes.plot(counts, [best * count for count in counts], ":", color=INK, linewidth=1)
+
+    def efficiency(axes: "Axes") -> None:
+        over_devices(axes, lambda row: row.efficiency, f"efficiency against {base}", "{x:.0%}")
+        axes.axhline(1.0, color=INK, linewidth=0.8)
+
+    return [
+        Figure(
+            title="Throughput over devices",
+            caption="Of all devices. The dotted line begins with the best and grows as the devices do.",
+            draw=throughput,
+        ),
+        Figure(
+            title=f"Efficiency against {base}",
+            caption=f"Throughput per device, over that of {base} of the same engine.",
+            draw=efficiency,
+        ),
+    ]

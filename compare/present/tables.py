@@ -1,6 +1,6 @@
 """Cells and rows that several tables share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from msgspec import UNSET, UnsetType
 
@@ -55,14 +55,6 @@ def rung_text(verdict: Verdict, rung: str) -> Text:
     if result is None:
         return Text(NONE)
     return Text(error_text(result.error), news="" if result.passed else "fail")
-
-
-def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names with the same reason together."""
-    names: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        names.setdefault(why, []).append(name)
-    return names
 
 
 def how_peaks(names: list[str], records: list[Record]) -> str:

@@ -4,13 +4,13 @@ A study makes one `Findings`; `show.terminal`, `show.page` and `show.markdown` e
 `Findings.value` is what --json prints.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from markupsafe import Markup
 from msgspec import Struct
 
 from compare.judge.statistics import Estimate
+from compare.show.figures import Figure
 
 NONE = "-"
 Value = Estimate | float | str | None
@@ -43,10 +43,8 @@ class Table(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What its rows are."""
     columns: list[str]
     rows: list[Row]
-    groups: list[str] = []
-    """Headers over as many columns each, where columns come in groups."""
     look: str = ""
-    """`words` for text that is set to the left, `upright` for one that was turned; '' for numbers."""
+    """`words` for text that is set to the left; '' for numbers."""
     words: int = 0
     """Columns of text before those of numbers."""
     below: str = ""
@@ -73,12 +71,7 @@ class Column(Struct, Generic[R], frozen=True):
 
 
 def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
-    """A figure as text: 1.2, or 1.2 [1.1, 1.3] of an estimate with an interval; `NONE` for none.
-
-    Args:
-        value: the figure.
-        form: a format such as `.1f`, or what makes text of it.
-    """
+    """A figure as text: 1.2, or 1.2 [1.1, 1.3] of an estimate with an interval; `NONE` for none."""
     if value is None:
         return NONE
 
@@ -90,6 +83,14 @@ def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
     return say(value.median) + (f" [{say(value.low)}, {say(value.high)}]" if value.has_interval else "")
 
 
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names with the same reason together."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return names
+
+
 def table_of(
     name: str,
     columns: Sequence[Column[R]],
@@ -99,14 +100,7 @@ def table_of(
     look: str = "",
     words: int = 0,
 ) -> Table:
-    """A table of rows; the first column names them, and one without any figure is left out.
-
-    Args:
-        name: its title.
-        columns: at least one.
-        rows: what the columns read.
-        below, look, words: as of `Table`.
-    """
+    """A table of rows; the first column names them, and one without any figure is left out."""
     head, *figures = columns
     cells = {column.name: [column.cell(row) for row in rows] for column in figures}
     kept = {name: own for name, own in cells.items() if any(cell.text != NONE for cell in own)}
@@ -121,65 +115,6 @@ def table_of(
         look=look,
         words=words,
     )
-
-
-class Series(Struct, frozen=True, kw_only=True):
-    """What has one name in a figure's legend; series of one name share its entry."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float] = ()
-    spread: Sequence[tuple[float, float]] = ()
-    """Low and high end of each point's whisker, along the axis of the figures; none for no whiskers."""
-    look: Literal["line", "points", "bars", "upright"] = "line"
-    """upright: a vertical line through the figure at x[0]."""
-    thick: float = 0.6
-    """Of bars: of the room that a name has."""
-    begin: Sequence[float] = ()
-    """Of bars: where each begins; 0 by default."""
-    texts: Sequence[str] = ()
-    """Of bars: what stands behind each."""
-    colour: int | Sequence[int] | None = None
-    """Numbers of the palette's colours; the ink's for None."""
-    dash: str = "-"
-    mark: str = ""
-
-
-class Picture(Struct, frozen=True):
-    """A drawing with its heading and its caption."""
-
-    title: str
-    svg: Markup
-    caption: str
-    is_wide: bool = False
-    """It takes the page's whole width."""
-
-
-class Figure(Struct, frozen=True, kw_only=True):
-    """A figure of two axes: y over x; or, where rows have `names`, x for each name, from above."""
-
-    title: str
-    caption: str
-    x: str
-    """What the axis is, with its unit."""
-    y: str = ""
-    series: Sequence[Series]
-    names: Sequence[str] = ()
-    log: Literal["", "x", "y", "xy"] = ""
-    """Axes that are logarithmic."""
-    ticks: dict[float, str] = {}
-    """Names of values of x, where numbers would not be read."""
-    y_form: str = ""
-    """How values of a y that begins with 0 are written: {x:.0%}."""
-    is_small: bool = False
-    """Half as wide: it stands beside others."""
-    at: float | None = None
-    """A thin line that others are seen against: at this x where rows have names, else at this y."""
-
-    @property
-    def is_narrow(self) -> bool:
-        """True if a page has room for another one beside it."""
-        return self.is_small or bool(self.names)
 
 
 class Findings(Struct, frozen=True, kw_only=True):
@@ -199,8 +134,8 @@ class Findings(Struct, frozen=True, kw_only=True):
     details: Sequence[Table] = ()
     """How it was run: tables for the page alone, folded."""
     figures: Sequence[Figure] = ()
-    drawn: Callable[[], list[Picture]] = list
-    """Pictures of another kind, for the page alone."""
+    more_figures: Sequence[Figure] = ()
+    """For the page alone, and not for the picture of --picture."""
     missing: dict[str, str] = {}
     """What did not finish, by name, and why."""
     continuation: str = ""
@@ -211,6 +146,6 @@ class Findings(Struct, frozen=True, kw_only=True):
     spec: str = ""
     """The experiment, every field spelled out."""
     command: str = ""
-    """That makes it again; '' if none is known."""
+    """The command line that began it."""
     source: str = ""
     """Version of shardpair, and the files that have every single figure."""

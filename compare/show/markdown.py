@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
-from compare.show.findings import Findings, Table, Text
+from compare.show.findings import Findings, Table, Text, by_reason
 
 
 def markdown(findings: Findings) -> str:
     """The tables of findings, the sentences that they need, and the outcome."""
     tables = [part for table in findings.tables for part in (markdown_table(table), table.below)]
-    said = [findings.sentence, *findings.about, *(f"**{line}**" for line in findings.warnings)]
-    return "\n\n".join(filter(None, [*tables, *said]))
+    words = [findings.sentence, *findings.about, *findings.notes]
+    words += [f"**{line}**" for line in findings.warnings]
+    words += [f"**{name}**: {why}" for name, why in findings.missing.items()]
+    words += [f"{', '.join(names)}: {why}" for why, names in by_reason(findings.left_out).items()]
+    return "\n\n".join(filter(None, [*tables, *words]))
 
 
 def markdown_table(table: Table) -> str:

@@ -1,57 +1,47 @@
-"""The page of findings: one file that fetches nothing; and what a command leaves of them."""
+"""The page of findings: one file that fetches nothing, with everything escaped."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from compare.host.disk import write_atomically
-from compare.present.report.template import render_page
-from compare.present.tables import by_reason
-from compare.show.findings import Figure, Findings, Picture
-from compare.show.pages import leave_page
-from compare.show.terminal import print_findings
+from compare.host.tensors import RecordError
+from compare.show.figures import svg
+from compare.show.findings import Findings, by_reason
+from compare.spec.experiment import ExperimentError
+from compare.terminal import errors_console, results_console
 
 
-def show(findings: Findings, folder: Path, *, page: str, picture: Path | None, as_json: bool) -> int:
-    """Print findings, and leave their page and their picture.
-
-    Args:
-        findings: of a study.
-        folder: of its results.
-        page: name of the page in it, such as `bench.html`.
-        picture: a file for all figures; None for none.
-        as_json: print one JSON object instead of tables.
-
-    Returns:
-        The exit code: 0 if they passed, else 1.
-    """
-    print_findings(findings, as_json=as_json)
-
-    def draw() -> Path:
-        if picture and findings.figures:
-            from compare.show.figures import save_figures  # matplotlib takes 2 s to import
-
-            save_figures(picture, findings.figures, title=findings.title)
-        return write_page(folder / page, findings)
-
-    if findings.tables:
-        leave_page(draw, label="page", as_json=as_json)
-    return 0 if findings.passed else 1
-
-
-def write_page(path: Path, findings: Findings) -> Path:
-    """Write the page. Returns its path."""
-    pictures = [*findings.drawn(), *map(_picture, findings.figures)]
-    page = render_page(
-        "findings.html",
-        findings=findings,
-        grid=[picture for picture in pictures if not picture.is_wide],
-        wide=[picture for picture in pictures if picture.is_wide],
-        left_out=by_reason(findings.left_out),
+def write_page(path: Path, findings: Findings, *, template: str = "page.html", **values: object) -> Path:
+    """Write the page, of `page.html` or of what extends it with more values. Returns its path."""
+    environment = Environment(
+        loader=PackageLoader("compare.show", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    write_atomically(path, page.encode())
+    page = environment.get_template(template)
+    text = page.render(findings=findings, svg=svg, by_reason=by_reason, **values)
+    write_atomically(path, text.encode())
     return path
 
 
-def _picture(figure: Figure) -> Picture:
-    from compare.show.figures import svg_of
+def leave_page(draw: Callable[[], Path], *, as_json: bool, label: str = "report") -> None:
+    """Draw, and say on stdout where the page is; of one that cannot be drawn say why, on stderr.
 
-    return Picture(figure.title, svg_of(figure), figure.caption, is_wide=not figure.is_narrow)
+    Raises:
+        ExperimentError, RecordError, OSError: bad input or a full disk, which are no matter of drawing.
+    """
+    try:
+        page = draw()
+    except (ExperimentError, RecordError, OSError):
+        raise
+    except Exception as error:  # fonts, a user's plugins: nothing of it changes a verdict
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        words = f"no page: it could not be drawn ({why}); the result stands"
+        errors_console().print(words, style="yellow")
+        return
+    if not as_json:
+        results_console().print(f"{label}: {page}", soft_wrap=True)

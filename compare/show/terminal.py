@@ -4,8 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from compare.present.tables import by_reason
-from compare.show.findings import Findings, Table, Text
+from compare.show.findings import Findings, Table, Text, by_reason
 from compare.terminal import coloured, print_json, results_console
 
 COLOURS = {"pass": "green", "fail": "red", "known": "yellow", "unexplained": "magenta"}

@@ -8,10 +8,10 @@ from compare.flags.chosen_layout import DEVICES
 from compare.flags.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.statistics import Estimate
 from compare.judge.timed_outcome import TimedOutcome, timed
 from compare.present.bench_words import block_title, circumstances_rows, in_one_line, sentences, told_in
-from compare.show.findings import Column, Figure, Findings, Row, Series, Table, Text, table_of
+from compare.show.figures import Figure, bars, intervals, rows_height
+from compare.show.findings import Column, Findings, Row, Table, Text, table_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import Choice, bench_cases
@@ -135,96 +135,24 @@ def how_each_ran(outcome: TimedOutcome) -> Table:
 
 
 def figures_of(outcome: TimedOutcome, rows: Sequence[BenchRow]) -> list[Figure]:
-    """Ratios with intervals, step times over rounds, and what goes before the steps."""
-    return [*_ratios(outcome, [row for row in rows if row.wall_ratio]), _step_times(rows), _before(rows)]
-
-
-def _ratios(outcome: TimedOutcome, rows: Sequence[BenchRow]) -> list[Figure]:
-    if not rows:
-        return []
-    whiskers = any(row.wall_ratio and row.wall_ratio.has_interval for row in rows)
-    said = "whiskers are their intervals over rounds." if whiskers else "too few rounds for intervals."
-    return [
-        Figure(
-            title=f"Against {outcome.baseline}",
-            caption=f"Medians of the ratios of each round; {said}",
-            x=f"times {outcome.baseline}; less is faster",
-            names=_names(rows),
-            at=1.0,
-            series=[
-                _estimates("wall time", [row.wall_ratio for row in rows], above=-0.13, colour=0, mark="o"),
-                _estimates("CPU time", [row.cpu_ratio for row in rows], above=0.13, colour=1, mark="s"),
-            ],
-        )
-    ]
-
-
-def _estimates(
-    label: str, found: Sequence[Estimate | None], *, above: float, colour: int, mark: str
-) -> Series:
-    there = [(place + above, one) for place, one in enumerate(found) if one]
-    return Series(
-        label=label,
-        look="points",
-        colour=colour,
-        mark=mark,
-        x=[one.median for _, one in there],
-        y=[place for place, _ in there],
-        spread=[one.ends for _, one in there],
+    """Ratios with intervals, and step times."""
+    ratios, names = [row for row in rows if row.wall_ratio], _names(rows)
+    whole = {"wall time": [row.wall_ratio for row in ratios], "CPU time": [row.cpu_ratio for row in ratios]}
+    x = f"times {outcome.baseline}; less is faster"
+    against = Figure(
+        title=f"Against {outcome.baseline}",
+        caption="Medians of the ratios of each round; whiskers are their intervals, from five rounds on.",
+        draw=lambda axes: intervals(axes, _names(ratios), whole, x),
+        height=rows_height(len(ratios)),
     )
-
-
-def _step_times(rows: Sequence[BenchRow]) -> Figure:
-    colours = {label: number for number, label in enumerate(dict.fromkeys(row.label for row in rows))}
-    return Figure(
+    walls = {"step time": [row.wall_ms for row in rows]}
+    times = Figure(
         title="Step time",
-        caption="Wall time of a step in windows, inside of which nothing waits for it.",
-        x="step time (ms), median; whisker over rounds",
-        names=_names(rows),
-        series=[
-            Series(
-                label="step time",
-                look="bars",
-                x=[row.wall_ms for row in rows],
-                y=range(len(rows)),
-                spread=[(row.wall_ms_least, row.wall_ms_most) for row in rows],
-                texts=[f"{row.wall_ms:,.1f} ms" for row in rows],
-                colour=[colours[row.label] for row in rows],
-            )
-        ],
+        caption="Wall time of a step in windows, inside of which nothing waits for it: medians over rounds.",
+        draw=lambda axes: bars(axes, names, walls, "step time (ms)", "{:,.1f} ms".format),
+        height=rows_height(len(rows)),
     )
-
-
-def _before(rows: Sequence[BenchRow]) -> Figure:
-    parts = {
-        "start-up": ([row.start_up_s for row in rows], 5),
-        "compilation": ([row.compile_s for row in rows], 4),
-        "first step": ([row.first_step_s for row in rows], 2),
-    }
-    series, begin = [], [0.0] * len(rows)
-    for label, (seconds, colour) in parts.items():
-        end = [sum(pair) for pair in zip(begin, seconds, strict=True)]
-        texts = [f"{second:.1f} s" for second in end] if label == "first step" else []
-        series.append(
-            Series(
-                label=label,
-                look="bars",
-                x=seconds,
-                y=range(len(rows)),
-                begin=begin,
-                texts=texts,
-                colour=colour,
-            )
-        )
-        begin = end
-    return Figure(
-        title="Before the steps",
-        caption="Apart from the step time: Python, the framework, data and weights; compilation; the first "
-        "step.",
-        x="seconds",
-        names=_names(rows),
-        series=series,
-    )
+    return [*([against] if ratios else []), times]
 
 
 def _names(rows: Sequence[BenchRow]) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import shutil
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,8 @@ from compare.judge.collective_fit import Fit
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome
 from compare.judge.statistics import interval_words
 from compare.judge.timed_outcome import timed
-from compare.show.findings import Column, Figure, Findings, Series, table_of, written
+from compare.show.figures import INK, WIDE, Figure, colour, log_scale, whiskers
+from compare.show.findings import Column, Findings, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.collective_runs import (
@@ -41,6 +42,9 @@ from compare.studies.presets import spread, with_layout
 from compare.study import OF_LAYOUTS
 from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OTHERS = ("flat", "naive", "overlapped")
 """Of the first the losses are what others are held to."""
@@ -187,50 +191,46 @@ def figure_of(points: list[Point], line: BucketPrediction) -> Figure:
         "overlapped: s/(n w) + n o": ("-", line.overlapped_ms),
         "exposed: s/w + n o": (":", line.exposed_ms),
     }
-    series = [
-        *(
-            Series(
-                label=f"measured, {sync}",
-                look="points",
-                mark=mark,
-                colour=place,
-                x=[size_mb / point.buckets for point in of_sync],
-                y=[point.overhead_ms.median for point in of_sync],
-                spread=[point.overhead_ms.ends for point in of_sync],
-            )
-            for place, (sync, mark) in enumerate(MARKS.items())
-            if (of_sync := [point for point in points if point.gradient_sync == sync])
-        ),
-        *(
-            Series(
-                label=f"closed form, {name}",
-                dash=dash,
-                x=list(size_mb / counts),
-                y=[form(count) for count in counts],
-            )
-            for name, (dash, form) in curves.items()
-        ),
-    ]
     best = best_of(points)
-    if math.isfinite(line.best_buckets):
-        label = f"predicted best: {mb_text(line.best_bucket_mb)}"
-        series.append(Series(label=label, look="upright", dash="--", colour=4, x=[line.best_bucket_mb]))
-    if best:
-        label = f"measured best: {best.name} asked for, {best.buckets} buckets"
-        series.append(Series(label=label, look="upright", dash="--", colour=0, x=[size_mb / best.buckets]))
-    intervals = interval_words(point.overhead_ms for point in points)
+
+    def draw(axes: "Axes") -> None:
+        axes.axhline(0.0, color=INK, linewidth=0.8)
+        for place, (sync, mark) in enumerate(MARKS.items()):
+            if of_sync := [point for point in points if point.gradient_sync == sync]:
+                sizes = [size_mb / point.buckets for point in of_sync]
+                overheads = [point.overhead_ms for point in of_sync]
+                medians = [one.median for one in overheads]
+                axes.errorbar(
+                    sizes,
+                    medians,
+                    whiskers(overheads),
+                    fmt=mark,
+                    color=colour(place),
+                    capsize=3,
+                    label=f"measured, {sync}",
+                )
+        for name, (dash, form) in curves.items():
+            values = [form(count) for count in counts]
+            axes.plot(size_mb / counts, values, dash, color=INK, label=f"closed form, {name}")
+        if math.isfinite(line.best_buckets):
+            label = f"predicted best: {mb_text(line.best_bucket_mb)}"
+            axes.axvline(line.best_bucket_mb, linestyle="--", color=colour(4), label=label)
+        if best:
+            label = f"measured best: {best.name} asked for, {best.buckets} buckets"
+            axes.axvline(size_mb / best.buckets, linestyle="--", color=colour(0), label=label)
+        axes.set(xlabel="bucket size (MB)", ylabel="overhead of a step (ms)")
+        log_scale(axes, "x")
+
     return Figure(
         title="Overhead over bucket size",
         caption=(
-            f"Medians over rounds; whiskers are {intervals}. The lines are closed forms: overlapped if "
-            f"backward takes as long for a bucket as its bytes do, exposed if nothing runs beside backward. "
-            f"A size is the gradients over the number of buckets."
+            f"Medians over rounds; whiskers are {interval_words(point.overhead_ms for point in points)}. The "
+            f"lines are closed forms: overlapped if backward takes as long for a bucket as its bytes do, "
+            f"exposed if nothing runs beside backward. A size is the gradients over the number of buckets."
         ),
-        x="bucket size (MB)",
-        y="overhead of a step (ms)",
-        series=series,
-        log="x",
-        at=0.0,
+        draw=draw,
+        width=WIDE,
+        height=4.0,
     )
 
 

@@ -16,9 +16,11 @@ from compare.flags.hosts import HostFlags
 from compare.flags.pythons import checked_pythons
 from compare.judge.collective_fit import Fit
 from compare.judge.outcome import OUTCOME, Outcome, read_outcome
-from compare.present.collective_figures import ORDER, figures_of, in_order, ranks_of, ways_of
+from compare.present.collectives import ORDER, figures_of, in_order, ranks_of, ways_of
+from compare.show.figures import save_figures
 from compare.show.findings import Column, Findings, table_of
-from compare.show.page import show
+from compare.show.page import leave_page, write_page
+from compare.show.terminal import print_findings
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
 from compare.studies.collective_runs import (
     RANKS,
@@ -123,7 +125,16 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
     def shown(cls, outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
         """Print it, and leave its page. Returns 0 if every row is there and right."""
         found = cls.findings(outcome, folder)
-        return show(found, folder, page="collectives.html", picture=picture, as_json=as_json)
+        print_findings(found, as_json=as_json)
+
+        def draw() -> Path:
+            if picture and found.figures:
+                save_figures(picture, found.figures, columns=2)
+            return write_page(folder / "collectives.html", found)
+
+        if found.tables:
+            leave_page(draw, as_json=as_json)
+        return 0 if found.passed else 1
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

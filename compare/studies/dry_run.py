@@ -8,7 +8,7 @@ from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
-from compare.present.host_tables import crossing_words, host_table, planned_hosts
+from compare.present.hosts import crossing_words, host_table, planned_hosts
 from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, to_toml

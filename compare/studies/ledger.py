@@ -10,8 +10,9 @@ from compare.flags.arguments import chosen_engines
 from compare.flags.chosen_layout import Spread
 from compare.host.disk import write_atomically
 from compare.judge.outcome import Grid, Outcome, read_outcome
-from compare.present.ledger_lines import findings_of_ledgers, page
+from compare.present.ledger import findings_of_ledgers
 from compare.show.findings import Findings
+from compare.show.markdown import markdown
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import Fit, as_it_is, as_preset
@@ -93,9 +94,10 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
             return super().__call__(default)
         _, folder = self.outcome(default)
         ledgers = read_ledgers(folder)
+        findings = findings_of_ledgers(ledgers, folder, places=self.rows)
         if self.output:
-            write_atomically(self.output, page(ledgers).encode())
-        print_findings(findings_of_ledgers(ledgers, folder, places=self.rows), as_json=self.json)
+            write_atomically(self.output, markdown(findings).encode())
+        print_findings(findings, as_json=self.json)
         return 1 if ledgers.missing or (self.fail_on_unexpected and not ledgers.passed) else 0
 
     @classmethod

@@ -11,7 +11,7 @@ from compare.contract.record import Record
 from compare.flags.arguments import StudiedName, chosen_engines
 from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.present.memory_tables import UNEXPLAINED, AtPeak, at_peak, rows
+from compare.present.memory import UNEXPLAINED, AtPeak, at_peak, rows
 from compare.show.findings import NONE, Column, Findings, Text, table_of
 from compare.spec.experiment import Experiment, edited
 from compare.studies.bench_cases import edits_of

@@ -12,8 +12,15 @@ from compare.host.disk import write_atomically
 from compare.host.json_files import write_json
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.profile import PROFILE, profile_of
-from compare.present.chrome_trace import chrome_trace
-from compare.present.profile import DEVICE, figures_of, notes, timelines, title
+from compare.present.profile import (
+    DEVICE,
+    chrome_trace,
+    figures_of,
+    measured_figures,
+    notes,
+    planned_figures,
+    title,
+)
 from compare.show.findings import Findings, table_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
@@ -93,4 +100,5 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
                 *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),
             ],
         )
-        return msgspec.structs.replace(findings, value=profile, drawn=lambda: timelines(records))
+        figures = [*measured_figures(records), *planned_figures(records.values())]
+        return msgspec.structs.replace(findings, value=profile, figures=figures)

@@ -14,8 +14,9 @@ from compare.execute.tensorboard import events, in_turn, require_tensorboard
 from compare.flags.chosen_layout import Spread
 from compare.judge.ladder import rungs_of
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
-from compare.present.report.render import write_report
+from compare.present.report import report, write_report
 from compare.present.tables import REMOVED, cost_rows, rung_text
+from compare.show.figures import save_figures
 from compare.show.findings import Findings, Row, Table, Text
 from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import settings_in
@@ -100,9 +101,8 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
         """Write the report; the picture is of the loss curves. Returns the page."""
         if picture:
-            from compare.present.report.figures import save_overlay
-
-            save_overlay(picture, outcome.finished, read_run(folder)[1])
+            records = dict(zip(outcome.finished, read_run(folder)[1], strict=True))
+            save_figures(picture, report(outcome, records, folder).figures, columns=2)
         return write_report(folder)
 
     @classmethod

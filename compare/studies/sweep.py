@@ -25,8 +25,7 @@ from compare.judge.costs import cost_of, steady_times_ms
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.peaks import model_flops_utilization
 from compare.numerics.parameters import parameter_count
-from compare.present.sweep import sweep_table
-from compare.present.sweep_figures import figures_of, losses
+from compare.present.sweep import figures_of, loss_figures, sweep_table
 from compare.show.findings import Findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
@@ -195,9 +194,9 @@ class Sweep(Study, frozen=True, kw_only=True):
             figures=figures_of(rows, scaled=is_scaled(outcome)),
         )
         records = {name: read_record(folder / name) for name in outcome.finished if (folder / name).is_dir()}
-        drawn = (lambda: []) if is_scaled(outcome) else (lambda: losses(outcome, records))
+        more = [] if is_scaled(outcome) else loss_figures(outcome, records)
         value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
-        return msgspec.structs.replace(found, value=value, drawn=drawn)
+        return msgspec.structs.replace(found, value=value, more_figures=more)
 
 
 def _is_reference(case: Case, cases: Mapping[str, Case]) -> bool:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from markupsafe import Markup
 from records import CORPUS, make_record, make_steps
 from timed_engines import Engines
 from warm import EMPTY_SVG
@@ -31,7 +32,7 @@ def with_pictures() -> None:
 def only_named_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures of pages have their names and nothing in them, unless the test asks for them."""
     if "with_pictures" not in request.fixturenames:
-        monkeypatch.setattr("compare.present.report.canvas._svg_file", lambda figure, *, salt: EMPTY_SVG)
+        monkeypatch.setattr("compare.show.page.svg", lambda figure: Markup(EMPTY_SVG))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Hosts and devices: names of hosts, coordinates, and which axes cross."""
 
 from compare.contract.across_hosts import host_names
-from compare.present.host_tables import crosses, crossing_words, host_table
+from compare.present.hosts import crosses, crossing_words, host_table
 from compare.spec.experiment import Layout
 
 HSDP = Layout(dp_replicate=2, dp_shard=2, zero=3)
@@ -34,5 +34,5 @@ def test_the_table_of_hosts():
         ("a", ["device 0: dp_replicate 0, tp 0", "device 1: dp_replicate 0, tp 1"]),
         ("b", ["device 2: dp_replicate 1, tp 0", "device 3: dp_replicate 1, tp 1"]),
     ]
-    assert table.below == "dp_replicate crosses hosts, tp stays inside one."
-    assert crossing_words(Layout(tp=2), 2).startswith("tp crosses hosts; with tp every layer waits")
+    assert table.below == "Across hosts: dp_replicate; inside one: tp."
+    assert "With tp every layer waits" in crossing_words(Layout(tp=2), 2)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from benches import bench_of, cases_of, finished, measurement_of
-from outline import Outline
+from outline import require_alone
 
 from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate
@@ -25,24 +25,10 @@ def page_of(result, folder) -> str:
     return write_page(folder / "bench.html", Bench.findings(result, folder)).read_text()
 
 
-def test_page_is_self_contained_and_reproducible(tmp_path, result):
+def test_page_stands_alone_and_has_every_row_with_its_interval(tmp_path, result):
     page = page_of(result, tmp_path)
-    assert page.count("<svg") == 3
-    assert "currentColor" in page
-    assert not [
-        word for word in ("src=", "<link", "@import", "url(http", "<script>", "<b>no") if word in page
-    ]
-    assert page_of(result, tmp_path) == page
-    outline = Outline(page)
-    assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
-    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
-    assert "" not in outline.cells
-    assert len(set(outline.pictures)) == 3
-    assert not [name for name, times in outline.ids.items() if times > 1]
-
-
-def test_page_has_every_row_and_its_interval(tmp_path, result):
-    cells = Outline(page_of(result, tmp_path)).cells
+    assert "<b>no" not in page
+    cells = require_alone(page).cells
     for rows in blocks(result).values():
         for row in rows:
             assert row.label in cells
@@ -52,7 +38,7 @@ def test_page_has_every_row_and_its_interval(tmp_path, result):
 
 def test_page_of_one_case_has_no_ratios(tmp_path, tiny):
     page = page_of(finished(cases_of(tiny, engines=("torch-manual",)), rounds=1), tmp_path)
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 1
     assert "nothing to divide by torch-manual" in page
 
 

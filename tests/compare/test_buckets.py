@@ -244,5 +244,5 @@ def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_pat
 def test_pictures_are_drawn_without_latency_too(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "kept_fit", lambda folder: ENDLESS)
     found = Buckets.findings(done(tiny), tmp_path)
-    save_figures(tmp_path / "a.png", found.figures, title=found.title)
+    save_figures(tmp_path / "a.png", found.figures)
     assert write_page(tmp_path / "buckets.html", found).is_file()

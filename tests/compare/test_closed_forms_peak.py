@@ -21,8 +21,7 @@ from compare.contract.memory_profile import (
 from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
-from compare.present.memory_tables import AtPeak, rows, where
-from compare.present.report.pictures import peak_words
+from compare.present.memory import AtPeak, peak_words, rows, where
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
@@ -201,8 +200,8 @@ def test_a_report_says_of_whom_there_is_which_form():
     held = Peak(bytes=dict.fromkeys(CLASSES, 0))
     state = PeakForm(moment="at any moment", bytes={"parameters": 1.0, "optimizer": 2.0})
     forms = {"torch-manual": form(), "jax-manual": state, "plain-jit": None}
-    peaks = [AtPeak(device=0, peak=held, form=one) for one in forms.values()]
-    assert peak_words(list(forms), peaks) == (
+    peaks = {name: AtPeak(device=0, peak=held, form=one) for name, one in forms.items()}
+    assert peak_words(peaks) == (
         "The closed forms are those where the gradient of the logits is made. Of jax-manual there is one of "
         "parameters and optimizer alone. There is none for plain-jit."
     )

@@ -226,7 +226,7 @@ def test_the_page_stands_alone(tmp_path):
     assert "other processes used 99.0 cores" in busy
     assert "http://" not in page.replace("http://www.w3.org", "")
     found = Collectives.findings(outcome, Path())
-    save_figures(tmp_path / "a.png", found.figures, title=found.title)
+    save_figures(tmp_path / "a.png", found.figures)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

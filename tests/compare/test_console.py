@@ -11,7 +11,7 @@ from rich.text import Text
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
 from compare.judge.ladder import RungResult, Verdict
-from compare.show.pages import leave_page
+from compare.show.page import leave_page
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment
 from compare.studies.check import Check

@@ -22,7 +22,8 @@ from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import Line, line_up
 from compare.judge.strategy import with_remat_resolved
 from compare.judge.unexplained import read_seen, seen
-from compare.present.ledger_lines import layouts_of, page, rows_of
+from compare.present.ledger import findings_of_ledgers, layouts_of, rows_of
+from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
 from compare.studies.fitting import as_preset
@@ -247,7 +248,11 @@ def test_what_has_no_closed_form_is_incomplete_and_said(tmp_path, tiny):
     assert engine_ledger("mine", unread).problems == ["a loop, at mine.py:3"]
     study = LedgerStudy(ledgers=[ledger])
     assert study.sentence().endswith("incomplete: mine")
-    assert "torch-manual is incomplete: layout.chunks = 2" in page(study)
+    assert "torch-manual is incomplete: layout.chunks = 2" in page_of(study)
+
+
+def page_of(study):
+    return markdown(findings_of_ledgers(study, Path(), places=False))
 
 
 def test_engines_stand_side_by_side_and_unmatched_rows_first():
@@ -264,8 +269,8 @@ def test_engines_stand_side_by_side_and_unmatched_rows_first():
     assert first.key == GATHER
     assert not first.lines["torch-manual"].is_explained
     assert all(row.key != GATHER or row is first for row in itertools.chain([first], others))
-    text = page(LedgerStudy(ledgers=ledgers, versions="torch 2"))
-    assert f"**{3 * communication('torch-manual', FSDP)[GATHER]:,.0f}**" in text
+    text = page_of(LedgerStudy(ledgers=ledgers, versions="torch 2"))
+    assert f"**{3 * communication('torch-manual', FSDP)[GATHER]:,.0f} unexplained (not seen before)" in text
     assert "FSDP2's root stays" not in text  # this torch-library sends what torch-manual should
 
 
@@ -285,6 +290,6 @@ def test_no_engine_hides_another_and_no_case_goes_unnamed():
     assert LedgerStudy(ledgers=[], left_out=study.left_out).passed
     assert study.sentence().startswith("2 cases: 0 of ")
     assert study.sentence().endswith("MISSING: torch-library.pp")
-    text = page(study)
-    assert "- **torch-library.pp**: it died" in text
-    assert "- jax-manual.pp_zero_bubble, jax-compiler.x: no such schedule." in text
+    text = page_of(study)
+    assert "**torch-library.pp**: is MISSING: it died" in text
+    assert "jax-manual.pp_zero_bubble, jax-compiler.x: no such schedule" in text

@@ -1,104 +1,95 @@
-"""The report: one self-contained page, the verdict first, nothing executable in it, the same bytes twice."""
+"""The report of a run: what every page promises, the verdict first, and the record's numbers."""
 
 import re
 
 import msgspec
 import pytest
-from benches import HERE, RAN, TIMING, cases_of, measurement_of
-from outline import Outline
-from records import (
-    FEW_ROWS,
-    finished_of,
-    make_record,
-    make_run,
-    make_steps,
-    outcome_of,
-    tensors_of,
-)
+from outline import require_alone
+from records import FEW_ROWS, finished_of, make_record, make_run, make_steps, tensors_of
 
-from compare.contract.ceiling import Ceiling
+from compare.cli import main
 from compare.contract.ledger import Ledger
+from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak, PhaseStart
 from compare.contract.request import Rung
+from compare.host.json_files import write_json
+from compare.judge.closed_forms.memory import closed_form
 from compare.judge.costs import cost_of
-from compare.judge.outcome import read_run, save
-from compare.present.report.beside import FileLink, ceilings_beside, links_beside, own_links
-from compare.present.report.render import EXPERIMENT, write_report
-from compare.present.report.tables import NONE, cost_table
+from compare.judge.outcome import read_run
+from compare.present.memory import resting_table
+from compare.present.profile import planned_figures
+from compare.present.report import (
+    EXPERIMENT,
+    RATIOS,
+    cost_table,
+    difference_figure,
+    how_close,
+    ledger_table,
+    loss_figure,
+    write_report,
+)
 from compare.present.tables import cost_rows
-from compare.show.findings import Table
+from compare.show.figures import WINDOWS, svg, windowed
 from compare.spec.experiment import edited, parse
+from compare.studies.ledgers import EngineLedger
+from compare.studies.presets import spread
+from compare.terminal import human_bytes, human_seconds, layout_in_words
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
-PIPELINE = {"layout": {"pp": 2, "microbatches": 2}, "model": {"n_layer": 2}}
+PIPELINE = {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}, "model": {"n_layer": 2}}
+BIG = {"model": {"n_layer": 4, "n_head": 4}, "train": {"batch_size": 16}}
 
 
-def test_page_is_self_contained_and_reproducible(tmp_path, tiny):
-    make_run(tmp_path, tiny)
+def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
+    outcome = make_run(tmp_path, edited(tiny, PIPELINE), missing=("torch-library", "jax-compiler"))
+    kinds = {"parameters": [3000, 3000, 5000], "gradients": [0, 2000, 2000]}
+    peak = Peak(bytes={"parameters": 5000, "gradients": 2000}, position=2, phase="forward")
+    curve = Curve(positions=[0, 1, 2], bytes=kinds, marks=[PhaseStart(0, "forward")], length=3)
+    profile = MemoryProfile(devices=[DeviceMemory(peak=peak, curve=curve)], method="by hand")
+    write_json(tmp_path / outcome.finished[0] / MEMORY, profile)
     page = write_report(tmp_path).read_text()
-    assert page.index("PASS") < page.index("<svg")
-    assert page.count("<svg") == 9
-    assert "currentColor" in page
-    assert "prefers-color-scheme: dark" in page
-    assert "<script>" not in page  # the name was escaped
-    assert not [word for word in ("src=", "<link", "@import", "url(http") if word in page]
-    assert write_report(tmp_path).read_text() == page
-    assert parse((tmp_path / EXPERIMENT).read_text()) == tiny
-
-
-def test_page_can_be_read_by_those_who_cannot_see_it(tmp_path, tiny):
-    experiment = edited(tiny, PIPELINE | {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}})
-    make_run(tmp_path, experiment, missing=("torch-library",))
-    page = write_report(tmp_path).read_text()
-    outline = Outline(page)
-    assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
-    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
-    assert len(outline.cells) > 100
-    assert "" not in outline.cells
-    assert len(outline.pictures) == len(set(outline.pictures)) == page.count("<svg") == 10
-    assert not [name for name, times in outline.ids.items() if times > 1]
+    outline = require_alone(page)
+    assert set(outline.pictures) == {
+        "Loss over steps",
+        "Difference of the loss",
+        "Gradient norm",
+        "Step time over steps",
+        f"Memory of {outcome.finished[0]} over a step",
+        "GPipe, 2 ranks, 2 microbatches",
+    }
+    top = page[: page.index("<svg")]
+    assert "Pipeline of 2 stages, GPipe with 2 microbatches: 2 CPU devices." in top
+    assert "torch-library</strong>: did not finish: &lt;b&gt;no&lt;/b&gt; luck [/x]" in top
+    assert "jax-compiler</strong>: did not run" in top
+    assert f"shardpair run --continue {tmp_path}" in top
+    assert "ranks wait 33% of the time" in page
+    for label, cells in cost_rows(outcome):
+        assert f'<th scope="row">{label}</th>' in page
+        assert all(re.search(rf"<td>{re.escape(cell)}(</td>| <small>)", page) for cell in cells)
+    assert write_report(tmp_path).read_text() == page  # the same bytes twice
+    assert parse((tmp_path / EXPERIMENT).read_text()) == outcome.experiment
 
 
 def test_page_of_one_engine_claims_nothing(tmp_path, tiny):
     make_run(tmp_path, tiny, names=("jax-manual",))
     page = write_report(tmp_path).read_text()
-    assert '<p class="verdict ">jax-manual ran alone' in page
-    assert "Loss difference" not in page
+    require_alone(page)
+    assert "jax-manual ran alone" in page
+    assert "Difference of the loss" not in page
     assert "The ladder" not in page
-    assert "" not in Outline(page).cells
 
 
-def test_studies_beside_a_run_are_led_to_and_lend_their_ceiling(tmp_path, tiny):
-    folder, beside = tmp_path / "run", tmp_path / "bench of mine"
-    comparison = make_run(folder, tiny)
-    _, records = read_run(folder)
-    beside.mkdir()
-    (beside / "bench.html").touch()
-    (folder / "profile.html").touch()
-    assert [link.target for link in own_links(folder)] == ["profile.html", "outcome.json"]
-    cost = comparison.costs[0]
-    assert cost.engine == "torch-manual"
-    most = 4 * cost.model_flops_per_s
-    ceilings = {"torchpar float64": Ceiling(dtype="float64", flops_per_s=most, threads=2, size=512)}
-    here = msgspec.structs.replace(HERE, machine=msgspec.structs.replace(HERE.machine, system="a machine"))
-    more = {"timing": TIMING, "baseline": "torch-manual", "anyway": False, "ceilings": ceilings}
-    (case,) = cases_of(edited(tiny, {"train": {"max_iters": 7}}), engines=("torch-manual",))
-    told = {"study": "bench", "cases": {case.name: case}, "circumstances": here, "more": more}
-
-    def found(experiment=tiny, device="a CPU", **other) -> tuple[list[FileLink], Table]:
-        timed = measurement_of(case, 1, how=msgspec.structs.replace(RAN, device_kind=device))
-        save(outcome_of(experiment, **told | other, kept={case.name: {1: timed}}), beside)
-        table = cost_table(comparison, ceilings_beside(folder, comparison, records))
-        return links_beside(folder, comparison), table
-
-    links, table = found()
-    assert links == [FileLink("bench of mine", "../bench%20of%20mine/bench.html", "bench")]
-    assert table.rows[-1].head.text == "of the ceiling"
-    of_torch, of_jax = table.rows[-1].cells
-    assert (of_torch.text, of_jax.text) == ("25.0%", NONE)  # JAX's own was not measured
-    assert of_torch.note.endswith("GFLOP/s, bench of mine")
-    for odd in ({"device": "other"}, {"circumstances": HERE}, {"platform": "gpu"}):
-        assert found(**odd)[1].rows[-1].head.text != "of the ceiling"
-    assert found(edited(tiny, {"train": {"seed": 5}}))[0] == []
+def test_page_leads_with_the_failure(tmp_path, tiny):
+    tensors = tensors_of(tiny)
+    tensors[Rung.GRADIENTS]["norm.scale"] = tensors[Rung.GRADIENTS]["norm.scale"] * 4
+    make_run(tmp_path / "wrong", tiny, tensors=tensors)
+    page = write_report(tmp_path / "wrong").read_text()
+    assert "FAIL at gradients: norm.scale is off by" in page[: page.index("<svg")]
+    steps = [msgspec.structs.replace(step, loss=float("nan")) for step in make_steps(tiny)]
+    make_run(tmp_path / "lost", tiny, steps=steps)
+    outcome, _ = read_run(tmp_path / "lost")
+    assert not outcome.passed
+    assert "it diverged: the loss of step 0 is nan" in outcome.sentence()
+    assert "it diverged" in write_report(tmp_path / "lost").read_text()
 
 
 def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
@@ -113,34 +104,6 @@ def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
     assert rows["MFU, of the devices' peak"] == [f"{cost.mfu:.1%}"]
 
 
-def test_page_names_what_is_missing_and_how_to_run_it(tmp_path, tiny):
-    make_run(tmp_path, tiny, missing=("torch-library", "jax-compiler"))
-    page = write_report(tmp_path).read_text()
-    assert "4 engines</h1>" in page
-    missing = page[page.index("What is missing") : page.index("<svg")]
-    assert "torch-library</strong>: &lt;b&gt;no&lt;/b&gt; luck [/x]" in missing
-    assert "jax-compiler</strong>: did not run" in missing
-    assert f"shardpair run --continue {tmp_path}" in missing
-
-
-def test_page_leads_with_the_failure(tmp_path, tiny):
-    tensors = tensors_of(tiny)
-    tensors[Rung.GRADIENTS]["norm.scale"] = tensors[Rung.GRADIENTS]["norm.scale"] * 4
-    make_run(tmp_path, tiny, tensors=tensors)
-    page = write_report(tmp_path).read_text()
-    assert "FAIL at gradients: norm.scale is off by" in page[: page.index("<svg")]
-
-
-def test_a_run_that_diverged_has_a_report_and_fails(tmp_path, tiny):
-    steps = [msgspec.structs.replace(step, loss=float("nan")) for step in make_steps(tiny)]
-    make_run(tmp_path, tiny, steps=steps)
-    comparison, _ = read_run(tmp_path)
-    assert not comparison.passed
-    assert "jax-manual: it diverged: the loss of step 0 is nan" in comparison.sentence()
-    page = write_report(tmp_path).read_text()
-    assert "it diverged" in page
-
-
 def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     five = edited(tiny, {"train": {"max_iters": 5}, "layout": {"dp_replicate": 2}})
     cost = cost_of(msgspec.structs.replace(make_record(tmp_path / "run", five), ledger=Ledger(rows=FEW_ROWS)))
@@ -150,10 +113,122 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     assert cost.tokens_per_s == pytest.approx(4 * 16 / 0.013)
 
 
-def test_table_and_page_show_the_same_cells(tmp_path, tiny):
-    comparison = make_run(tmp_path, tiny)
-    page = write_report(tmp_path).read_text()
-    for label, cells in cost_rows(comparison):
-        assert f'<th scope="row">{label}</th>' in page
-        for cell in cells:
-            assert re.search(rf"<td>{re.escape(cell)}(</td>| <small>)", page)
+def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):
+    cost = cost_of(make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}})))
+    twice = msgspec.structs.replace(
+        cost, comm_calls=2 * cost.comm_calls, peak_mem_bytes=cost.peak_mem_bytes // 2
+    )
+    rows = cost_table(finished_of(tiny, {"a": cost, "b": twice})).rows
+    notes = {row.head.text: [cell.note[-4:] for cell in row.cells] for row in rows}
+    assert RATIOS.keys() <= notes.keys()
+    assert notes["collectives per step"] == ["", "2.00"]
+    assert notes["peak memory per device"] == ["", "0.50"]
+    none = msgspec.structs.replace(cost, comm_calls=0)
+    rows = cost_table(finished_of(tiny, {"a": none, "b": cost})).rows
+    (calls,) = (row for row in rows if row.head.text == "collectives per step")
+    assert [cell.note for cell in calls.cells] == ["", ""]  # nothing to divide by
+
+
+def test_memory_stands_beside_its_closed_form(tmp_path, tiny):
+    experiment = spread(edited(tiny, BIG), "fsdp_tp_pp", 8)
+    record = make_record(tmp_path / "run", experiment)
+
+    def cells(resident):
+        manifest = msgspec.structs.replace(record.manifest, resident_bytes=resident)
+        table = resting_table({"a": msgspec.structs.replace(record, manifest=manifest)})
+        return [row.cells[0] for row in table.rows]
+
+    assert {cell.text for cell in cells({})} == {"not recorded"}
+    expected = closed_form("torch-manual", experiment)
+    measured = {kind: [int(size) for size in sizes] for kind, sizes in expected.items()}
+    measured["optimizer"][7] *= 2  # which makes device 7 the fullest
+    parameters, _, optimizer, total = cells(measured)
+    assert parameters.note == f"of {human_bytes(expected['parameters'][7])}"
+    assert optimizer.note.endswith(", +100.0%")
+    assert total.text == human_bytes(sum(sizes[7] for sizes in measured.values()))
+
+
+def test_ledgers_stand_side_by_side(tmp_path, tiny):
+    record = make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}}))
+    records = {
+        name: msgspec.structs.replace(record, ledger=Ledger(rows=rows))
+        for name, rows in {"a": FEW_ROWS, "b": FEW_ROWS[:1]}.items()
+    }
+    empty = EngineLedger(case="", engine="", experiment=tiny)
+    rows = ledger_table(records, dict.fromkeys(records, empty)).rows
+    assert [(row.head.text, row.head.note, [(c.text, c.note) for c in row.cells]) for row in rows] == [
+        ("all_reduce over dp_replicate", "", [("4 kB", "2 calls, wire 6 kB")] * 2),
+        ("all_reduce over dp_replicate", "loss", [("4 B", "1 call, wire 6 B"), ("-", "")]),
+        ("all", "", [("4 kB", "3 calls, wire 6.01 kB"), ("4 kB", "2 calls, wire 6 kB")]),
+    ]
+
+
+def test_page_says_in_words_whether_curves_can_be_told_apart(tmp_path, tiny):
+    record = make_record(tmp_path / "run", tiny)
+
+    def with_losses(*factors):
+        steps = [
+            msgspec.structs.replace(step, loss=step.loss * factor)
+            for step, factor in zip(record.steps, factors, strict=True)
+        ]
+        return {"a": record, "b": msgspec.structs.replace(record, steps=steps)}
+
+    assert how_close(with_losses(1, 1, 1)) == "All 2 curves are equal, bit for bit."
+    assert how_close(with_losses(1, 1 + 1e-9, 1)).endswith("is b at step 1, by 1.0e-09 of the loss.")
+    assert how_close(with_losses(1, 1, 2)) == "The curves part: b is off by 1.0e+00 of the loss at step 2."
+    lost = with_losses(1, float("nan"), 1)
+    assert how_close(lost) == "b cannot be compared from step 1 on: a loss is not finite."
+    assert "b (not finite from step 1)" in svg(loss_figure(lost))  # in the legend
+    # zero has no place on a log axis, and is drawn nonetheless
+    assert "equal, bit for bit" in svg(difference_figure(with_losses(1, 1, 1)))
+
+
+def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():
+    values = [float(value) for value in range(2 * WINDOWS + 1)]
+    starts, worst = windowed(values, max)
+    assert starts[:3] == [0, 3, 6]
+    assert worst[:2] == [2.0, 5.0]
+    assert worst[-1] == 2 * WINDOWS  # the rest of a window still counts
+    assert windowed(values[:WINDOWS], max) == (list(range(WINDOWS)), values[:WINDOWS])
+
+
+def test_each_schedule_is_drawn_once_and_a_huge_one_is_not(tmp_path, tiny):
+    pipeline = spread(edited(tiny, BIG), "pp", 2)
+    one, other = (make_record(tmp_path / name, pipeline) for name in ("one", "other"))
+    alone = make_record(tmp_path / "alone", tiny)
+    assert [figure.title for figure in planned_figures([alone, one, other])] == [
+        "1F1B, 2 ranks, 2 microbatches"
+    ]
+    wide = edited(pipeline, {"layout": {"microbatches": 800}})
+    manifest = msgspec.structs.replace(one.manifest, experiment=wide)
+    assert planned_figures([msgspec.structs.replace(one, manifest=manifest)]) == []
+
+
+def test_picture_is_a_file_of_its_own(tmp_path, tiny):
+    make_run(tmp_path, tiny)
+    assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.png")]) == 0
+    assert (tmp_path / "overlay.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(tmp_path), "--picture", str(tmp_path / "overlay.exe")]) == 2
+
+
+def test_layouts_and_numbers_in_words(tiny):
+    words = {
+        ("single", 1): "nothing split: 1 CPU device",
+        ("ddp_flat", 4): "data parallel over 4 (one reduction for all gradients): 4 CPU devices",
+        ("zero1", 4): "optimizer state split over 4 (ZeRO-1): 4 CPU devices",
+        ("hsdp", 4): "2 replicas, each fully sharded over 2: 4 CPU devices",
+        ("tp_sp", 2): "tensor and sequence parallel over 2: 2 CPU devices",
+        ("fsdp_tp_pp", 8): "fully sharded over 2, tensor parallel over 2, pipeline of 2 stages, 1F1B with 4 "
+        "microbatches: 8 CPU devices",
+        ("pp_interleaved", 2): "pipeline of 2 ranks with 2 stages each, interleaved 1F1B with 2 "
+        "microbatches: 2 CPU devices",
+    }
+    for (preset, devices), said in words.items():
+        assert layout_in_words(spread(edited(tiny, BIG), preset, devices), "cpu") == said
+    accumulating = edited(tiny, BIG | {"train": {"batch_size": 16, "gradient_accumulation_steps": 3}})
+    assert layout_in_words(spread(accumulating, "pp", 2), "gpu") == (
+        "pipeline of 2 stages, 1F1B with 6 microbatches (2 in each of 3 accumulated passes): 2 GPU devices"
+    )
+    assert [human_bytes(n) for n in (0, 999, 999_600, 1_234_000)] == ["0 B", "999 B", "1 MB", "1.23 MB"]
+    seconds = [human_seconds(n) for n in (0.04, 9.97, 59.6, 125, 4330)]
+    assert seconds == ["0.0 s", "10 s", "1 min 0 s", "2 min 5 s", "1 h 12 min"]

@@ -17,7 +17,7 @@ from compare import study
 from compare.cli import main
 from compare.host.json_files import FolderName
 from compare.judge.outcome import OUTCOME
-from compare.present.report import render
+from compare.show import page
 
 RC = """
 text.usetex: True
@@ -104,7 +104,7 @@ def test_a_page_that_cannot_be_drawn_costs_no_verdict(folder, capsys, monkeypatc
     def fail(*arguments, **options):
         raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
 
-    monkeypatch.setattr(render, "render_page", fail)
+    monkeypatch.setattr(page, "svg", fail)
     assert main(["report", "run"]) == 0
     output = capsys.readouterr()
     assert "PASS" in output.out

@@ -1,5 +1,6 @@
-"""Outlines of pages that tests hold to account."""
+"""Outlines of pages, and what every page promises."""
 
+import re
 from collections import Counter
 from html.parser import HTMLParser
 
@@ -35,3 +36,22 @@ class Outline(HTMLParser):
         if tag in ("td", "th"):
             self.cells.append(self._text.strip())
             self._text = None
+
+
+def require_alone(page: str) -> Outline:
+    """Hold a page to what all promise; its outline.
+
+    It fetches nothing, runs nothing, has both grounds; links lead to places in it, ids are unique; every
+    cell, picture and box says something to those who cannot see it.
+    """
+    assert not re.search(r"\bsrc=|@import|url\((?!#)|<link|<script", page)
+    assert "prefers-color-scheme: dark" in page
+    outline = Outline(page)
+    assert (outline.tags["main"], outline.tags["h1"]) == (1, 1)
+    assert (outline.headers_without_scope, outline.boxes_without_name) == (0, 0)
+    assert "" not in outline.cells
+    assert len(outline.pictures) == len(set(outline.pictures)) == page.count("<svg")
+    assert not [name for name, times in outline.ids.items() if times > 1]
+    assert set(re.findall(r'<a [^>]*href="#([^"]*)"', page)) <= outline.ids.keys()
+    assert len(page.encode()) < 1_000_000
+    return outline

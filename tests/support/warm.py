@@ -33,7 +33,7 @@ import processes
 import psutil
 
 PRELOADED = {
-    "compare": ("compare.cli", "compare.present.report.pictures"),
+    "compare": ("compare.cli", "matplotlib.figure"),
     "jaxpar": ("jax", "jax.numpy", "optax", "flax.nnx", "jaxpar.__main__"),
     "torchpar": (
         "torch",
@@ -169,9 +169,11 @@ def leave_pictures_out() -> None:
 
     Tests that look at pictures draw them in their own process, or with the real interpreter.
     """
-    from compare.present.report import canvas
+    from markupsafe import Markup
 
-    canvas._svg_file = lambda figure, *, salt: EMPTY_SVG
+    from compare.show import page
+
+    page.svg = lambda figure: Markup(EMPTY_SVG)
 
 
 def reap() -> None:

@@ -2,29 +2,33 @@
 
 The parts follow from the declarations that everything else reads: the mesh axes with what each splits
 (`compare.spec.axes`), the table of parameters with the meaning of each dim, and the stages of a pipeline.
-`tests/compare/test_lesson_figures.py` holds them to the closed forms of memory.
+Tests hold them to the closed forms of memory.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from markupsafe import Markup
 from msgspec import Struct
 
 from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
-from compare.present.lesson.drawing import Drawing
-from compare.present.report.bars import KIND_COLOURS
+from compare.present.hosts import coordinates
+from compare.show.figures import COLOURS, INK, WIDE, Figure
 from compare.spec.axes import BATCH, DP_SHARD, PP, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Range = tuple[float, float]
 """Begin and end along one side, as fractions of it."""
 WHOLE: Range = (0.0, 1.0)
 ROWS = "#CC79A7"  # of a batch
 MOST_DEVICES, MOST_LAYERS = 8, 8
-TILE, LAYER, GAP, LEFT, TOP = 30, 15, 22, 78, 34  # pixels
+TILE, GAP = 0.88, 1.0
+"""Of a matrix's place: its box; and between two devices, in places."""
 
 
 class HeldPart(Struct, frozen=True):
@@ -37,14 +41,6 @@ class HeldPart(Struct, frozen=True):
     def share(self) -> float:
         """Of the matrix's elements."""
         return math.prod(end - begin for begin, end in (self.rows, self.columns))
-
-
-def coordinates(device: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Position of a device in the mesh, by axis; the last axis counts fastest."""
-    found = {}
-    for axis, degree in reversed(list(axes.items())):
-        device, found[axis] = divmod(device, degree)
-    return found
 
 
 def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> HeldPart:
@@ -60,7 +56,7 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
         experiment: its layout.
         device: its number in the mesh.
     """
-    layout, at = experiment.layout, coordinates(device, experiment.layout.axes)
+    layout, at = experiment.layout, coordinates(device, experiment.layout)
     sides = sides_of(parameter)
     split = [side for side, axes in enumerate(sides) if layout.tp > 1 and TP in map(SPLIT.get, axes)]
     ranges = [WHOLE, WHOLE]
@@ -89,7 +85,7 @@ def layers_of(rank: int, experiment: Experiment) -> set[int]:
 
 def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> float:
     """What a device holds of a kind, in models: 0.25 of 1, or more than 1 / pp where stages share an end."""
-    rank = coordinates(device, experiment.layout.axes)[PP]
+    rank = coordinates(device, experiment.layout)[PP]
     own = parameters_of_stage(engine, experiment, stage=rank)
     held = sum(p.size * part_of(p, kind, engine, experiment, device).share for p in own)
     return held / parameter_count(experiment.model)
@@ -97,10 +93,10 @@ def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> flo
 
 def rows_of(device: int, experiment: Experiment) -> Range:
     """The rows of each batch that a device works on."""
-    at, found = coordinates(device, experiment.layout.axes), WHOLE
+    at, rows = coordinates(device, experiment.layout), WHOLE
     for axis in BATCH:
-        found = _slice(found, at[axis], experiment.layout.axes[axis])
-    return found
+        rows = _slice(rows, at[axis], experiment.layout.axes[axis])
+    return rows
 
 
 def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
@@ -114,89 +110,71 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
     return list(groups.values())
 
 
-def picture(engine: str, experiment: Experiment) -> Markup:
-    """A column for each device: its rows of the batch, and its part of each matrix of each layer, by kind."""
-    devices = min(experiment.layout.devices, MOST_DEVICES)
-    drawing = Drawing(f"Who holds what: {devices} devices of {engine}")
-    bottom = 0.0
-    for device in range(devices):
-        x = LEFT + device * (4 * (TILE + 3) + GAP)
-        bottom = _draw_device(drawing, x, device, engine, experiment)
-    if experiment.layout.devices > devices:
-        more = experiment.layout.devices - devices
-        drawing.text(LEFT, bottom + 14, f"and {more} devices more", faint=True)
-    return drawing.svg()
+def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
+    """A column for each device: its rows of the batch, and its part of each matrix of each layer, by kind.
 
-
-def _draw_device(drawing: Drawing, x: float, device: int, engine: str, experiment: Experiment) -> float:
-    """One device's column. Returns where it ends."""
-    axes = experiment.layout.axes
-    where = ", ".join(
-        f"{axis} {at}" for axis, at in reversed(coordinates(device, axes).items()) if axes[axis] > 1
+    Args:
+        engines: that hold the same: `alike`.
+        experiment: its layout.
+    """
+    layers, devices = _shown(experiment.model.n_layer), min(experiment.layout.devices, MOST_DEVICES)
+    (embeddings, _), blocks = end_parameters(experiment.model), block_parameters(experiment.model, 0)
+    of_layer = [p.name.removeprefix("blocks.0.").removesuffix(".weight") for p in blocks if p.is_matrix]
+    more = experiment.layout.devices - devices
+    return Figure(
+        title=f"Who holds what: {', '.join(engines)}",
+        caption=f"From the left: {', '.join(p.name for p in embeddings)}; in a layer {', '.join(of_layer)}. "
+        f"Filled is what a device keeps: parameters and optimizer state between two steps, gradients until "
+        f"the update.{f' And {more} devices more.' if more else ''}",
+        draw=lambda axes: _draw(axes, engines[0], experiment, layers, devices),
+        width=WIDE,
+        height=0.16 * (3 * (len(layers) + 3) + 3),
     )
-    drawing.text(x, 11, f"device {device}")
-    drawing.text(x, 25, where, faint=True)
-    y = _draw_rows(drawing, x, device, experiment)
-    for kind in KINDS:
-        share = share_of(kind, engine, experiment, device)
-        drawing.text(x, y + 12, f"{kind}: {share:.0%}")
-        y = _draw_kind(drawing, x, y + 17, device, kind, engine, experiment)
-    return y
 
 
-def _draw_rows(drawing: Drawing, x: float, device: int, experiment: Experiment) -> float:
-    begin, end = rows_of(device, experiment)
-    width = 4 * (TILE + 3) - 3
-    if x == LEFT:
-        drawing.text(0, TOP + 10, "batch rows", faint=True)
-    drawing.box(x, TOP, width, LAYER - 3)
-    drawing.box(x + begin * width, TOP, (end - begin) * width, LAYER - 3, colour=ROWS)
-    return TOP + LAYER + 4
-
-
-def _draw_kind(
-    drawing: Drawing, x: float, y: float, device: int, kind: str, engine: str, experiment: Experiment
-) -> float:
-    """The matrices of the ends and of each layer, what the device has of each filled. Returns the end."""
-    rank = coordinates(device, experiment.layout.axes)[PP]
-    own = parameters_of_stage(engine, experiment, stage=rank)
+def _draw(axes: "Axes", engine: str, experiment: Experiment, layers: Sequence[int], devices: int) -> None:
     embeddings, _ = end_parameters(experiment.model)
-    rows = [("embeddings", embeddings, {parameter.name for parameter in own})]
-    for layer in _shown(experiment.model.n_layer):
-        parameters = block_parameters(experiment.model, layer)
-        names = {parameter.name for parameter in parameters}
-        rows.append((f"layer {layer}", parameters, names if layer in layers_of(rank, experiment) else set()))
-    for label, parameters, held in rows:
-        if x == LEFT:
-            drawing.text(0, y + 10, label, faint=True)
-        for place, parameter in enumerate(filter(_is_drawn, parameters)):
-            left = x + place * (TILE + 3)
-            drawing.box(left, y, TILE, LAYER - 3)
-            if parameter.name in held:
-                part = part_of(parameter, kind, engine, experiment, device)
-                _draw_part(drawing, left, y, part, KIND_COLOURS[kind])
-        y += LAYER
-    return y + 6
+    matrices = [p for p in block_parameters(experiment.model, 0) if p.is_matrix]
+    width = max(len(embeddings), len(matrices))
+    labels: dict[float, str] = {2.5: "batch rows"}
+    for device in range(devices):
+        x, at = device * (width + GAP), coordinates(device, experiment.layout)
+        begin, end = rows_of(device, experiment)
+        _box(axes, x, 2, width, WHOLE, WHOLE, "none")
+        _box(axes, x, 2, width, WHOLE, (begin, end), ROWS)
+        stage = {p.name for p in parameters_of_stage(engine, experiment, stage=at[PP])}
+        y = 4.0
+        for kind in KINDS:
+            axes.text(x, y + 0.4, f"{kind}: {share_of(kind, engine, experiment, device):.0%}", va="center")
+            y += 1
+            rows = [("embeddings", [(p, p.name in stage) for p in embeddings])]
+            mine = layers_of(at[PP], experiment)
+            rows += [(f"layer {layer}", [(p, layer in mine) for p in matrices]) for layer in layers]
+            for label, parameters in rows:
+                labels[y + 0.5] = label
+                for number, (parameter, is_here) in enumerate(parameters):
+                    _box(axes, x + number, y, TILE, WHOLE, WHOLE, "none")
+                    if is_here:
+                        part = part_of(parameter, kind, engine, experiment, device)
+                        _box(axes, x + number, y, TILE, part.rows, part.columns, COLOURS[kind])
+                y += 1
+            y += 0.5
+    axes.set(xlim=(-0.1, devices * (width + GAP)), ylim=(y, 0), xticks=[])
+    axes.set_yticks(list(labels), list(labels.values()), fontsize="small")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
 
 
-def tiles_in_words(experiment: Experiment) -> str:
-    """The boxes of a row, from the left."""
-    embeddings, _ = end_parameters(experiment.model)
-    of_layer = filter(_is_drawn, block_parameters(experiment.model, 0))
-    names = [parameter.name.removeprefix("blocks.0.").removesuffix(".weight") for parameter in of_layer]
-    ends = [parameter.name for parameter in embeddings]
-    return f"From the left: {', '.join(ends)}; in a layer {', '.join(names)}"
-
-
-def _is_drawn(parameter: Parameter) -> bool:
-    return parameter.is_matrix
-
-
-def _draw_part(drawing: Drawing, x: float, y: float, part: HeldPart, shade: str) -> None:
-    (top, bottom), (left, right) = part.rows, part.columns
-    height = LAYER - 3
-    drawing.box(
-        x + left * TILE, y + top * height, (right - left) * TILE, (bottom - top) * height, colour=shade
+def _box(axes: "Axes", x: float, y: float, width: float, rows: Range, columns: Range, shade: str) -> None:
+    """A part of a box of one unit's height, or its outline."""
+    (top, bottom), (left, right) = rows, columns
+    edge = INK if shade == "none" else "none"
+    axes.broken_barh(
+        [(x + left * width, (right - left) * width)],
+        (y + top * TILE, (bottom - top) * TILE),
+        facecolor=shade,
+        edgecolor=edge,
+        linewidth=0.5,
     )
 
 

@@ -6,17 +6,18 @@ bytes in the captions are the pieces that they sent.
 Source: Thakur et al., "Optimization of collective communication operations in MPICH".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from markupsafe import Markup
 from msgspec import Struct
 
-from compare.present.lesson.drawing import Drawing
-from compare.present.report.canvas import colour
+from compare.show.figures import INK, WIDE, Figure, colour
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DEVICES = 4
 """On two an all-reduce and a gather look alike."""
-CELL, GAP, LEFT, TOP = 18, 26, 56, 16  # pixels
 Piece = frozenset[int]
 """The devices whose numbers a piece is the sum of; empty for a piece that is not there."""
 State = list[list[Piece]]
@@ -66,43 +67,45 @@ RINGS: dict[str, Callable[[int], Ring]] = {
 """By the kind of a ledger's row."""
 CAPTIONS = {
     "all_reduce": "Everybody needs the sum of all. Its pieces go round twice: n - 1 hops add them up, n - 1 "
-    "hops hand them on. A device sends {sent} pieces of S / {n}, 2 (n - 1) / n of the tensor's S bytes: "
-    "hardly more on a thousand devices than on ten.",
+    "hops hand them on. A device sends {sent} pieces of S / {n}, 2 (n - 1) / n of the tensor's S bytes.",
     "reduce_scatter": "Everybody needs one piece of the sum: the first half of an all-reduce. A device "
-    "sends {sent} pieces of S / {n}, (n - 1) / n of S.",
+    "sends {sent} pieces of S / {n}.",
     "all_gather": "Everybody has a piece and needs them all: the second half of an all-reduce. A device "
-    "sends {sent} pieces of S / {n}, (n - 1) / n of S.",
-    "permute": "A send and a receive: a stage hands its tensor of S bytes to the next one, and backward its "
-    "gradient to the one before. Nothing is added up.",
+    "sends {sent} pieces of S / {n}.",
+    "permute": "A stage hands its tensor of S bytes to the next one, and backward its gradient to the one "
+    "before. Nothing is added up.",
 }
 
 
-def picture(kind: str, n: int = DEVICES) -> Markup:
-    """A collective, hop by hop: a row for each device, a column for each piece, stripes for whose numbers."""
+def figure(kind: str, purposes: Sequence[str], n: int = DEVICES) -> Figure:
+    """A collective, hop by hop: a row for each device, a box for each piece, stripes for whose numbers."""
     ring = RINGS[kind](n)
-    drawing = Drawing(f"{kind} on {n} devices, hop by hop")
-    for device in range(n):
-        drawing.text(0, TOP + device * CELL + 13, f"device {device}", faint=True)
-    x = float(LEFT)
-    for hop, state in enumerate(ring.states):
-        drawing.text(x, TOP - 5, f"hop {hop}" if hop else "start")
-        for device, pieces in enumerate(state):
-            for place, piece in enumerate(pieces):
-                _draw(drawing, x + place * CELL, TOP + device * CELL, piece)
-        x += max(len(state[0]) * CELL, 2 * CELL) + GAP
-    return drawing.svg()
+    pieces = len(ring.states[0][0])
+    step = max(pieces, 2) + 1.5
 
+    def draw(axes: "Axes") -> None:
+        for hop, state in enumerate(ring.states):
+            axes.text(hop * step, -0.2, f"hop {hop}" if hop else "start", va="bottom")
+            for device, of_device in enumerate(state):
+                for place, piece in enumerate(of_device):
+                    x, thick = hop * step + place, 1 / max(len(piece), 1)
+                    for stripe, whose in enumerate(sorted(piece)):
+                        axes.broken_barh([(x + stripe * thick, thick)], (device, 1), color=colour(whose))
+                    axes.broken_barh([(x, 1)], (device, 1), facecolor="none", edgecolor=INK, linewidth=0.5)
+        axes.set(xlim=(-0.1, len(ring.states) * step - 1.4), ylim=(n + 0.1, -0.1), aspect="equal", xticks=[])
+        axes.set_yticks([device + 0.5 for device in range(n)], [f"device {device}" for device in range(n)])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
 
-def caption(kind: str, n: int = DEVICES) -> str:
-    """What a collective does, and what it sends."""
-    return CAPTIONS[kind].format(n=n, sent=RINGS[kind](n).sent)
-
-
-def _draw(drawing: Drawing, x: float, y: float, piece: Piece) -> None:
-    drawing.box(x, y, CELL, CELL)
-    for stripe, device in enumerate(sorted(piece)):
-        width = (CELL - 2) / len(piece)
-        drawing.box(x + 1 + stripe * width, y + 1, width, CELL - 2, colour=colour(device))
+    words = CAPTIONS[kind].format(n=n, sent=ring.sent)
+    return Figure(
+        title=f"{kind} on {n} devices, hop by hop",
+        caption=f"{words} A box of several colours is the sum of these devices' numbers. Here it carries "
+        f"{', '.join(purposes)}.",
+        draw=draw,
+        width=WIDE,
+        height=1.3,
+    )
 
 
 def _hops(start: State, sends: Callable[[int, int], int], *, keeps: bool) -> Ring:

@@ -1,28 +1,44 @@
-"""The four files of a lesson: their text from the tree, their collectives, and what their docstrings say."""
+"""The files of a lesson as HTML, and the lines that cause each row of a ledger, as the ledger says them."""
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from markupsafe import Markup
 from msgspec import Struct
+from pygments import highlight
+from pygments.formatters.html import HtmlFormatter
+from pygments.lexers.python import PythonLexer
 
+from compare.contract.record import Record
 from compare.host.tensors import RecordError
-from compare.pipeline.instructions import Instruction
-from compare.present.lesson.marks import Mark, enclosing_functions, find_marks
-from compare.present.lesson.names import NAMES
-from compare.studies.lessons import FOLDERS, source_file, source_root
+from compare.spec.engines.registry import ENGINES
+from compare.studies.lessons import source_file, source_root
+
+_PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")
+LIBRARY = "torch.distributed"
+"""Calls of what is imported from there send without a line of ours."""
+MOST_PLACES = 3
+Key = tuple[str, str, str]
+"""Operation, axis and purpose of a row of a ledger."""
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """One engine's file of a strategy."""
+    """One engine's file of a strategy, and which of its lines sent something in a run."""
 
     engine: str
     path: str
     """From the folder that has the packages."""
     text: str
-    marks: list[Mark]
-    functions: Mapping[int, str]
-    """Around each line, where there is one."""
+    lines: Mapping[Key, list[int]]
+    """Lines of this file that cause a row."""
+    elsewhere: Mapping[Key, list[str]]
+    """Other places that a row comes from, if no line of this file causes it."""
+
+    @property
+    def decides(self) -> str:
+        """Who decides where data moves."""
+        return ENGINES[self.engine].decides
 
     @property
     def summary(self) -> str:
@@ -31,45 +47,65 @@ class Source(Struct, frozen=True, kw_only=True):
         first = " ".join(docstring.split("\n\n")[0].split())
         return re.split(r"(?<=\.)\s", first, maxsplit=1)[0]
 
-    def line_of(self, instruction: Instruction) -> int:
-        """The line of this file that caused an instruction; 0 if none did.
-
-        Of several in the stack the innermost that has a collective, else the innermost.
-        """
-        lines = [
-            place.line
-            for place in instruction.stack
-            if place.file == self.path and self.has(place.line, place.function)
-        ]
-        marked = {mark.line for mark in self.marks}
-        return next((line for line in lines if line in marked), (lines or [0])[0])
-
-    def has_moved(self, instruction: Instruction) -> bool:
-        """True if the file is no longer what was compiled: another function is at a line of the stack."""
-        return any(
-            place.file == self.path and not self.has(place.line, place.function)
-            for place in instruction.stack
+    @property
+    def html(self) -> Markup:
+        """The file with line numbers, line 12 with the anchor ENGINE-12, lines that send in a colour."""
+        sends = {line for lines in self.lines.values() for line in lines}
+        formatter = HtmlFormatter(
+            linenos="inline",
+            lineanchors=self.engine,
+            anchorlinenos=True,
+            hl_lines=sorted(sends | _library_lines(self.text)),
+            cssclass="code",
         )
-
-    def has(self, line: int, function: str | None) -> bool:
-        """True if a function, by its qualified name, is still at a line; also where none is told."""
-        names = [name for name in (function or "").strip(" ()").split(".") if not name.startswith("<")]
-        return not any(names) or self.functions.get(line, "") == names[-1]
+        return Markup(highlight(self.text, PythonLexer(), formatter))
 
 
-def read_sources(strategy: str, engines: Sequence[str]) -> list[Source]:
-    """The files of a strategy, of these engines, from the tree that runs.
+def read_source(strategy: str, engine: str, record: Record) -> Source:
+    """An engine's file of a strategy from the tree that runs, and what of a record came from it.
+
+    A row of a ledger has its innermost line of ours. XLA also says from where that was called: of a stack
+    this is the innermost line of the lesson, if it has one.
 
     Raises:
-        RecordError: a file is not there, or uses no collective that is known.
+        RecordError: it is not there.
     """
-    return [_source(engine, source_file(engine, strategy)) for engine in engines]
-
-
-def _source(engine: str, path: str) -> Source:
+    path = source_file(engine, strategy)
     try:
         text = (source_root() / path).read_text(encoding="utf-8")
     except OSError as error:
         raise RecordError(f"{path} cannot be read ({error.strerror}): a lesson is made from it") from None
-    marks = find_marks(text, NAMES[FOLDERS[engine]], path=path)
-    return Source(engine=engine, path=path, text=text, marks=marks, functions=enclosing_functions(text))
+    lines: dict[Key, set[int]] = {}
+    elsewhere: dict[Key, dict[str, None]] = {}
+    for row in record.ledger.rows:
+        if place := _PLACE.match(row.source):
+            key = row.kind, row.axis, row.purpose
+            if place[1].rpartition("/")[2] == path.rpartition("/")[2]:
+                lines.setdefault(key, set()).add(int(place[2]))
+            else:
+                elsewhere.setdefault(key, {})[place[0]] = None
+    for one in record.instructions or ():
+        if inside := [line.line for line in one.stack if line.file == path]:
+            lines.setdefault((one.kind, one.axis, one.purpose), set()).add(inside[0])
+    return Source(
+        engine=engine,
+        path=path,
+        text=text,
+        lines={key: sorted(numbers) for key, numbers in lines.items()},
+        elsewhere={key: list(places)[:MOST_PLACES] for key, places in elsewhere.items() if key not in lines},
+    )
+
+
+def _library_lines(text: str) -> set[int]:
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    of_library = [node for node in imports if (node.module or "").startswith(LIBRARY)]
+    names = {alias.asname or alias.name for node in of_library for alias in node.names}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id in names}
+
+
+def styles() -> str:
+    """Colours of code on light and dark ground."""
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".code") for name in ("default", "github-dark"))
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"

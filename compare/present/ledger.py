@@ -11,22 +11,12 @@ from compare.contract.communication import Communication
 from compare.contract.record import read_record
 from compare.judge.known_deviations import PATTERNS
 from compare.judge.ledger_lines import ORDER, Line
-from compare.present.tables import by_reason
-from compare.show.findings import Column, Findings, Row, Table, Text, table_of
-from compare.show.markdown import markdown_of
+from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
 from compare.spec.engines.registry import ENGINES
 from compare.studies.ledgers import EngineLedger, LedgerStudy
 from compare.terminal import layout_in_words
 
-NONE, AS_EXPECTED = "\N{EN DASH}", "="
-PREAMBLE = """Written by `make ledger`, not by hand: what each engine sends in one step of `check`, in
-float64, beside the closed form of its layout (`compare/judge/closed_forms/communication.py`). Logical bytes
-of a device: those of the full tensors, and of a pipeline by stage. = is the closed form to the byte, a dash
-nothing, as expected. Where the two frameworks' own ways differ, so does the closed form: JAX's /
-PyTorch's. A pattern explains a figure only if it gives its bytes, at any size of the model; a figure that
-none explains is marked unexplained, with the version that it was seen in (`compare/judge/unexplained.json`).
-Numbers that go alone, such as the loss, are left out. One step is watched, the third of a run: of the others
-this says nothing."""
+AS_EXPECTED = "="
 PLACES = (
     Column[Communication]("operation", lambda row: row.kind),
     Column[Communication]("axis", lambda row: row.axis),
@@ -106,7 +96,7 @@ def findings_of_ledgers(found: LedgerStudy, folder: Path, *, places: bool) -> Fi
         value=found,
         passed=found.passed,
         tables=[
-            *(table for one in layouts_of(found.ledgers) for table in tables_of_layout(one)),
+            *map(table_of_layout, layouts_of(found.ledgers)),
             *(
                 table_of(
                     f"{ledger.case}: every place",
@@ -117,40 +107,17 @@ def findings_of_ledgers(found: LedgerStudy, folder: Path, *, places: bool) -> Fi
                 for ledger in every
             ),
         ],
-        notes=[*(f"{name}: {PATTERNS[name]}" for name in used(found.ledgers)), f"records: {folder}"],
+        notes=[*patterns_of(found.ledgers), f"records: {folder}"],
         missing={name: f"is MISSING: {why}" for name, why in found.missing.items()},
         left_out=found.left_out,
         warnings=[line for ledger in found.ledgers for line in _incomplete(ledger)],
     )
 
 
-def used(ledgers: Iterable[EngineLedger]) -> list[str]:
-    """The patterns that explain some line, in the order in which they are known."""
-    found = {name for ledger in ledgers for line in ledger.lines for name in line.why.split(", ")}
-    return [name for name in PATTERNS if name in found]
-
-
-def page(found: LedgerStudy) -> str:
-    """A Markdown page: a table for each layout, the patterns that explain some of its lines, and who has
-    none."""
-    parts = ["# The ledger", "", PREAMBLE, "", f"{found.sentence()}. {found.versions}."]
-    if found.missing:
-        parts += ["", "## Missing", "", *(f"- **{name}**: {why}" for name, why in found.missing.items())]
-    parts += ["", "## Known patterns", ""]
-    parts += [f"- **{name}**: {PATTERNS[name]}" for name in used(found.ledgers)]
-    for of_layout in layouts_of(found.ledgers):
-        for table in tables_of_layout(of_layout):
-            parts += ["", f"## {table.name[0].upper()}{table.name[1:]}", "", markdown_of(table)]
-        parts += [f"\n{line}." for ledger in of_layout for line in _incomplete(ledger)]
-    if found.left_out:
-        left_out = by_reason(found.left_out).items()
-        parts += ["", "## Left out", "", *(f"- {', '.join(names)}: {why}." for why, names in left_out)]
-    return "\n".join(parts) + "\n"
-
-
-def tables_of_layout(ledgers: Sequence[EngineLedger]) -> list[Table]:
-    """The lines of one layout and, of a run over several hosts, what of them crosses hosts."""
-    return [table_of_layout(ledgers)]
+def patterns_of(ledgers: Iterable[EngineLedger]) -> list[str]:
+    """The patterns that explain some line, and how, in the order in which they are known."""
+    names = {name for ledger in ledgers for line in ledger.lines for name in line.why.split(", ")}
+    return [f"{name}: {why}" for name, why in PATTERNS.items() if name in names]
 
 
 def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
@@ -173,11 +140,6 @@ def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
     )
 
 
-def unexplained(line: Line) -> str:
-    """Of a difference that was seen before, and in which version; of a new one `not seen before`."""
-    return f"unexplained ({line.seen or 'not seen before'})"
-
-
 def _closed_form(row: LedgerRow) -> str:
     """Bytes of the closed form; JAX's / PyTorch's where they differ."""
     by_side = {ENGINES[engine].side: line.expected for engine, line in sorted(row.lines.items())}
@@ -186,12 +148,23 @@ def _closed_form(row: LedgerRow) -> str:
 
 def _cell(line: Line | None) -> Text:
     """What one engine sent, and what explains it."""
-    if line is None or line.state == "expected":
-        return Text(AS_EXPECTED if line else NONE, news="pass")
-    found = f"{line.found:,}" if line.found else "nothing"
-    if line.is_new:
-        return Text(found, news="fail")
-    return Text(f"{found}: {line.why or unexplained(line)}", news="known" if line.why else "unexplained")
+    if line is None:
+        return Text(NONE, news="pass")
+    words, news = line_words(line)
+    if line.state == "expected":
+        return Text(AS_EXPECTED, news=news)
+    return Text(f"{line.found:,}" if line.found else "nothing", words, news)
+
+
+def line_words(line: Line) -> tuple[str, str]:
+    """How a line stands to its closed form, in words; and whether that is good news."""
+    if line.state == "expected":
+        return AS_EXPECTED, "pass"
+    if line.why:
+        return line.why, "known"
+    seen = f"unexplained ({line.seen or 'not seen before'})"
+    form = f"closed form: {line.expected:,.0f} B" if line.expected else "closed form: nothing"
+    return f"{seen}, {form}", "fail" if line.is_new else "unexplained"
 
 
 def _incomplete(ledger: EngineLedger) -> list[str]:

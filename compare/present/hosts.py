@@ -1,0 +1,73 @@
+"""Hosts and their devices: who holds which coordinates of the mesh, and which axes cross hosts."""
+
+import math
+from collections.abc import Sequence
+
+from compare.show.findings import Row, Table, Text
+from compare.spec.axes import TP
+from compare.spec.experiment import Layout
+
+
+def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
+    """A row for each host, a column for each of its devices: its coordinates along the axes that split.
+
+    Args:
+        layout: whose devices they are.
+        hosts: name of the host of every device, in the order of the mesh.
+    """
+    slots: dict[str, list[Text]] = {}
+    for device, host in enumerate(hosts):
+        text = Text(f"device {device}: {place_in_mesh(device, layout)}")
+        slots.setdefault(host, []).append(text)
+    return Table(
+        name="Hosts and devices",
+        corner="host",
+        columns=[f"slot {slot}" for slot in range(max(map(len, slots.values())))],
+        rows=[Row(Text(host), texts) for host, texts in slots.items()],
+        look="words",
+        below=crossing_words(layout, len(slots)),
+    )
+
+
+def planned_hosts(layout: Layout, count: int) -> list[str]:
+    """Names for the hosts of a run that has not begun, one for each device."""
+    return [f"host {device * count // layout.devices}" for device in range(layout.devices)]
+
+
+def coordinates(device: int, layout: Layout) -> dict[str, int]:
+    """Position of a device in the mesh, by axis; the last axis counts fastest."""
+    position = {}
+    for axis, degree in reversed(layout.axes.items()):
+        device, position[axis] = divmod(device, degree)
+    return position
+
+
+def place_in_mesh(device: int, layout: Layout) -> str:
+    """`dp_shard 0, tp 1`: the position of a device along every axis that has more than one."""
+    position = coordinates(device, layout)
+    return ", ".join(f"{axis} {position[axis]}" for axis, degree in layout.axes.items() if degree > 1)
+
+
+def crosses(axis: str, layout: Layout, hosts: int) -> bool:
+    """Whether neighbours along an axis are on different hosts; devices fill one host after the other."""
+    names = list(layout.axes)
+    inside = math.prod(layout.axes[name] for name in names[names.index(axis) + 1 :])
+    neighbours = (
+        (device, device + inside)
+        for device in range(layout.devices)
+        if coordinates(device, layout)[axis] < layout.axes[axis] - 1
+    )
+    return any(
+        here * hosts // layout.devices != there * hosts // layout.devices for here, there in neighbours
+    )
+
+
+def crossing_words(layout: Layout, hosts: int) -> str:
+    """Which axes cross hosts, in a sentence; of tp also what that costs."""
+    split = [axis for axis, degree in layout.axes.items() if degree > 1]
+    across = [axis for axis in split if crosses(axis, layout, hosts)]
+    inside = [axis for axis in split if axis not in across]
+    words = f"Across hosts: {', '.join(across) or 'no axis'}; inside one: {', '.join(inside) or 'none'}."
+    if TP in across:
+        words += " With tp every layer waits for the link between hosts, forward and backward."
+    return words

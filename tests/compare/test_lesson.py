@@ -1,0 +1,278 @@
+"""`shardpair lesson`: who holds what, rings, the worked number; pages whose links lead to lines and rows."""
+
+import contextlib
+import html
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from outline import require_alone
+from records import make_run
+
+from compare.cli import main
+from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
+from compare.contract.ledger import Ledger
+from compare.contract.record import read_record
+from compare.judge.closed_forms.memory import KINDS, closed_form, parameters_of_stage
+from compare.numerics.optimizer import moment_names
+from compare.numerics.parameters import parameter_count, storage_dtype
+from compare.present.lesson import holdings, rings, worked
+from compare.present.lesson.page import lesson_page
+from compare.show.figures import svg
+from compare.spec.axes import DP_SHARD, PP
+from compare.spec.engines.engine import Holds
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, load
+from compare.studies.lessons import FOLDERS, LESSONS, lesson_experiment, source_file
+from compare.studies.presets import PRESETS, spread
+
+ROOT = Path(__file__).parents[2]
+STRATEGY = "fully_sharded"
+SENT = (("all_gather", PARAMETERS), ("reduce_scatter", GRADIENTS))
+
+
+def layouts() -> list[tuple[str, Experiment]]:
+    """Every engine of the grid under every preset that it expresses."""
+    found = []
+    for name, preset in PRESETS.items():
+        experiment = spread(load("check"), name, 1 if name == "single" else preset.devices)
+        for engine in FOLDERS:
+            with contextlib.suppress(ExperimentError):
+                ENGINES[engine].require_experiment(experiment)
+                found.append((engine, experiment))
+    return found
+
+
+def wrong_shares(cases: list[tuple[str, Experiment]]) -> list[str]:
+    """Devices whose share of a kind is not that of the closed form of memory."""
+    wrong = []
+    for engine, experiment in cases:
+        expected = closed_form(engine, experiment)
+        copies = {"optimizer": len(moment_names(experiment.optimizer))}
+        model_bytes = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
+        for kind, device in itertools.product(KINDS, range(experiment.layout.devices)):
+            share = holdings.share_of(kind, engine, experiment, device)
+            held = share * model_bytes * copies.get(kind, 1)
+            if held != pytest.approx(expected[kind][device], rel=1e-9):
+                wrong.append(f"{engine} {experiment.layout.axes} {kind} {device}")
+    return wrong
+
+
+def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
+    cases = layouts()
+    assert len(cases) > 80
+    assert wrong_shares(cases) == []
+    late = Holds(sharded_from={"optimizer": 1, "gradients": 3, "parameters": 3})
+    engines = {name: msgspec.structs.replace(one, holds=late) for name, one in holdings.ENGINES.items()}
+    monkeypatch.setattr(holdings, "ENGINES", engines)
+    assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
+
+
+def covered(parts: set[holdings.HeldPart]) -> float:
+    """The share of a matrix that parts cover, in cells of a grid so fine that they end at its lines."""
+    grid = np.zeros((24, 24), bool)
+    for part in parts:
+        (top, bottom), (left, right) = part.rows, part.columns
+        grid[round(24 * top) : round(24 * bottom), round(24 * left) : round(24 * right)] = True
+    return grid.mean()
+
+
+def test_parts_of_all_devices_make_the_whole_and_do_not_overlap():
+    for engine, experiment in layouts():
+        devices = range(experiment.layout.devices)
+        stages = [holdings.coordinates(device, experiment.layout)[PP] for device in devices]
+        for kind, rank in itertools.product(KINDS, set(stages)):
+            for parameter in parameters_of_stage(engine, experiment, stage=rank):
+                parts = {
+                    holdings.part_of(parameter, kind, engine, experiment, device)
+                    for device in devices
+                    if stages[device] == rank
+                }
+                assert covered(parts) == 1, (engine, experiment.layout, parameter.name)
+                assert sum(part.share for part in parts) == pytest.approx(1), (engine, parameter.name)
+
+
+def test_ranks_share_out_layers_and_rows():
+    interleaved = spread(load("check"), "pp_interleaved", 2)
+    assert [holdings.layers_of(rank, interleaved) for rank in (0, 1)] == [{0, 2}, {1, 3}]
+    hsdp = spread(load("check"), "hsdp", 4)
+    quarters = [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)]
+    assert [holdings.rows_of(device, hsdp) for device in range(4)] == quarters
+    assert {holdings.rows_of(device, spread(load("check"), "tp", 2)) for device in (0, 1)} == {(0, 1)}
+
+
+def test_picture_fills_what_devices_hold(monkeypatch):
+    """Of check: two embeddings, and four matrices in each of four layers."""
+    for preset, devices, matrices in [("ddp", 2, 36), ("fsdp", 2, 18), ("tp", 2, 19), ("pp_gpipe", 4, 19)]:
+        filled = dict.fromkeys(holdings.COLOURS.values(), 0.0)
+
+        def box(axes, x, y, width, rows, columns, shade, filled=filled):
+            if shade in filled and width == holdings.TILE:
+                filled[shade] += holdings.HeldPart(rows, columns).share
+
+        monkeypatch.setattr(holdings, "_box", box)
+        experiment = spread(load("check"), preset, devices)
+        drawn = svg(holdings.figure([worked.BY_HAND], experiment))
+        for kind in KINDS:
+            assert filled[holdings.COLOURS[kind]] == pytest.approx(matrices), (preset, kind)
+        assert ("parameters: 100%" in drawn) == (preset == "ddp")
+
+
+def test_engines_that_hold_the_same_share_a_picture():
+    groups = {
+        name: len(holdings.alike(list(FOLDERS), spread(load("check"), name, 4)))
+        for name in ("ddp", "fsdp", "tp", "pp_gpipe", "zero2")
+    }
+    # JAX's programs have both ends on every stage; FSDP2 keeps shards of parameters between steps.
+    assert groups == {"ddp": 1, "fsdp": 1, "tp": 1, "pp_gpipe": 2, "zero2": 2}
+
+
+def wrong_rings() -> list[str]:
+    """Collectives whose result is not their definition, or whose bytes are not the ring's closed form."""
+    wrong = []
+    for n in (2, 3, 4, 8):
+        everybody, nothing = frozenset(range(n)), rings.NOTHING
+        results = {
+            "all_reduce": [[everybody] * n] * n,
+            "reduce_scatter": [[everybody if i == d else nothing for i in range(n)] for d in range(n)],
+            "all_gather": [[frozenset({place}) for place in range(n)]] * n,
+            "permute": [[frozenset({d - 1}) if d else nothing] for d in range(n)],
+        }
+        assert results.keys() == rings.RINGS.keys()
+        for kind, result in results.items():
+            ring = rings.RINGS[kind](n)
+            size = 840 * len(ring.states[0][0])
+            if ring.states[-1] != result or ring.sent * 840 != ring_wire_bytes(kind, size, n):
+                wrong.append(f"{kind} on {n}")
+    return wrong
+
+
+def test_rings_end_in_what_a_collective_is_and_send_the_closed_form(monkeypatch):
+    assert wrong_rings() == []
+    for kind in rings.RINGS:
+        assert svg(rings.figure(kind, ["x"])).count("hop ") >= len(rings.RINGS[kind](4).states) - 1
+    scattered = rings.reduce_scatter
+    monkeypatch.setitem(rings.RINGS, "all_reduce", lambda n: rings.Ring(scattered(n).states, 2 * (n - 1)))
+    assert "all_reduce on 4" in wrong_rings()  # a sum that nobody hands on
+
+
+def test_worked_number_is_what_the_papers_give():
+    """ZeRO's and Megatron's formulas, in bytes on the wire of one of n GPUs, with 2-byte numbers."""
+    model, n, rows = worked.MODEL, worked.GPUS, worked.ROWS
+    parameters, f = parameter_count(model), (n - 1) / n
+    stream = 2 * rows * model.block_size * model.n_embd
+    expected = {
+        "data_parallel": 2 * f * 2 * parameters,
+        "fully_sharded": 3 * f * 2 * parameters,
+        "tensor_parallel": 2 * f * stream * (4 * model.n_layer + 2),  # and the embedding's, the head's
+        "pipeline_parallel": 2 * stream,
+    }
+    inner = parameters - (model.vocab_size + model.block_size) * model.n_embd
+    flops = 6 * (inner + model.vocab_size * model.n_embd)
+    flops += 12 * model.n_layer * model.block_size * model.n_embd
+    for strategy, wire in expected.items():
+        one = worked.worked(strategy)
+        assert one.wire == pytest.approx(wire, rel=1e-3), strategy
+        assert one.compute_s == pytest.approx(flops * rows * model.block_size / n / 989.5e12)
+        assert one.waits == (7 / 23 if strategy == "pipeline_parallel" else 0)
+        assert (one.state < worked.MEMORY) == (strategy != "data_parallel")
+    assert worked.worked("data_parallel").state == 16 * parameters
+    assert worked.worked("fully_sharded").state == 2 * parameters
+    table = worked.table("tensor_parallel")
+    assert [row.head.note for row in table.rows] == ["", "", "this lesson", ""]
+    nvlink = table.rows[0].cells[2]
+    assert nvlink.text == f"{expected['data_parallel'] / 450e9 * 1e3:,.0f} ms"
+
+
+def made_by_hand(folder: Path, place: str):
+    """A run of two engines that nobody has run, of which torch-manual says from where it sends."""
+    outcome = make_run(folder, lesson_experiment(STRATEGY), names=["jax-manual", "torch-manual"])
+    rows = [
+        Communication(
+            kind=kind, axis=DP_SHARD, calls=2, bytes=4000, wire_bytes=4000, purpose=purpose, source=place
+        )
+        for kind, purpose in SENT
+    ]
+    records = {name: read_record(folder / name) for name in outcome.finished}
+    records["torch-manual"] = msgspec.structs.replace(records["torch-manual"], ledger=Ledger(rows=rows))
+    return outcome, records
+
+
+@pytest.mark.usefixtures("with_pictures")
+def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
+    path = source_file("torch-manual", STRATEGY)
+    text = (ROOT / path).read_text()
+    number = next(i for i, line in enumerate(text.splitlines(), 1) if line.startswith("def ")) + 1
+    function = text.splitlines()[number - 2].split("(")[0].removeprefix("def ")
+    place = f"{path.rpartition('/')[2]}:{number} ({function})"
+    lesson_page(STRATEGY, *made_by_hand(tmp_path / "run", place), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    outline = require_alone(page)
+    assert str(ROOT) not in page
+    assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work|usr|Users)/", page)
+    assert "Who holds what: jax-manual, torch-manual" in outline.pictures
+    assert {"all_gather on 4 devices, hop by hop", "reduce_scatter on 4 devices, hop by hop"} <= set(
+        outline.pictures
+    )
+    for kind, purpose in SENT:
+        (row,) = re.findall(rf'<tr id="(row-{kind}-{DP_SHARD}-{purpose})">.*?</tr>', page, re.DOTALL)
+        assert f'<a href="#{row}">{kind} {purpose}</a><a href="#torch-manual-{number}">' in page
+        (cells,) = re.findall(rf'<tr id="{row}">(.*?)</tr>', page, re.DOTALL)
+        assert f'<a href="#torch-manual-{number}">line {number}</a>' in cells
+    assert re.search(
+        rf'id="torch-manual-{number}"[^\n]*<span class="hll">|class="hll">[^\n]*id="torch-manual-{number}"',
+        page,
+    )
+    blocks = re.findall(r'<div class="code">(.*?)</pre>', page, re.DOTALL)
+    shown = [re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block))) for block in blocks]
+    engines = ("jax-manual", "torch-manual")
+    assert [one.split() for one in shown] == [
+        (ROOT / source_file(engine, STRATEGY)).read_text().split() for engine in engines
+    ]
+    for trial in LESSONS[STRATEGY].trials:
+        assert html.escape(trial.command) in page
+
+
+def test_every_trial_can_be_run(capsys):
+    for trial in (trial for lesson in LESSONS.values() for trial in lesson.trials):
+        program, *options = shlex.split(trial.command)
+        assert program == "shardpair"
+        assert main([*options, "--dry_run"]) == 0
+        assert "nothing was started; all of it can run" in capsys.readouterr().out
+
+
+def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for options, said in {
+        ("--results", str(tmp_path / "empty")): "has no outcome.json",
+        ("--results", str(tmp_path), "--run_dir", "other"): "has no effect",
+        ("--output", str(tmp_path / "page.pdf")): "end it in one of .html",
+    }.items():
+        assert main(["lesson", STRATEGY, *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
+    run = grid.run("fsdp")
+    done = shardpair("lesson", STRATEGY, "--results", str(run), "--output", "page.html")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text()
+    records = {engine: read_record(run / engine) for engine in FOLDERS}
+    for engine, record in records.items():
+        if not FOLDERS[engine].startswith("jaxpar/"):
+            assert record.instructions is None
+            continue
+        assert record.instructions
+        for key in {(one.kind, one.axis, one.purpose) for one in record.ledger.rows}:
+            made = [one for one in record.instructions if (one.kind, one.axis, one.purpose) == key]
+            rows = [one for one in record.ledger.rows if (one.kind, one.axis, one.purpose) == key]
+            assert sum(one.calls for one in made) == sum(one.calls for one in rows), (engine, key)
+            assert sum(one.bytes for one in made) == sum(one.bytes for one in rows), (engine, key)
+    for engine in ("jax-manual", "torch-manual"):
+        for kind, purpose in SENT:
+            (row,) = re.findall(rf'<tr id="row-{kind}-{DP_SHARD}-{purpose}">(.*?)</tr>', page, re.DOTALL)
+            assert f'href="#{engine}-' in row
