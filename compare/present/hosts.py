@@ -52,13 +52,10 @@ def crosses(axis: str, layout: Layout, hosts: int) -> bool:
     """Whether neighbours along an axis are on different hosts; devices fill one host after the other."""
     names = list(layout.axes)
     inside = math.prod(layout.axes[name] for name in names[names.index(axis) + 1 :])
-    neighbours = (
-        (device, device + inside)
+    return any(
+        device * hosts // layout.devices != (device + inside) * hosts // layout.devices
         for device in range(layout.devices)
         if coordinates(device, layout)[axis] < layout.axes[axis] - 1
-    )
-    return any(
-        here * hosts // layout.devices != there * hosts // layout.devices for here, there in neighbours
     )
 
 

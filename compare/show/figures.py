@@ -212,6 +212,7 @@ def differences(axes: "Axes", lines: Mapping[str, tuple[Sequence[int], Sequence[
     least = min((value for value in every if 0 < value < math.inf), default=1e-16)
     floor = 10.0 ** (math.floor(math.log10(least)) - 1)
     raised = {name: (steps, [value or floor for value in values]) for name, (steps, values) in lines.items()}
+    axes.set_yscale("log")
     curves(axes, {"": ([], []), **raised}, y, reduce=max)  # the first case's colour is not theirs
     for place, line in enumerate(axes.lines[1:]):
         line.set(linewidth=1.2, marker=MARKERS[place % len(MARKERS)], markersize=3.5)
@@ -219,7 +220,6 @@ def differences(axes: "Axes", lines: Mapping[str, tuple[Sequence[int], Sequence[
     if 0 in every:
         axes.axhline(floor, color=INK, linewidth=1, linestyle=":", label="equal, bit for bit")
     largest = max((value for value in every if value < math.inf), default=0.0)
-    axes.set_yscale("log")
     axes.set_ylim(floor / 3, max(10 * floor, 3 * largest))
 
 
